@@ -1,0 +1,52 @@
+# Two commands are enough: `make run` and `make test`. Both set up what they need, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The newest interpreter on this machine, for the far end of the supported range.
+NEWEST := $(shell tools/newest-python)
+NEWEST_VENV := .venv-newest
+NEWEST_STAMP := $(NEWEST_VENV)/.installed
+WORKERS ?= 2
+
+.PHONY: run test test-newest lint format bench clean help
+
+help:
+	@echo "make run          set up, then capibara tour: what is attached, every op against its reference"
+	@echo "make test         set up, then the whole test suite"
+	@echo "make test-newest  the quick subset under the newest Python (3.12+) and JAX on this machine"
+	@echo "make lint         ruff and mypy"
+	@echo "make format       ruff's fixes and formatting"
+	@echo "make clean        remove the virtual environments and caches"
+
+run: $(STAMP)
+	$(BIN)/capibara tour
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+test-newest: $(NEWEST_STAMP)
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m newest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The stamp is the last thing written, so an install that was cut short starts again.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[dev]'
+	@touch $@
+
+$(NEWEST_STAMP): pyproject.toml
+	$(NEWEST) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade-strategy eager -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(NEWEST_VENV) .mypy_cache .ruff_cache .hypothesis build dist

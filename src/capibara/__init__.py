@@ -1,0 +1,28 @@
+"""capibara: a JAX toolkit for TPU pods that is written and tested on a GPU or a laptop.
+
+Importing this package imports nothing heavy: rooms load when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from capibara._version import __version__
+
+if TYPE_CHECKING:
+    from capibara import compile, errors, hardware, kernels, parallel, precision  # noqa: A004
+
+_ROOMS = ("compile", "config", "core", "errors", "hardware", "jax", "kernels", "parallel", "precision", "vq")
+
+__all__ = ["__version__", *_ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"capibara.{name}")
+    raise AttributeError(f"module 'capibara' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOMS])

@@ -1,0 +1,32 @@
+"""jax, with kernel dispatch inside an optimisation context: `import capibara.jax as jax`.
+
+Every name and module is the installed jax's own object, except those listed in `_changed`. Names that jax
+removed and older code uses keep working, with one DeprecationWarning each (`_compat`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax import *  # noqa: F403
+
+    from capibara.jax import diagnostics as diagnostics
+    from capibara.jax import tpu_v4 as tpu_v4
+    from capibara.jax.tpu_v4 import optimizations as tpu_v4_optimizations  # noqa: F401
+
+from capibara.jax import _alias
+from capibara.jax._config import config as config
+from capibara.jax._information import get_backend_info as get_backend_info
+from capibara.jax._information import get_optimization_status as get_optimization_status
+
+_alias.install()
+_alias.adopt(
+    __name__,
+    own=("config", "get_backend_info", "get_optimization_status"),
+    lazy={
+        "diagnostics": "capibara.jax.diagnostics",
+        "tpu_v4": "capibara.jax.tpu_v4",
+        "tpu_v4_optimizations": "capibara.jax.tpu_v4.optimizations",
+    },
+)

@@ -1,0 +1,107 @@
+"""Whether capibara.jax works on this machine, and what it lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from capibara.hardware import devices
+from capibara.hardware.devices import AttachedDevice
+from capibara.jax._information import versions
+
+__all__ = ["Installation", "Missing", "check_installation"]
+
+_NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that would help and is not installed."""
+
+    what: str
+    why: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}. Install it with: {self.command}"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The result of `check_installation`; printed, it is a few lines to read."""
+
+    jax_native_available: bool
+    """jax initialised a backend and multiplied two matrices right."""
+    error_message: str | None
+    versions: dict[str, str]
+    devices: tuple[AttachedDevice, ...]
+    missing: tuple[Missing, ...]
+
+    def __str__(self) -> str:
+        state = "works" if self.jax_native_available else f"does not work: {self.error_message}"
+        named = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        kinds = ", ".join(sorted({one.device_kind for one in self.devices})) or "none"
+        lines = [f"capibara.jax {state}", f"versions: {named}", f"devices: {len(self.devices)} ({kinds})"]
+        return "\n".join([*lines, *(f"missing: {one}" for one in self.missing)])
+
+
+def check_installation() -> Installation:
+    """Try jax on this machine, and look for what is missing."""
+    found: tuple[AttachedDevice, ...] = ()
+    problem: str | None = None
+    try:
+        found = tuple(devices.attached())
+        problem = _wrong_product()
+    except RuntimeError as error:  # what jax raises when a backend cannot start or dies
+        problem = str(error)
+    return Installation(
+        jax_native_available=problem is None,
+        error_message=problem,
+        versions=versions(),
+        devices=found,
+        missing=tuple(_missing({one.platform for one in found})),
+    )
+
+
+def _wrong_product() -> str | None:
+    # Small whole numbers are exact at every matmul precision.
+    a = jnp.arange(64.0, dtype=jnp.float32).reshape(8, 8)
+    swap = jnp.eye(8)[::-1]
+    if bool(jnp.array_equal(jax.jit(jnp.matmul)(swap, a), a[::-1])):
+        return None
+    return "a product of two small matrices came out wrong on the default device"
+
+
+def _missing(platforms: set[str]) -> list[Missing]:
+    lacking = []
+    if "gpu" not in platforms and _has_nvidia_gpu():
+        lacking.append(
+            Missing(
+                "jax's CUDA plugin",
+                "this machine has an NVIDIA GPU that jax does not see",
+                "pip install 'capibara[cuda]'",
+            )
+        )
+    if _libtpu_installs_here() and importlib.util.find_spec("libtpu") is None:
+        lacking.append(
+            Missing(
+                "libtpu",
+                "it runs on a TPU, and without one compiles for TPUs by name",
+                "pip install 'capibara[tpu]'",
+            )
+        )
+    return lacking
+
+
+def _has_nvidia_gpu() -> bool:
+    return _NVIDIA.exists() or shutil.which("nvidia-smi") is not None
+
+
+def _libtpu_installs_here() -> bool:
+    return platform.system() == "Linux" and platform.machine() == "x86_64"

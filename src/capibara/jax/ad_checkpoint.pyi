@@ -1,0 +1,1 @@
+from jax.ad_checkpoint import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.api_util import *  # noqa: F403

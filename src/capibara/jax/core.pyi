@@ -1,0 +1,1 @@
+from jax.core import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.custom_batching import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.debug import *  # noqa: F403

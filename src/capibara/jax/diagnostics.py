@@ -1,0 +1,7 @@
+"""Whether this installation works: `diagnostics.check_installation()`."""
+
+from __future__ import annotations
+
+from capibara.jax._installation import Installation, Missing, check_installation
+
+__all__ = ["Installation", "Missing", "check_installation"]

@@ -1,0 +1,1 @@
+from jax.distributed import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.dlpack import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.dtypes import *  # noqa: F403

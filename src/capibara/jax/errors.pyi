@@ -1,0 +1,1 @@
+from jax.errors import *  # noqa: F403

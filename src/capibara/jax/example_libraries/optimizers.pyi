@@ -1,0 +1,1 @@
+from jax.example_libraries.optimizers import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental import *  # noqa: F403

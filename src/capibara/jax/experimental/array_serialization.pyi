@@ -1,0 +1,1 @@
+from jax.experimental.array_serialization import *  # noqa: F403

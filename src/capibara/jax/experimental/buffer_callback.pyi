@@ -1,0 +1,1 @@
+from jax.experimental.buffer_callback import *  # noqa: F403

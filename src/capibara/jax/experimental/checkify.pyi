@@ -1,0 +1,1 @@
+from jax.experimental.checkify import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.colocated_python import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.compilation_cache.compilation_cache import *  # noqa: F403

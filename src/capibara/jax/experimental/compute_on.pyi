@@ -1,0 +1,1 @@
+from jax.experimental.compute_on import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.custom_partitioning import *  # noqa: F403

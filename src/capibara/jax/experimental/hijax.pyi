@@ -1,0 +1,1 @@
+from jax.experimental.hijax import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.jet import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.key_reuse import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.layout import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.mesh_utils import *  # noqa: F403

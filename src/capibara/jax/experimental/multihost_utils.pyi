@@ -1,0 +1,1 @@
+from jax.experimental.multihost_utils import *  # noqa: F403

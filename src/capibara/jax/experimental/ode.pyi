@@ -1,0 +1,1 @@
+from jax.experimental.ode import *  # noqa: F403

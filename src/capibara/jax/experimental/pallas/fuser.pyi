@@ -1,0 +1,1 @@
+from jax.experimental.pallas.fuser import *  # noqa: F403

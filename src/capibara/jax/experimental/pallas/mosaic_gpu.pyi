@@ -1,0 +1,1 @@
+from jax.experimental.pallas.mosaic_gpu import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.pallas.tpu_sc import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.pallas.triton import *  # noqa: F403

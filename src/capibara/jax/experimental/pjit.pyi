@@ -1,0 +1,1 @@
+from jax.experimental.pjit import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.profiler import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.rnn import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.roofline import *  # noqa: F403

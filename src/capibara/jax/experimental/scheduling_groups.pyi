@@ -1,0 +1,1 @@
+from jax.experimental.scheduling_groups import *  # noqa: F403

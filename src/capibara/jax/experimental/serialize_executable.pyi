@@ -1,0 +1,1 @@
+from jax.experimental.serialize_executable import *  # noqa: F403

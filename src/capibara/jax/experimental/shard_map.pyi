@@ -1,0 +1,1 @@
+from jax.experimental.shard_map import *  # noqa: F403

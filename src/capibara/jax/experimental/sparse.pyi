@@ -1,0 +1,1 @@
+from jax.experimental.sparse import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.topologies import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.transfer import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.experimental.xla_metadata import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.export import *  # noqa: F403

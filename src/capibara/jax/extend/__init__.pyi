@@ -1,0 +1,1 @@
+from jax.extend import *  # noqa: F403

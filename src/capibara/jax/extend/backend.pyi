@@ -1,0 +1,1 @@
+from jax.extend.backend import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.extend.core import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.extend.core.primitives import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.extend.ifrt_programs import *  # noqa: F403

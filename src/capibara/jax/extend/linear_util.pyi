@@ -1,0 +1,1 @@
+from jax.extend.linear_util import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.extend.random import *  # noqa: F403

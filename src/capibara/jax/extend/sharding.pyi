@@ -1,0 +1,1 @@
+from jax.extend.sharding import *  # noqa: F403

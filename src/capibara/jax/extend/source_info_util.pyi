@@ -1,0 +1,1 @@
+from jax.extend.source_info_util import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.ffi import *  # noqa: F403

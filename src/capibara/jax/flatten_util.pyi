@@ -1,0 +1,1 @@
+from jax.flatten_util import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.image import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.interpreters import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.interpreters.ad import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.interpreters.batching import *  # noqa: F403

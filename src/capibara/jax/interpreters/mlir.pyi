@@ -1,0 +1,1 @@
+from jax.interpreters.mlir import *  # noqa: F403

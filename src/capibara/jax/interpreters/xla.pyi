@@ -1,0 +1,1 @@
+from jax.interpreters.xla import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.lax import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.lib import *  # noqa: F403

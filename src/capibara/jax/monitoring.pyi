@@ -1,0 +1,1 @@
+from jax.monitoring import *  # noqa: F403

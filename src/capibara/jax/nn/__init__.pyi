@@ -1,0 +1,1 @@
+from jax.nn import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.nn.initializers import *  # noqa: F403

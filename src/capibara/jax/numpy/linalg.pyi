@@ -1,0 +1,1 @@
+from jax.numpy.linalg import *  # noqa: F403

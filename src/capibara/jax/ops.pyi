@@ -1,0 +1,1 @@
+from jax.ops import *  # noqa: F403

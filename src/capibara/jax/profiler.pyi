@@ -1,0 +1,1 @@
+from jax.profiler import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.ref import *  # noqa: F403

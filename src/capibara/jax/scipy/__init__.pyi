@@ -1,0 +1,1 @@
+from jax.scipy import *  # noqa: F403

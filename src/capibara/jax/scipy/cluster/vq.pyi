@@ -1,0 +1,1 @@
+from jax.scipy.cluster.vq import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.integrate import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.interpolate import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.ndimage import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.sparse import *  # noqa: F403

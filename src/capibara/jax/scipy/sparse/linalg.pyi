@@ -1,0 +1,1 @@
+from jax.scipy.sparse.linalg import *  # noqa: F403

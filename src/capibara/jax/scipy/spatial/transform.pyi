@@ -1,0 +1,1 @@
+from jax.scipy.spatial.transform import *  # noqa: F403

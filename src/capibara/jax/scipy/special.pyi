@@ -1,0 +1,1 @@
+from jax.scipy.special import *  # noqa: F403

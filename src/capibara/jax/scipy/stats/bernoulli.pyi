@@ -1,0 +1,1 @@
+from jax.scipy.stats.bernoulli import *  # noqa: F403

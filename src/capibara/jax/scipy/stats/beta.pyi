@@ -1,0 +1,1 @@
+from jax.scipy.stats.beta import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.betabinom import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.binom import *  # noqa: F403

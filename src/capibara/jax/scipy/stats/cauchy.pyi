@@ -1,0 +1,1 @@
+from jax.scipy.stats.cauchy import *  # noqa: F403

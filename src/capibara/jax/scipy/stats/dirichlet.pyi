@@ -1,0 +1,1 @@
+from jax.scipy.stats.dirichlet import *  # noqa: F403

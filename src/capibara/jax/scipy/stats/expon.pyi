@@ -1,0 +1,1 @@
+from jax.scipy.stats.expon import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.gamma import *  # noqa: F403

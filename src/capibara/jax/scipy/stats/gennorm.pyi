@@ -1,0 +1,1 @@
+from jax.scipy.stats.gennorm import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.geom import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.gumbel_l import *  # noqa: F403

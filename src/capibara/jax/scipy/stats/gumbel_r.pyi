@@ -1,0 +1,1 @@
+from jax.scipy.stats.gumbel_r import *  # noqa: F403

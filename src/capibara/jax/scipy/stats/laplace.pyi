@@ -1,0 +1,1 @@
+from jax.scipy.stats.laplace import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.logistic import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.multinomial import *  # noqa: F403

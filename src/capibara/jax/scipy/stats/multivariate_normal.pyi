@@ -1,0 +1,1 @@
+from jax.scipy.stats.multivariate_normal import *  # noqa: F403

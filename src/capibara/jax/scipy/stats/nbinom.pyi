@@ -1,0 +1,1 @@
+from jax.scipy.stats.nbinom import *  # noqa: F403

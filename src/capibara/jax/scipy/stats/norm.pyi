@@ -1,0 +1,1 @@
+from jax.scipy.stats.norm import *  # noqa: F403

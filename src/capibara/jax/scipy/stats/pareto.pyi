@@ -1,0 +1,1 @@
+from jax.scipy.stats.pareto import *  # noqa: F403

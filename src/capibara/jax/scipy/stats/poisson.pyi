@@ -1,0 +1,1 @@
+from jax.scipy.stats.poisson import *  # noqa: F403

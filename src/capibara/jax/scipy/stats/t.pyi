@@ -1,0 +1,1 @@
+from jax.scipy.stats.t import *  # noqa: F403

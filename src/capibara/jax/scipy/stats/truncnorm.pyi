@@ -1,0 +1,1 @@
+from jax.scipy.stats.truncnorm import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.uniform import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.scipy.stats.vonmises import *  # noqa: F403

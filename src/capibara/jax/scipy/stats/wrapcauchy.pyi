@@ -1,0 +1,1 @@
+from jax.scipy.stats.wrapcauchy import *  # noqa: F403

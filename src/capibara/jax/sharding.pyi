@@ -1,0 +1,1 @@
+from jax.sharding import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.stages import *  # noqa: F403

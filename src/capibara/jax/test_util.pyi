@@ -1,0 +1,1 @@
+from jax.test_util import *  # noqa: F403

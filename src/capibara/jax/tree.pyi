@@ -1,0 +1,1 @@
+from jax.tree import *  # noqa: F403

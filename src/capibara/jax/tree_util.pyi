@@ -1,0 +1,1 @@
+from jax.tree_util import *  # noqa: F403

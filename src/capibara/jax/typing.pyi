@@ -1,0 +1,1 @@
+from jax.typing import *  # noqa: F403

@@ -1,0 +1,1 @@
+from jax.version import *  # noqa: F403

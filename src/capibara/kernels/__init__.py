@@ -1,0 +1,45 @@
+"""Accelerator kernels: ops with a specification, implementations that say why not, and one dispatch loop."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capibara.kernels.context import interpret as interpret
+    from capibara.kernels.context import target as target
+    from capibara.kernels.dispatch import explain as explain
+    from capibara.kernels.linalg import gemm as gemm
+    from capibara.kernels.op import Case as Case
+    from capibara.kernels.op import Cost as Cost
+    from capibara.kernels.op import Implementation as Implementation
+    from capibara.kernels.op import Op as Op
+    from capibara.kernels.op import lookup as lookup
+    from capibara.kernels.op import register as register
+    from capibara.kernels.op import registry as registry
+
+_WHERE = {
+    "Case": "op",
+    "Cost": "op",
+    "Implementation": "op",
+    "Op": "op",
+    "explain": "dispatch",
+    "gemm": "linalg",
+    "interpret": "context",
+    "lookup": "op",
+    "register": "op",
+    "registry": "op",
+    "target": "context",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"capibara.kernels.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'capibara.kernels' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

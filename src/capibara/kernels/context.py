@@ -1,0 +1,121 @@
+"""What dispatch takes from its surroundings: the chip it is for, and whether kernels are emulated.
+
+Both are JAX user contexts, so they are part of jit's cache key: a function traced for one chip is never
+reused for another, nor an emulated trace for a real run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from capibara import hardware
+from capibara.errors import rule_error, unknown_name
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+Emulation = Literal["off", "hlo", "machine"]
+
+
+class Target(NamedTuple):
+    """The chip a call is dispatched for."""
+
+    platform: str
+    device_kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpret:
+    """How a TPU kernel runs off its chip.
+
+    "machine" emulates the chip's memories on the CPU (Pallas TPU interpret mode): reads out of bounds raise,
+    memory starts as NaN, and with `detect_races` unsynchronised accesses are recorded. "hlo" replays the
+    kernel as plain XLA operations: it checks less, and it is the form that runs under a partitioned jit.
+    """
+
+    mode: Emulation = "machine"
+    detect_races: bool = False
+
+    def pallas_argument(self) -> Any:
+        """What to pass as `pallas_call(interpret=...)`."""
+        if self.mode == "off":
+            return False
+        if self.mode == "hlo":
+            return True
+        from jax.experimental.pallas import tpu as pltpu
+
+        return pltpu.InterpretParams(
+            detect_races=self.detect_races, out_of_bounds_reads="raise", uninitialized_memory="nan"
+        )
+
+
+_OFF = Interpret(mode="off")
+_target_context = jax.make_user_context(None)
+_interpret_context = jax.make_user_context(_OFF)
+
+
+@contextlib.contextmanager
+def target(platform: str, device_kind: str | None = None) -> Iterator[Target]:
+    """Dispatch as if for another chip, e.g. to lower for a TPU from a laptop.
+
+    >>> with target("tpu", "TPU v4"):
+    ...     current_target().platform
+    'tpu'
+    """
+    if platform not in PLATFORMS:
+        raise unknown_name("platform", platform, PLATFORMS)
+    chosen = Target(platform, device_kind or {"tpu": "TPU v4", "gpu": "NVIDIA H200", "cpu": "cpu"}[platform])
+    with _target_context(chosen):
+        yield chosen
+
+
+@contextlib.contextmanager
+def interpret(mode: str = "machine", *, detect_races: bool = False) -> Iterator[Interpret]:
+    """Let TPU kernels run on this machine by emulation: slow, and for tests only."""
+    if mode not in ("machine", "hlo"):
+        raise unknown_name("interpret mode", mode, ("machine", "hlo"))
+    if detect_races and mode != "machine":
+        raise rule_error("Races are detected by the 'machine' emulation only", mode, "pass mode='machine'")
+    setting = Interpret(mode=mode, detect_races=detect_races)  # type: ignore[arg-type]
+    with _interpret_context(setting):
+        yield setting
+
+
+def current_interpret() -> Interpret:
+    return _interpret_context.value  # type: ignore[no-any-return]
+
+
+def current_target() -> Target:
+    """An explicit `target`, else the active mesh's chip, else the default device."""
+    chosen = _target_context.value
+    if chosen is not None:
+        return chosen  # type: ignore[no-any-return]
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        kind = described.device_kind
+        known = hardware.chip_for(kind)
+        if known is not None:
+            return Target(known.platform, kind)
+    device = jax.config.jax_default_device
+    if device is not None and not isinstance(device, str):
+        return target_of(device)
+    return target_of(jax.devices(device)[0] if device else jax.devices()[0])
+
+
+def explicit_target() -> Target | None:
+    return _target_context.value  # type: ignore[no-any-return]
+
+
+_TARGETS: dict[Any, Target] = {}
+
+
+def target_of(device: jax.Device) -> Target:
+    """The target of one attached device (a dictionary read after the first call)."""
+    found = _TARGETS.get(device)
+    if found is None:
+        platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+        found = _TARGETS[device] = Target(platform, device.device_kind)
+    return found

@@ -1,0 +1,277 @@
+"""The one selection loop, and the fast path around it.
+
+`select` decides, in words, which implementation takes a call; `run` decides once for each distinct call and keeps
+the answer; `explain` shows the decision for any function that calls ops, without running it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from capibara.errors import ImplementationRefused, rule_error
+from capibara.kernels import context, tables, transforms
+from capibara.kernels.op import Call, Config, Op, lookup
+
+logger = logging.getLogger("capibara.kernels")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One implementation's answer to one call."""
+
+    implementation: str
+    accepts: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What takes a call, with which tuning choices, and why; and why each other implementation does not."""
+
+    call: Call
+    implementation: str
+    config: Config
+    why: str
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        chosen = f"{self.implementation}" + (f" {self.config}" if self.config is not None else "")
+        lines = [f"{self.call} on {self.call.target.device_kind}: {chosen}", f"  because {self.why}"]
+        lines += [f"  not {v.implementation}: {v.reason}" for v in self.verdicts if v.implementation != self.implementation]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "op": self.call.op.name,
+            "call": self.call.signature,
+            "platform": self.call.target.platform,
+            "device_kind": self.call.target.device_kind,
+            "implementation": self.implementation,
+            "config": dataclasses.asdict(self.config) if self.config is not None else None,
+            "why": self.why,
+            "others": [
+                {"implementation": v.implementation, "accepts": v.accepts, "reason": v.reason}
+                for v in self.verdicts
+                if v.implementation != self.implementation
+            ],
+        }
+
+
+def select(call: Call, implementation: str | None = None, config: Config = None, prefer: str | None = None) -> Selection:
+    """Choose the implementation of one call.
+
+    `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
+    tuned table for this chip speaks, then the implementations' own rank.
+    """
+    op = call.op
+    if implementation is not None:
+        op.implementation(implementation)  # an unknown name is an error before anything is decided
+    refusals = {name: impl.refusal(call) for name, impl in op.implementations.items()}
+    accepting = [name for name, reason in refusals.items() if reason is None]
+    ranks = {name: impl.rank(call) for name, impl in op.implementations.items()}
+
+    if implementation is not None:
+        if refusals[implementation] is not None:
+            raise ImplementationRefused(
+                f"{op.name}: the implementation {implementation!r} was asked for and cannot take this call: "
+                f"{refusals[implementation]}. Got {call.signature} on {call.target.device_kind}. "
+                f"Fix: change the call, or use one that accepts it: {', '.join(accepting) or 'none does'}."
+            )
+        chosen, why = implementation, "it was asked for by name"
+    elif prefer is not None and refusals.get(prefer, "absent") is None:
+        chosen, why = prefer, "the surrounding call runs on it"
+    else:
+        if not accepting:
+            told = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+            raise ImplementationRefused(f"{op.name}: no implementation takes {call.signature}. {told}.")
+        tuned = tables.find(call, accepting)
+        if tuned is not None:
+            chosen, why = tuned.implementation, tuned.why
+            config = config if config is not None else tuned.config
+        else:
+            chosen = max(accepting, key=lambda name: ranks[name])
+            why = f"it ranks first by rule for {call.target.platform} (no tuned case is near)"
+    made = op.implementations[chosen]
+    if config is None:
+        config = made.default_config(call)
+    elif made.config_type is None or not isinstance(config, made.config_type):
+        expected = made.config_type.__name__ if made.config_type else "no config"
+        raise rule_error(f"{op.name} on {chosen} takes a config of type {expected}", repr(config), "pass that type")
+
+    verdicts = tuple(
+        Verdict(
+            name,
+            reason is None,
+            reason if reason is not None else f"it accepts, and {chosen} was chosen",
+        )
+        for name, reason in refusals.items()
+    )
+    if implementation is None:
+        _say_fallback(call, chosen, refusals, ranks)
+    return Selection(call, chosen, config, why, verdicts)
+
+
+_SAID: set[tuple[str, str, str]] = set()
+
+
+def _say_fallback(call: Call, chosen: str, refusals: Mapping[str, str | None], ranks: Mapping[str, float]) -> None:
+    """Log once when an implementation made for this platform would rank higher and refused."""
+    for name, reason in refusals.items():
+        impl = call.op.implementations[name]
+        made_for_it = call.target.platform in impl.platforms
+        if reason is None or not made_for_it or ranks[name] <= ranks[chosen]:
+            continue
+        key = (call.op.name, name, reason)
+        if key not in _SAID:
+            _SAID.add(key)
+            logger.warning("%s runs on %s instead of %s: %s (said once)", call, chosen, name, reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """A decided call: what to run on concrete arrays, and what to run on tracers."""
+
+    selection: Selection
+    eager: Callable[..., Any]
+    traced: Callable[..., Any]
+
+
+_recorder: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar("recorder", default=None)
+# Its value changes with every explain(), so that functions already traced by jit are traced again and recorded.
+_explain_context = jax.make_user_context(0)
+_explain_count = itertools.count(1)
+
+
+def run(
+    op: Op,
+    arrays: tuple[Any, ...],
+    params: Mapping[str, Hashable],
+    *,
+    implementation: str | None = None,
+    config: Config = None,
+    prefer: str | None = None,
+    local: bool = False,
+) -> Any:
+    """Run an op: the decision is made once for each distinct call, then it is a dictionary read.
+
+    `local` says the arrays are one device's shards already, so nothing is to be partitioned again.
+    """
+    traced = False
+    operands: list[Any] = []
+    device: Any = None
+    for x in arrays:
+        if x is None:
+            operands.append(None)
+        else:
+            operands.append((x.shape, x.dtype))
+            if isinstance(x, jax.core.Tracer):
+                traced = True
+            elif device is None and isinstance(x, jax.Array):
+                (device, *_) = x.devices()
+    chosen_target = context.explicit_target()
+    if chosen_target is None:
+        if traced or device is None:
+            chosen_target = context.current_target()
+        else:
+            chosen_target = context.target_of(device)
+    manual = local or (traced and bool(jax.sharding.get_abstract_mesh().manual_axes))
+    key = (
+        implementation, prefer, config, tuple(operands), tuple(params.items()), chosen_target,
+        context.current_interpret(), manual, jax.config.jax_default_matmul_precision, tables.generation(),
+    )  # fmt: skip
+    runner = op.runners.get(key)
+    if runner is None:
+        call = op.call(*arrays, target=chosen_target, **params)
+        selection = select(call, implementation, config, prefer)
+        runner = op.runners[key] = _build(selection, manual)
+    record = _recorder.get()
+    if record is not None:
+        record.append(runner.selection)
+    if not traced:
+        return runner.eager(*arrays)
+    if manual and not local:
+        arrays = transforms.vary_alike(arrays)
+    return runner.traced(*arrays)
+
+
+def _build(selection: Selection, manual: bool) -> _Runner:
+    call = selection.call
+    impl = call.op.implementations[selection.implementation]
+    if not impl.kernel:
+        plain = transforms.plain(call, impl, selection.config)
+        return _Runner(selection, jax.jit(plain), plain)
+    # The machine emulation orders its side effects, which JAX cannot carry through a partitioned computation.
+    split = not manual and context.current_interpret().mode != "machine"
+    eager, traced = transforms.kernel(call, impl, selection.config, split=split)
+    return _Runner(selection, eager, traced)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Every decision dispatch took while a function was traced, in order."""
+
+    selections: tuple[Selection, ...]
+
+    @property
+    def implementation(self) -> str:
+        """The implementation, when the function calls one op once."""
+        if len(self.selections) != 1:
+            raise rule_error(
+                "`.implementation` is for a function that calls one op once",
+                f"{len(self.selections)} calls",
+                "read `.selections`",
+            )
+        return self.selections[0].implementation
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.selections)) or "no capibara op is called"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"selections": [s.as_dict() for s in self.selections]}
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Selection]]:
+    """Collect the decisions taken inside, including in functions that jit has traced before."""
+    found: list[Selection] = []
+    token = _recorder.set(found)
+    try:
+        with _explain_context(next(_explain_count)):
+            yield found
+    finally:
+        _recorder.reset(token)
+
+
+def explain(fn: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation:
+    """What would run and why, for an op, its name, or any function that calls ops. Nothing is computed.
+
+    Arguments are arrays or `jax.ShapeDtypeStruct`s; what is not an array is passed as it is.
+
+    >>> x = jax.ShapeDtypeStruct((512, 512), "float32")
+    >>> explain("gemm", x, x).implementation
+    'xla'
+    """
+    if isinstance(fn, str):
+        op = lookup(fn)
+        fn = op.public or op
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, a in zip(leaves, is_array, strict=True) if a]
+
+    def traced(*arrays: Any) -> Any:
+        given = iter(arrays)
+        full = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
+        return fn(*inner_args, **inner_kwargs)
+
+    with recording() as found:
+        jax.eval_shape(traced, *shapes)
+    return Explanation(tuple(found))

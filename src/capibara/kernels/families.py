@@ -1,0 +1,13 @@
+"""The kernel families, imported when the registry is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+FAMILIES = ("linalg",)
+
+
+def load() -> None:
+    """Import every family, which registers its ops."""
+    for family in FAMILIES:
+        importlib.import_module(f"capibara.kernels.{family}")

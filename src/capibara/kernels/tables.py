@@ -1,0 +1,208 @@
+"""Tuned choices as data: shipped tables for each chip and op, and the user's own cache on top.
+
+A table is JSON: one entry a call that was measured, naming the fastest implementation, its config and the time. A
+call finds its own entry, or the nearest one whose every dimension is within a factor of two. A cache that cannot
+be read is set aside with a warning, and rebuilt by the next `tune`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from capibara.kernels.op import Call, Config, describe
+
+FORMAT = 1
+SHIPPED = Path(__file__).parent / "tuned"
+
+_loaded: dict[tuple[str, str], list[Entry]] = {}
+_generation = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The measured best for one call."""
+
+    operands: tuple[str, ...]  # "bf16[4096,4096]", "-" for an absent one
+    params: Mapping[str, Any]  # those that differ from the op's defaults
+    implementation: str
+    config: Mapping[str, Any] | None
+    seconds: float
+    evidence: str  # device, versions and date of the measurement
+    source: str = "shipped"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "source"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What a table says about a call."""
+
+    implementation: str
+    config: Config
+    why: str
+
+
+def generation() -> int:
+    """Grows whenever a table changes, so that decisions taken from an older one are taken again."""
+    return _generation
+
+
+def forget() -> None:
+    """Drop what was read from disk; the next lookup reads again."""
+    global _generation
+    _loaded.clear()
+    _generation += 1
+
+
+def cache_directory() -> Path:
+    """Where the user's tables live: $CAPIBARA_CACHE_DIR, else the platform's cache folder."""
+    chosen = os.environ.get("CAPIBARA_CACHE_DIR")
+    if chosen:
+        return Path(chosen) / "tuned"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "capibara" / "tuned"
+
+
+def slug(device_kind: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
+
+
+def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
+    """The table's choice for this call among the implementations that accept it; None when no entry is near."""
+    best: tuple[float, Entry] | None = None
+    for entry in _entries(call.target.device_kind, call.op.name):
+        if entry.implementation not in accepting or dict(entry.params) != _jsonable(call.changed_params):
+            continue
+        distance = _distance(entry.operands, tuple(map(describe, call.args)))
+        # Entries come user's first; a strict comparison keeps the user's over a shipped one as near.
+        if distance is not None and (best is None or distance < best[0]):
+            best = (distance, entry)
+    if best is None:
+        return None
+    distance, entry = best
+    impl = call.op.implementations[entry.implementation]
+    config: Config = None
+    if entry.config is not None and impl.config_type is not None:
+        try:
+            config = impl.config_type(**entry.config)
+        except (TypeError, ValueError):
+            return None  # a table written for other config fields has nothing to say
+    exact = "this call" if distance == 0 else f"the near case {' '.join(entry.operands)}"
+    why = f"the {entry.source} table measured it fastest for {exact} ({entry.seconds * 1e6:.1f} µs; {entry.evidence})"
+    return Tuned(entry.implementation, config, why)
+
+
+def store(call: Call, entry: Entry) -> Path:
+    """Write one entry into the user's cache, replacing the one for the same call; a reader never sees half a file."""
+    global _generation
+    path = cache_directory() / slug(call.target.device_kind) / f"{call.op.name}.json"
+    kept = [
+        e
+        for e in _read(path, "user's")
+        if (e.operands, _jsonable(e.params)) != (entry.operands, _jsonable(entry.params))
+    ]
+    write(path, call.op.name, call.target.device_kind, [*kept, entry])
+    _loaded.pop((call.target.device_kind, call.op.name), None)
+    _generation += 1
+    return path
+
+
+def write(path: Path, op: str, device_kind: str, entries: Sequence[Entry]) -> None:
+    document = {
+        "format": FORMAT,
+        "op": op,
+        "device_kind": device_kind,
+        "entries": [e.as_dict() for e in sorted(entries, key=lambda e: (e.operands, sorted(e.params)))],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            json.dump(document, out, indent=1, ensure_ascii=False)
+            out.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _entries(device_kind: str, op: str) -> list[Entry]:
+    key = (device_kind, op)
+    if key not in _loaded:
+        name = f"{slug(device_kind)}/{op}.json"
+        _loaded[key] = _read(cache_directory() / name, "user's") + _read(SHIPPED / name, "shipped")
+    return _loaded[key]
+
+
+def _read(path: Path, source: str) -> list[Entry]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']}, this version reads {FORMAT}")
+        return [
+            Entry(
+                operands=tuple(e["operands"]),
+                params=dict(e["params"]),
+                implementation=str(e["implementation"]),
+                config=None if e["config"] is None else dict(e["config"]),
+                seconds=float(e["seconds"]),
+                evidence=str(e["evidence"]),
+                source=source,
+            )
+            for e in document["entries"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        told = f"The {source} tuning table {path} cannot be read ({type(error).__name__}: {error})"
+        if source == "shipped":  # part of the installation: not ours to move
+            warnings.warn(f"{told}. Dispatch goes on by rule; reinstall capibara to mend it.", stacklevel=2)
+        else:
+            aside = path.with_suffix(".corrupt")
+            os.replace(path, aside)
+            warnings.warn(
+                f"{told}. It was moved to {aside.name}; dispatch goes on by rule, and `capibara kernels tune` "
+                f"writes a new one.",
+                stacklevel=2,
+            )
+        return []
+
+
+_OPERAND = re.compile(r"^(?P<dtype>\w+)\[(?P<dims>[\d,]*)\]$")
+
+
+def _distance(ours: tuple[str, ...], theirs: tuple[str, ...]) -> float | None:
+    """The largest ratio (in powers of two) between two calls' dimensions; None beyond 2x or for other types."""
+    if len(ours) != len(theirs):
+        return None
+    worst = 0.0
+    for left, right in zip(ours, theirs, strict=True):
+        if left == right:
+            continue
+        a, b = _OPERAND.match(left), _OPERAND.match(right)
+        if a is None or b is None or a["dtype"] != b["dtype"]:
+            return None
+        left_dims, right_dims = a["dims"].split(","), b["dims"].split(",")
+        if len(left_dims) != len(right_dims):
+            return None
+        for x, y in zip(left_dims, right_dims, strict=True):
+            if int(x) == 0 or int(y) == 0:
+                return None
+            worst = max(worst, abs(math.log2(int(x) / int(y))))
+    return worst if worst <= 1 else None
+
+
+def _jsonable(params: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(dict(params), sort_keys=True, default=str))

@@ -1,0 +1,188 @@
+"""What JAX's transformations need to know of a kernel that they cannot see into.
+
+A Pallas kernel has no derivative, and no rule to be batched or partitioned. This file wraps one with the op's own:
+gradient (custom_vjp) around batching (custom_vmap) around partitioning over a mesh (custom_partitioning).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from capibara.kernels.op import Call, Config, Gradient, Implementation
+
+
+def plain(call: Call, impl: Implementation, config: Config) -> Callable[..., Any]:
+    """An implementation in plain JAX: its parameters bound, nothing else."""
+    extra = {} if impl.config_type is None else {"config": config}
+    params = dict(call.params)
+
+    def implementation(*arrays: Any) -> Any:
+        return impl.fn(*arrays, **params, **extra)
+
+    return implementation
+
+
+def kernel(
+    call: Call, impl: Implementation, config: Config, *, split: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A kernel for concrete arrays, and the same for tracers with the op's rules around it."""
+    compute = _skip_absent(plain(call, impl, config), call)
+    if split:
+        compute = _partitioned(compute, call, impl)
+    batched = _batched(compute, call, impl)
+    inlined = jax.jit(batched, inline=True)
+
+    def eager(*arrays: Any) -> Any:
+        return inlined(*(x for x in arrays if x is not None))
+
+    return eager, _differentiable(eager, call, impl)
+
+
+def vary_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inside shard_map: mark every operand as varying over the axes that any of them varies over.
+
+    A kernel's operands must agree; doing it outside of the kernel's custom_vjp makes the cotangent of a
+    replicated operand the sum over the axes, as it must be.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None))
+
+    def vary(x: Any) -> Any:
+        if x is None:
+            return None
+        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return tuple(map(vary, arrays))
+
+
+def out_struct(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """A kernel's output, varying over the mesh axes that its operand `like` varies over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
+def _skip_absent(fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """custom_vmap and custom_partitioning take arrays only, so absent operands are left out and put back here."""
+
+    def present_only(*present: Any) -> Any:
+        return fn(*_restore(present, call))
+
+    return present_only
+
+
+def _restore(present: Any, call: Call) -> tuple[Any, ...]:
+    given = iter(present)
+    return tuple(None if x is None else next(given) for x in call.args)
+
+
+def _batched(fn: Callable[..., Any], call: Call, impl: Implementation) -> Callable[..., Any]:
+    op = call.op
+    wrapped = custom_vmap(fn)
+
+    @wrapped.def_vmap
+    def rule(axis_size: int, batched: list[bool], *present: Any) -> tuple[Any, Any]:
+        if op.batch is not None:
+            full_batched = tuple(bool(b) for b in _restore_flags(batched, call))
+            out = op.batch(op, axis_size, full_batched, _restore(present, call), dict(call.params), impl.name)
+        else:
+            # No rule of its own: one element after another, which is right for any op.
+            mapped = [x for x, b in zip(present, batched, strict=True) if b]
+
+            def one(slices: list[Any]) -> Any:
+                inner = iter(slices)
+                return fn(*(next(inner) if b else x for x, b in zip(present, batched, strict=True)))
+
+            out = jax.lax.map(one, mapped)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return wrapped
+
+
+def _restore_flags(flags: list[bool], call: Call) -> tuple[bool, ...]:
+    given = iter(flags)
+    return tuple(False if x is None else next(given) for x in call.args)
+
+
+def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Callable[..., Any]:
+    from capibara.kernels.dispatch import run
+
+    op = call.op
+    present = [x for x in call.args if x is not None]
+    wrapped = custom_partitioning(fn)
+    if op.partition is None:
+        # Without a rule every device computes the whole: each dimension is a factor that must not be split.
+        names = [[f"d{i}_{j}" for j in range(len(x.shape))] for i, x in enumerate(present)]
+        shapes = jax.eval_shape(fn, *present)
+        outs = [[f"o{i}_{j}" for j in range(len(x.shape))] for i, x in enumerate(jax.tree.leaves(shapes))]
+        rule = ", ".join(map(" ".join, names)) + " -> " + ", ".join(map(" ".join, outs))
+        whole = tuple(factor for group in (*names, *outs) for factor in group)
+        reduced: tuple[str, ...] = ()
+    else:
+        rule = op.partition.rule(call)
+        whole, reduced = (), op.partition.reduced
+
+    def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
+        arg_shardings = jax.tree.map(lambda s: s.sharding, arg_shapes)
+        out_shardings = jax.tree.map(lambda s: s.sharding, result_shape)
+        axes = _reduced_axes(rule, reduced, arg_shardings)
+
+        def local(*shards: Any) -> Any:
+            full = _restore(shards, call)
+            if axes and op.partition is not None and op.partition.combine is not None:
+                return op.partition.combine(op, full, dict(call.params), axes, impl.name)
+            return run(op, full, dict(call.params), prefer=impl.name, local=True)
+
+        return mesh, local, out_shardings, arg_shardings
+
+    wrapped.def_partition(
+        partition=partition, sharding_rule=rule, reduction_factors=reduced, need_replication_factors=whole
+    )
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _reduced_axes(rule: str, reduced: tuple[str, ...], shardings: Any) -> tuple[str, ...]:
+    """The mesh axes over which a summed-away factor is split."""
+    found: list[str] = []
+    for factors, sharding in zip(rule.split("->")[0].split(","), shardings, strict=True):
+        for factor, entry in zip(factors.split(), sharding.spec, strict=False):
+            if factor in reduced and entry is not None:
+                found += entry if isinstance(entry, tuple) else (entry,)
+    return tuple(dict.fromkeys(found))
+
+
+def _differentiable(eager: Callable[..., Any], call: Call, impl: Implementation) -> Callable[..., Any]:
+    op = call.op
+    params = dict(call.params)
+    gradient = op.gradient or _reference_gradient(call)
+
+    @jax.custom_vjp
+    def differentiable(*arrays: Any) -> Any:
+        return eager(*arrays)
+
+    def forward(*arrays: Any) -> tuple[Any, Any]:
+        return gradient.forward(op, arrays, params, impl.name)
+
+    def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
+        return gradient.backward(residuals, cotangent, params, impl.name)
+
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+def _reference_gradient(call: Call) -> Gradient:
+    """For an op that brings no gradient: differentiate its reference."""
+
+    def forward(op: Any, arrays: tuple[Any, ...], params: dict[str, Any], prefer: str) -> tuple[Any, Any]:
+        from capibara.kernels.dispatch import run
+
+        return run(op, arrays, params, prefer=prefer), arrays
+
+    def backward(arrays: Any, cotangent: Any, params: dict[str, Any], prefer: str) -> tuple[Any, ...]:
+        _, pull = jax.vjp(lambda *xs: call.op.reference(*xs, **params), *arrays)
+        return pull(cotangent)  # type: ignore[no-any-return]
+
+    return Gradient(forward, backward)

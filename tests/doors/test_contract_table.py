@@ -1,0 +1,229 @@
+"""The table of documented names is current, and the tool that writes it tells there from not there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("contract_table", ROOT / "tools" / "contract_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = _load_tool()
+
+
+# What the tool is pointed at below.
+def plain(a: int, *, b: int = 0) -> None: ...
+def catch_all(a: int, **kwargs: int) -> None: ...
+def positional(a: int, /, b: int) -> None: ...
+
+
+def passing_on(f: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        return f(*args, **kwargs)
+
+    return wrapper
+
+
+def closing_off(f: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(f)
+    def wrapper(a: int) -> None:
+        return f(a)
+
+    return wrapper
+
+
+@passing_on
+def decorated(a: int, b: int) -> None: ...
+
+
+@closing_off
+def narrowed(a: int, b: int = 0) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    good: bool
+    notes: list[str]
+
+
+class Thing:
+    slot: int
+
+    def __init__(self, size: int, shape: tuple[int, ...] = ()) -> None:
+        self.made = size
+
+    def method(self, x: int) -> Result:
+        return Result(True, [])
+
+    @classmethod
+    def build(cls, path: str) -> Thing:
+        return cls(1)
+
+    @property
+    def view(self) -> Result:
+        return Result(True, [])
+
+
+class Empty:
+    inner = Result(True, [])
+
+
+def state_of(path: str, keywords: tuple[str, ...] = (), gives: tuple[str, ...] = ()) -> str:
+    return str(tool.state(tool.Entry(issue="test", path=path, keywords=keywords, gives=gives)))
+
+
+HERE = __name__
+
+
+@pytest.mark.newest
+def test_the_table_is_current() -> None:
+    changes = tool.difference(tool.render(tool.load(tool.DATA.read_text(encoding="utf-8"))))
+    assert changes == "", "run: python tools/contract_table.py"
+
+
+@pytest.mark.newest
+def test_a_known_name_is_there() -> None:
+    assert state_of("capibara.errors:rule_error", ("rule", "arrived", "fix")) == "there"
+    assert state_of("capibara.hardware") == "there"
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "capibara.errors:no_such_name",
+        "capibara.no_such_room",
+        "no_such_package:x",
+        "capibara.errors:TPUError.nope",
+    ],
+)
+def test_a_wrong_name_is_missing(wrong: str) -> None:
+    assert state_of(wrong) == "missing"
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("name", "keywords", "state"),
+    [
+        ("plain", ("a", "b"), "there"),
+        ("plain", ("a", "c"), "partial: lacks keyword c"),
+        ("catch_all", ("a", "b"), "partial: lacks keyword b"),
+        ("positional", ("b",), "there"),
+        ("positional", ("a", "b"), "partial: lacks keyword a"),
+        ("decorated", ("a", "b"), "there"),
+        ("decorated", ("args",), "partial: lacks keyword args"),
+        ("narrowed", ("a", "b"), "partial: lacks keyword b"),
+        ("Thing", ("size", "shape"), "there"),
+        ("Thing", ("size", "self"), "partial: lacks keyword self"),
+        ("Thing.method", ("x",), "there"),
+        ("Thing.build", ("path",), "there"),
+        ("Thing.view", (), "there"),
+        ("Thing.slot", (), "there"),
+        ("Thing.made", (), "there"),
+        ("Thing.absent", (), "missing"),
+        ("Result", ("good", "notes"), "there"),
+        ("Result.good", (), "there"),
+        ("Empty().inner.good", (), "there"),
+        ("Empty().inner.bad", (), "missing"),
+        ("Empty.inner", ("a",), "partial: no signature to read"),
+    ],
+)
+def test_states_come_from_the_signature(name: str, keywords: tuple[str, ...], state: str) -> None:
+    assert state_of(f"{HERE}:{name}", keywords) == state
+
+
+@pytest.mark.parametrize(
+    ("name", "gives", "state"),
+    [
+        ("Thing.method", ("good", "notes"), "there"),
+        ("Thing.method", ("good", "score"), "partial: lacks field score"),
+        ("Thing.view", ("score",), "partial: lacks field score"),
+        ("plain", ("anything",), "partial: lacks field anything"),
+        ("passing_on", ("anything",), "there"),
+    ],
+)
+def test_fields_of_an_annotated_result(name: str, gives: tuple[str, ...], state: str) -> None:
+    # What returns a callable or a dict has no class to look at, and is left to the tests that call it.
+    assert state_of(f"{HERE}:{name}", (), gives) == state
+
+
+def test_a_module_that_does_not_import_is_missing_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "half_written_door.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert state_of("half_written_door:f") == "missing"
+    assert "half_written_door:f: SyntaxError" in capsys.readouterr().err
+
+
+def test_a_folder_without_code_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hollow_door").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert state_of("hollow_door") == state_of("hollow_door:__name__") == "missing"
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "one.py").touch()
+    states = [
+        tool.state(tool.Entry(issue="x", file=name), tmp_path)
+        for name in ("empty", "full", "full/one.py", "no")
+    ]
+    assert states == ["missing", "there", "there", "missing"]
+
+
+def data_with(*entries: str) -> str:
+    return f'[[section]]\ntitle = "t"\nentries = [{", ".join(entries)}]'
+
+
+def test_the_data_refuses_mistakes() -> None:
+    with pytest.raises(TypeError, match="keyword"):
+        tool.load(data_with('{ path = "a", keyword = ["x"], issue = "i" }'))
+    with pytest.raises(ValueError, match="Got twice: a"):
+        tool.load(data_with('{ path = "a", issue = "i" }', '{ path = "a", issue = "j" }'))
+    with pytest.raises(ValueError, match="a path or a file"):
+        tool.load(data_with('{ issue = "i" }'))
+
+
+@pytest.mark.newest
+def test_check_exits_1_with_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, table = tmp_path / "contract.toml", tmp_path / "contract.md"
+    data.write_text(data_with('{ path = "capibara.errors:rule_error", issue = "i" }'))
+    monkeypatch.setattr(tool, "DATA", data)
+    monkeypatch.setattr(tool, "TABLE", table)
+    assert tool.main([]) == 0
+    assert tool.main(["--check"]) == 0
+    assert "1 names: 1 there, 0 partial, 0 missing." in table.read_text()
+    table.write_text(table.read_text().replace("| there |", "| missing |"))
+    assert tool.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert "+| `capibara.errors.rule_error` |  | i | there |" in out
+    assert "python tools/contract_table.py" in out
+
+
+def test_the_documented_count_does_not_shrink_by_accident() -> None:
+    # The contract is fixed: names may be added. This is how many there were when it was written down.
+    sections = tool.load(tool.DATA.read_text(encoding="utf-8"))
+    assert sum(len(one.entries) for one in sections) >= 190
