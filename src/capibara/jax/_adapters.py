@@ -82,7 +82,11 @@ def in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False) 
 
 
 def issubsctype(arg1: Any, arg2: Any) -> bool:
-    return jnp.issubdtype(getattr(arg1, "dtype", arg1), getattr(arg2, "dtype", arg2))
+    return jnp.issubdtype(_dtype_of(arg1), _dtype_of(arg2))
+
+
+def _dtype_of(x: Any) -> Any:
+    return x if isinstance(x, type) else getattr(x, "dtype", x)
 
 
 def msort(a: Any) -> jax.Array:

@@ -1,20 +1,22 @@
 """Tuned choices as data: shipped tables for each chip and op, and the user's own cache on top.
 
-A table is JSON: one entry a call that was measured, naming the fastest implementation, its config and the time. A
-call finds its own entry, or the nearest one whose every dimension is within a factor of two. A cache that cannot
-be read is set aside with a warning, and rebuilt by the next `tune`.
+A table is JSON: one entry a call that was measured, naming the fastest implementation, its config and the
+time. A call finds its own entry, or the nearest one whose every dimension is within a factor of two. A cache
+that cannot be read is set aside with a warning, and rebuilt by the next `tune`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,51 +80,73 @@ def slug(device_kind: str) -> str:
 
 
 def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
-    """The table's choice for this call among the implementations that accept it; None when no entry is near."""
-    best: tuple[float, Entry] | None = None
-    for entry in _entries(call.target.device_kind, call.op.name):
-        if entry.implementation not in accepting or dict(entry.params) != _jsonable(call.changed_params):
-            continue
-        distance = _distance(entry.operands, tuple(map(describe, call.args)))
-        # Entries come user's first; a strict comparison keeps the user's over a shipped one as near.
-        if distance is not None and (best is None or distance < best[0]):
-            best = (distance, entry)
-    if best is None:
-        return None
-    distance, entry = best
-    impl = call.op.implementations[entry.implementation]
-    config: Config = None
-    if entry.config is not None and impl.config_type is not None:
-        try:
-            config = impl.config_type(**entry.config)
-        except (TypeError, ValueError):
-            return None  # a table written for other config fields has nothing to say
-    exact = "this call" if distance == 0 else f"the near case {' '.join(entry.operands)}"
-    why = f"the {entry.source} table measured it fastest for {exact} ({entry.seconds * 1e6:.1f} µs; {entry.evidence})"
-    return Tuned(entry.implementation, config, why)
+    """The table's choice among the implementations that accept this call; None when no entry is near."""
+    operands, params = tuple(map(describe, call.args)), _jsonable(call.changed_params)
+    near: list[tuple[float, Entry]] = []
+    for entry in entries(call.target.device_kind, call.op.name):
+        if entry.implementation in accepting and _jsonable(entry.params) == params:
+            distance = _distance(entry.operands, operands)
+            if distance is not None:
+                near.append((distance, entry))
+    # Entries come user's first, and the sort is stable: of two as near the user's own speaks.
+    for distance, entry in sorted(near, key=lambda pair: pair[0]):
+        impl = call.op.implementations[entry.implementation]
+        config: Config = None
+        if entry.config is not None and impl.config_type is not None:
+            try:
+                config = impl.config_type(**entry.config)
+            except (TypeError, ValueError):
+                continue  # an entry written for other config fields has nothing to say
+        exact = "this call" if distance == 0 else f"the near case {' '.join(entry.operands)}"
+        measured = f"{entry.seconds * 1e6:.1f} µs; {entry.evidence}"
+        why = f"the {entry.source} table measured it fastest for {exact} ({measured})"
+        return Tuned(entry.implementation, config, why)
+    return None
 
 
-def store(call: Call, entry: Entry) -> Path:
-    """Write one entry into the user's cache, replacing the one for the same call; a reader never sees half a file."""
+def table_path(root: Path, device_kind: str, op: str) -> Path:
+    return root / slug(device_kind) / f"{op}.json"
+
+
+def store(call: Call, entry: Entry, path: Path | None = None) -> Path:
+    """Write one entry into the user's cache (or the table at `path`), replacing the one for the same call.
+
+    A reader never sees half a file, and of two processes that store at once neither loses its entry.
+    """
     global _generation
-    path = cache_directory() / slug(call.target.device_kind) / f"{call.op.name}.json"
-    kept = [
-        e
-        for e in _read(path, "user's")
-        if (e.operands, _jsonable(e.params)) != (entry.operands, _jsonable(entry.params))
-    ]
-    write(path, call.op.name, call.target.device_kind, [*kept, entry])
+    path = path or table_path(cache_directory(), call.target.device_kind, call.op.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(path):
+        kept = [
+            e
+            for e in _read(path, "user's")
+            if (e.operands, _jsonable(e.params)) != (entry.operands, _jsonable(entry.params))
+        ]
+        write(path, call.op.name, call.target.device_kind, [*kept, entry])
     _loaded.pop((call.target.device_kind, call.op.name), None)
     _generation += 1
     return path
 
 
-def write(path: Path, op: str, device_kind: str, entries: Sequence[Entry]) -> None:
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Holds other writers off. The folder is locked, since the table's own file is replaced."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def write(path: Path, op: str, device_kind: str, rows: Sequence[Entry]) -> None:
     document = {
         "format": FORMAT,
         "op": op,
         "device_kind": device_kind,
-        "entries": [e.as_dict() for e in sorted(entries, key=lambda e: (e.operands, sorted(e.params)))],
+        "entries": [
+            e.as_dict() for e in sorted(rows, key=lambda e: (e.operands, sorted(map(str, e.params.items()))))
+        ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
@@ -136,21 +160,22 @@ def write(path: Path, op: str, device_kind: str, entries: Sequence[Entry]) -> No
         raise
 
 
-def _entries(device_kind: str, op: str) -> list[Entry]:
+def entries(device_kind: str, op: str) -> list[Entry]:
+    """Everything tuned for an op on a chip, the user's own first."""
     key = (device_kind, op)
     if key not in _loaded:
-        name = f"{slug(device_kind)}/{op}.json"
-        _loaded[key] = _read(cache_directory() / name, "user's") + _read(SHIPPED / name, "shipped")
+        mine = _read(table_path(cache_directory(), device_kind, op), "user's")
+        _loaded[key] = mine + _read(table_path(SHIPPED, device_kind, op), "shipped")
     return _loaded[key]
 
 
 def _read(path: Path, source: str) -> list[Entry]:
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
     except FileNotFoundError:
         return []
     try:
-        document = json.loads(text)
+        document = json.loads(raw.decode("utf-8"))
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']}, this version reads {FORMAT}")
         return [
@@ -173,8 +198,8 @@ def _read(path: Path, source: str) -> list[Entry]:
             aside = path.with_suffix(".corrupt")
             os.replace(path, aside)
             warnings.warn(
-                f"{told}. It was moved to {aside.name}; dispatch goes on by rule, and `capibara kernels tune` "
-                f"writes a new one.",
+                f"{told}. It was moved to {aside.name}; dispatch goes on by rule, and "
+                f"`capibara kernels tune` writes a new one.",
                 stacklevel=2,
             )
         return []
@@ -184,7 +209,7 @@ _OPERAND = re.compile(r"^(?P<dtype>\w+)\[(?P<dims>[\d,]*)\]$")
 
 
 def _distance(ours: tuple[str, ...], theirs: tuple[str, ...]) -> float | None:
-    """The largest ratio (in powers of two) between two calls' dimensions; None beyond 2x or for other types."""
+    """The largest ratio (in powers of two) between two calls' dimensions; None beyond 2x, or other types."""
     if len(ours) != len(theirs):
         return None
     worst = 0.0
@@ -194,7 +219,7 @@ def _distance(ours: tuple[str, ...], theirs: tuple[str, ...]) -> float | None:
         a, b = _OPERAND.match(left), _OPERAND.match(right)
         if a is None or b is None or a["dtype"] != b["dtype"]:
             return None
-        left_dims, right_dims = a["dims"].split(","), b["dims"].split(",")
+        left_dims, right_dims = (m["dims"].split(",") if m["dims"] else [] for m in (a, b))
         if len(left_dims) != len(right_dims):
             return None
         for x, y in zip(left_dims, right_dims, strict=True):

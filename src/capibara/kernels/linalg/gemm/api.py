@@ -96,12 +96,12 @@ def cost(call: Call) -> Cost:
 
 
 def tolerance(call: Call) -> float:
-    """The relative error, in norm, that a right implementation stays under.
+    """The relative error, in norm and at the worst element against the largest, that a right result stays under.
 
-    The inputs are exact; rounding the output costs one unit roundoff of its type, products accumulated in float32
-    grow as sqrt(K) units of float32, and a float32 product at default precision may be computed from inputs
-    rounded to the matrix unit's own type (TF32 on a GPU, bfloat16 on a TPU). Four times the sum leaves room for
-    the epilogue's own roundings.
+    The inputs are exact, so rounding the output once costs one unit roundoff of its type. Products accumulated in
+    float32 grow as sqrt(K) units of float32 (four of them leave room for an unlucky draw), and a float32 product
+    at default precision may be computed from inputs rounded to the matrix unit's own type (TF32 on a GPU,
+    bfloat16 on a TPU): two roundings a product.
     """
     _, _, _, k = sizes(call)
     inputs = jnp.result_type(call.need("a"), call.need("b"))
@@ -112,7 +112,7 @@ def tolerance(call: Call) -> float:
         unit = {"gpu": 2.0**-11, "tpu": 2.0**-8}.get(call.target.platform, 0.0)
         if asked in ("bfloat16", "BF16_BF16_F32"):
             unit = 2.0**-8
-    return 4 * (unit_roundoff(out_dtype_of(call)) + accumulated + unit)
+    return unit_roundoff(out_dtype_of(call)) + 4 * accumulated + 2 * unit
 
 
 GEMM = Op(
@@ -142,11 +142,11 @@ GEMM.implement(Implementation("reference", reference, rank=lambda call: -1))
 
 
 def gemm(
-    a: Float[Array, "*B M K"],
-    b: Float[Array, "*B K N"],
+    a: Float[Array, "*#B rows_a columns_a"],
+    b: Float[Array, "*#B rows_b columns_b"],
     *,
     bias: Float[Array, " N"] | None = None,
-    residual: Float[Array, "*B M N"] | None = None,
+    residual: Float[Array, "*#B M N"] | None = None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     activation: str | None = None,
@@ -154,7 +154,7 @@ def gemm(
     out_dtype: Any = None,
     implementation: str | None = None,
     config: Any = None,
-) -> Float[Array, "*B M N"]:
+) -> Float[Array, "*#B M N"]:
     """`activation(a @ b + bias) + residual`, accumulated in float32, by the fastest implementation that takes it.
 
     Args:

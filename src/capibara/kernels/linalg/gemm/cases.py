@@ -43,6 +43,14 @@ CASES = (
     _product("both-transposed", 96, 160, 224, HOSTILE, transpose_a=True, transpose_b=True, bias=True),
     _product("everything", 72, 200, 136, HOSTILE, bias=True, residual=True, activation="gelu", transpose_b=True),
     _product("wide-output", 64, 320, 192, HOSTILE, out_dtype="float32"),
+    _product("shardable", 128, 256, 192, HOSTILE | {"shard"}, bias=True, residual=True, activation="silu"),
+    _product("hopper-edges", 200, 320, 448, HOSTILE | {"gpu"}, bias=True, residual=True, activation="gelu"),
+    Case(
+        "hopper-batched",
+        ((3, 320, 192), (3, 448, 320), None, None),
+        params={"transpose_a": True, "transpose_b": True},
+        tags=HOSTILE | {"gpu"},
+    ),
     Case("many-small", ((37, 16, 24), (37, 24, 40), (40,), None), "float32", tags=HOSTILE),
     Case("shared-left", ((48, 64), (5, 64, 32), None, (5, 48, 32)), "bfloat16", tags=HOSTILE),
 )

@@ -33,6 +33,10 @@ from capibara.kernels.transforms import out_struct
 
 SMEM_BYTES = 227 * 1024  # what one program may have on Hopper
 TMA_ALIGNMENT = 16  # bytes between rows
+BARRIER_BYTES = 1024  # a generous count of the pipeline's barriers
+SWIZZLE = 128  # bytes; the widest pattern, free of bank conflicts for 64 16-bit columns
+FETCH_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # a thread; 65,536 a multiprocessor over three warpgroups
+PIECE = 64  # the epilogue goes through shared memory in pieces of 64 x 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +60,8 @@ class HopperConfig:
             raise rule_error("tile_m is 64, 128, 192 or 256", self.tile_m, "use 128")
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
             raise rule_error("tile_n is 64, 128, 192 or 256", self.tile_n, "use 128")
-        if self.tile_k not in (32, 64, 128):
-            raise rule_error("tile_k is 32, 64 or 128", self.tile_k, "use 64")
+        if self.tile_k not in (64, 128):
+            raise rule_error("tile_k is 64 or 128", self.tile_k, "use 64")
         if self.stages < 2:
             raise rule_error("stages is two or more", self.stages, "use 4")
         if {self.split, self.minor} - {"m", "n"}:
@@ -67,11 +71,11 @@ class HopperConfig:
     def program_tile(self) -> tuple[int, int]:
         return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
 
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of the operands' stages and the two warpgroups' double-buffered 64x64 output pieces."""
+    def smem_bytes(self, out_dtype: Any) -> int:
+        """Shared memory of the operands' stages and the two warpgroups' double-buffered output pieces."""
         m, n = self.program_tile
-        return 2 * self.stages * (m + n) * self.tile_k + 2 * 2 * 64 * 64 * 4
+        staged = 2 * 2 * PIECE * PIECE * jnp.dtype(out_dtype).itemsize
+        return 2 * self.stages * (m + n) * self.tile_k + staged + 2 * self.tile_n * 4 + BARRIER_BYTES
 
 
 def candidates(call: Call) -> Sequence[HopperConfig]:
@@ -80,11 +84,17 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
     made = [
         HopperConfig(m, n, 64, stages, split, minor, band)
         for m, n, split in tiles
-        for stages in (4, 5)
+        for stages in (3, 4, 5)
         for minor in ("m", "n")
         for band in (4, 8, 16)
     ]
-    return [c for c in made if c.smem_bytes <= SMEM_BYTES]
+    return [c for c in made if fits(call, c)]
+
+
+def fits(call: Call, config: HopperConfig) -> bool:
+    from capibara.kernels.linalg.gemm.api import out_dtype_of
+
+    return config.smem_bytes(out_dtype_of(call)) <= SMEM_BYTES
 
 
 def default_config(call: Call) -> HopperConfig:
@@ -93,6 +103,8 @@ def default_config(call: Call) -> HopperConfig:
 
     count, m, n, _ = sizes(call)
     large = HopperConfig(128, 128, 64, 4, "m", "n", 8)
+    if not fits(call, large):
+        large = dataclasses.replace(large, stages=3)
     rows, columns = large.program_tile
     tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
     if tiles >= multiprocessors(call.target.device_kind) // 2:
@@ -123,22 +135,26 @@ def refuses(call: Call) -> str | None:
         return "an operand is empty"
     if bias is not None and len(bias.shape) == 2:
         return "the bias differs from one batch element to the next"
-    _, _, n, _ = sizes(call)
-    for name, width, size in (
-        ("a", a.shape[-1], a.dtype.itemsize),
-        ("b", b.shape[-1], b.dtype.itemsize),
-        ("the output", n, out_dtype_of(call).itemsize),
+    _, m, n, _ = sizes(call)
+    for name, shape, size in (
+        ("a", a.shape, a.dtype.itemsize),
+        ("b", b.shape, b.dtype.itemsize),
+        ("the output", (m, n), out_dtype_of(call).itemsize),
     ):
-        if width * size % TMA_ALIGNMENT:
-            return f"rows of {name} are {width * size} bytes long, and TMA wants a multiple of {TMA_ALIGNMENT}"
+        rows, columns = shape[-2:]
+        if columns * size % TMA_ALIGNMENT:
+            return f"rows of {name} are {columns * size} bytes long, and TMA wants a multiple of {TMA_ALIGNMENT}"
+        # Mosaic cuts arrays into pieces of 8 rows by one swizzle atom (128 bytes) and pads neither; an array of a
+        # single piece loses that axis from its TMA descriptor, and what lies past its edge is no longer dropped.
+        atom = SWIZZLE // size
+        if rows % 8 or columns % atom or rows < 16 or columns < 2 * atom:
+            return f"{name} is {rows} x {columns}; Mosaic tiles it by 8 x {atom} and needs two tiles or more"
     return None
 
 
-def _swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """The shared-memory layout that wgmma and TMA agree on for tiles this wide."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * size * 8)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+def _swizzled(dtype: Any) -> tuple[Any, ...]:
+    """The shared-memory layout that wgmma and TMA agree on."""
+    return plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SWIZZLE)
 
 
 def mosaic_gpu(
@@ -196,115 +212,154 @@ def _program(
     residual_hbm = rest.pop(0) if has_residual else None
     (out_hbm,) = rest
     count, m, n, k = sizes
-    tile_m, tile_n, tile_k = config.tile_m, config.tile_n, config.tile_k
+    tile_m, tile_n, tile_k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
     program_m, program_n = config.program_tile
     steps = math.ceil(k / tile_k)
     grid_m, grid_n = math.ceil(m / program_m), math.ceil(n / program_n)
-    piece = 64  # the epilogue goes through shared memory in 64x64 pieces
-    pieces = [(r, c) for r in range(0, tile_m, piece) for c in range(0, tile_n, piece)]
+    pieces = [(r, c) for r in range(0, tile_m, PIECE) for c in range(0, tile_n, PIECE)]
     slots = min(2, len(pieces))
     a_block = (tile_k, program_m) if transpose_a else (program_m, tile_k)
     b_block = (program_n, tile_k) if transpose_b else (tile_k, program_n)
 
-    def pipeline(step: Any, context: Any) -> Any:
-        return plgpu.emit_pipeline_warp_specialized(
-            step,
-            grid=(steps,),
-            in_specs=[
-                plgpu.BlockSpec(
-                    a_block,
-                    (lambda s: (s, 0)) if transpose_a else (lambda s: (0, s)),
-                    transforms=_swizzled(a_block[1] if a_block[1] < 64 else 64, a_hbm.dtype),
-                    memory_space=plgpu.SMEM,
-                    delay_release=1,
-                ),
-                plgpu.BlockSpec(
-                    b_block,
-                    (lambda s: (0, s)) if transpose_b else (lambda s: (s, 0)),
-                    transforms=_swizzled(b_block[1] if b_block[1] < 64 else 64, b_hbm.dtype),
-                    memory_space=plgpu.SMEM,
-                    delay_release=1,
-                ),
-            ],
-            max_concurrent_steps=config.stages,
-            num_compute_wgs=2,
-            memory_registers=40,
-            wg_axis="warpgroup",
-            compute_context=context,
-        )
-
-    nothing = lambda *_, **__: None  # noqa: E731
-    first_a = a_hbm.at[0] if len(a_hbm.shape) == 3 else a_hbm
-    first_b = b_hbm.at[0] if len(b_hbm.shape) == 3 else b_hbm
-
-    @functools.partial(
-        pl.run_scoped,
-        allocations=pipeline(nothing, nothing).get_allocations(first_a, first_b),
-        out_smem=plgpu.SMEM((2, slots, piece, piece), out_hbm.dtype, transforms=_swizzled(piece, out_hbm.dtype)),
-        residual_arrived=plgpu.Barrier(num_barriers=2 * slots) if has_residual else None,
-        collective_axes="warpgroup",
-    )
-    def _tiles(allocations: Any, out_smem: Any, residual_arrived: Any) -> None:
-        warpgroup = lax.axis_index("warpgroup")
+    def each_tile(visit: Any) -> None:
+        """Call visit(batch element, tile row, tile column, steps done before) for this program's tiles."""
 
         @plgpu.nd_loop((count * grid_m * grid_n,), collective_axes="program")
         def _tile(loop: Any) -> None:
             (index,) = loop.index
-            group = index // (grid_m * grid_n)
             row, column = plgpu.planar_snake(
                 index % (grid_m * grid_n), (grid_m, grid_n), 0 if config.minor == "m" else 1, config.band
             )
-            matrix_a = a_hbm.at[group] if len(a_hbm.shape) == 3 else a_hbm
-            matrix_b = b_hbm.at[group] if len(b_hbm.shape) == 3 else b_hbm
-            matrix_out = out_hbm.at[group] if len(out_hbm.shape) == 3 else out_hbm
-            rows, columns = pl.ds(row * program_m, program_m), pl.ds(column * program_n, program_n)
-            # Where this warpgroup's part of the program's tile starts.
-            start_m = row * program_m + (warpgroup * tile_m if config.split == "m" else 0)
-            start_n = column * program_n + (warpgroup * tile_n if config.split == "n" else 0)
-            part_m = pl.ds(warpgroup * tile_m, tile_m) if config.split == "m" else slice(None)
-            part_n = pl.ds(warpgroup * tile_n, tile_n) if config.split == "n" else slice(None)
+            visit(index // (grid_m * grid_n), row, column, loop.local_index * steps)
 
-            def write_back(evaluate: Any) -> None:
-                @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((tile_m, tile_n), jnp.float32))
-                def _scope(accumulator: Any) -> None:
-                    evaluate(accumulator)
-                    z = accumulator[...]
+    @functools.partial(
+        pl.run_scoped,
+        a_smem=plgpu.SMEM((stages, *a_block), a_hbm.dtype, transforms=_swizzled(a_hbm.dtype)),
+        b_smem=plgpu.SMEM((stages, *b_block), b_hbm.dtype, transforms=_swizzled(b_hbm.dtype)),
+        filled=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a's tile and b's
+        drained=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both multiplying warpgroups
+        staged=plgpu.SMEM((2, slots, PIECE, PIECE), out_hbm.dtype, transforms=_swizzled(out_hbm.dtype)),
+        bias_smem=plgpu.SMEM((2, tile_n), bias_hbm.dtype) if bias_hbm is not None else None,
+        bias_arrived=plgpu.Barrier(num_barriers=2) if bias_hbm is not None else None,
+        residual_arrived=plgpu.Barrier(num_barriers=2 * slots) if residual_hbm is not None else None,
+        collective_axes="warpgroup",
+    )
+    def _scoped(
+        a_smem: Any, b_smem: Any, filled: Any, drained: Any, staged: Any, bias_smem: Any, bias_arrived: Any,
+        residual_arrived: Any,
+    ) -> None:  # fmt: skip
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 2)
+        def _fetch() -> None:
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+            def fetch_tile(group: Any, row: Any, column: Any, before: Any) -> None:
+                rows, columns = pl.ds(row * program_m, program_m), pl.ds(column * program_n, program_n)
+
+                @pl.loop(0, steps)
+                def _step(step: Any) -> None:
+                    # Stages are one ring over all tiles, so the next tile is fetched while this one is written back.
+                    slot = lax.rem(before + step, stages)
+
+                    @pl.when(before + step >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(drained.at[slot])
+
+                    depth = pl.ds(step * tile_k, tile_k)
+                    a_at = (depth, rows) if transpose_a else (rows, depth)
+                    b_at = (columns, depth) if transpose_b else (depth, columns)
+                    plgpu.copy_gmem_to_smem(_matrix(a_hbm, group).at[a_at], a_smem.at[slot], filled.at[slot])
+                    plgpu.copy_gmem_to_smem(_matrix(b_hbm, group).at[b_at], b_smem.at[slot], filled.at[slot])
+
+            each_tile(fetch_tile)
+
+        @pl.when(warpgroup < 2)
+        def _multiply() -> None:
+            plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+            # Where this warpgroup's part starts inside the program's tile.
+            inside_m = warpgroup * tile_m if config.split == "m" else 0
+            inside_n = warpgroup * tile_n if config.split == "n" else 0
+
+            def multiply_tile(group: Any, row: Any, column: Any, before: Any) -> None:
+                start_m, start_n = row * program_m + inside_m, column * program_n + inside_n
+                slot_of = lambda number: staged.at[warpgroup, number % slots]  # noqa: E731
+
+                def where(number: int) -> Any:
+                    r, c = pieces[number]
+                    return pl.ds(start_m + r, PIECE), pl.ds(start_n + c, PIECE)
+
+                def fetch_residual(number: int) -> None:
+                    """Into the slot that this piece of the output leaves from."""
+                    arrived = residual_arrived.at[warpgroup * slots + number % slots]
+                    plgpu.copy_gmem_to_smem(_matrix(residual_hbm, group).at[where(number)], slot_of(number), arrived)
+
+                # What the epilogue reads is asked for before the contraction, and is there when it ends.
+                if bias_hbm is not None:
+                    line = bias_hbm.at[pl.ds(start_n, tile_n)]
+                    plgpu.copy_gmem_to_smem(line, bias_smem.at[warpgroup], bias_arrived.at[warpgroup])
+                if residual_hbm is not None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    fetch_residual(0)
+
+                @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((tile_m, tile_n), jnp.float32))
+                def _contract(accumulator: Any) -> None:
+                    @pl.loop(0, steps)
+                    def _step(step: Any) -> None:
+                        slot = lax.rem(before + step, stages)
+                        plgpu.barrier_wait(filled.at[slot])
+                        left = _part(a_smem.at[slot], inside_m, tile_m, 1 if transpose_a else 0, config.split == "m")
+                        right = _part(b_smem.at[slot], inside_n, tile_n, 0 if transpose_b else 1, config.split == "n")
+                        plgpu.wgmma(
+                            accumulator,
+                            plgpu.transpose_ref(left, (1, 0)) if transpose_a else left,
+                            plgpu.transpose_ref(right, (1, 0)) if transpose_b else right,
+                        )
+                        # One product stays in flight; the one before it is done with its stage.
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(step > 0)
+                        def _() -> None:
+                            plgpu.barrier_arrive(drained.at[lax.rem(before + step - 1, stages)])
+
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(drained.at[lax.rem(before + steps - 1, stages)])
+                    z = accumulator[...]
+                    if bias_hbm is not None:
+                        plgpu.barrier_wait(bias_arrived.at[warpgroup])
                     for number, (r, c) in enumerate(pieces):
-                        slot = number % slots
-                        at = (pl.ds(start_m + r, piece), pl.ds(start_n + c, piece))
-                        staged = out_smem.at[warpgroup, slot]
-                        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-                        value = z[r : r + piece, c : c + piece]
+                        value = z[r : r + PIECE, c : c + PIECE]
                         if bias_hbm is not None:
-                            line = bias_hbm[pl.ds(start_n + c, piece)].astype(jnp.float32)
+                            line = bias_smem[warpgroup, c : c + PIECE].astype(jnp.float32)
                             value = value + lax.broadcast_in_dim(line, value.shape, (1,))
                         if activation is not None:
                             value = ACTIVATIONS[activation](value)
                         if residual_hbm is not None:
-                            matrix = residual_hbm.at[group] if len(residual_hbm.shape) == 3 else residual_hbm
-                            arrived = residual_arrived.at[warpgroup * slots + slot]
-                            plgpu.copy_gmem_to_smem(matrix.at[at], staged, arrived)
-                            plgpu.barrier_wait(arrived)
-                            value = value + staged[...].astype(jnp.float32)
-                        staged[...] = value.astype(out_hbm.dtype)
+                            plgpu.barrier_wait(residual_arrived.at[warpgroup * slots + number % slots])
+                            value = value + slot_of(number)[...].astype(jnp.float32)
+                        else:
+                            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                        slot_of(number)[...] = value.astype(out_hbm.dtype)
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(staged, matrix_out.at[at])
+                        plgpu.copy_smem_to_gmem(slot_of(number), _matrix(out_hbm, group).at[where(number)])
+                        if residual_hbm is not None and number + 1 < len(pieces):
+                            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                            fetch_residual(number + 1)
 
-            def multiply(_: Any, a_smem: Any, b_smem: Any, accumulator: Any) -> Any:
-                left = plgpu.transpose_ref(a_smem, (1, 0)) if transpose_a else a_smem
-                right = plgpu.transpose_ref(b_smem, (1, 0)) if transpose_b else b_smem
-                plgpu.wgmma(accumulator, left.at[part_m], right.at[:, part_n])
-                plgpu.wgmma_wait(1)
-                return accumulator
+            each_tile(multiply_tile)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            pipeline(multiply, write_back)(
-                matrix_a.at[:, rows] if transpose_a else matrix_a.at[rows, :],
-                matrix_b.at[columns, :] if transpose_b else matrix_b.at[:, columns],
-                allocations=allocations,
-            )
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def _matrix(ref: Any, group: Any) -> Any:
+    """One batch element of a batched operand; an operand without a batch is shared by all."""
+    return ref.at[group] if len(ref.shape) == 3 else ref
+
+
+def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
+    """A warpgroup's share of an operand's tile; the whole of it along the side that is not split."""
+    if not split:
+        return smem
+    return smem.at[pl.ds(start, size), :] if axis == 0 else smem.at[:, pl.ds(start, size)]
 
 
 IMPLEMENTATION = Implementation(

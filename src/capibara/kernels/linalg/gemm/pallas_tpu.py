@@ -261,5 +261,5 @@ IMPLEMENTATION = Implementation(
     kernel=True,
     config_type=TileConfig,
     default_config=lambda call: candidates(call)[0],
-    candidates=lambda call: candidates(call)[:8],
+    candidates=candidates,
 )

@@ -1,0 +1,149 @@
+"""`capibara kernels bench`: what dispatch takes beside its peers, in one run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capibara.cli import operands, output
+from capibara.cli.kernels.options import CaseNames, Json, OpName, cases_of, ops_of
+from capibara.errors import unknown_name
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from capibara.kernels.bench import Measured, Row
+    from capibara.kernels.op import Case, Op
+
+# A host is slow and shared: fewer samples there, so that a bench of every op stays within minutes.
+HOST_SAMPLES = 5
+
+
+def bench(
+    op: OpName = None,
+    case: CaseNames = None,
+    against: Annotated[
+        str, typer.Option(metavar="NAMES", help="Implementations or peers of the op, separated by commas.")
+    ] = "xla",
+    grad: Annotated[
+        bool, typer.Option("--grad", help="Time the forward and backward pass together.")
+    ] = False,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples of each program.")] = None,
+    json: Json = False,
+) -> None:
+    """Time what dispatch takes and its peers, interleaved, and hold both against the reference and the roofline."""
+    from capibara import hardware
+    from capibara.kernels import bench as benches
+    from capibara.kernels import timing
+
+    chosen, peers = ops_of(op), operands.names(against)
+    known = [name for one in chosen for name in benches.peer_names(one)]
+    for name in peers:
+        if name not in known:
+            raise unknown_name("implementation or peer", name, dict.fromkeys(known))
+    on_host = hardware.default().platform == "cpu"
+    rounds = samples or (HOST_SAMPLES if on_host else timing.SAMPLES)
+
+    rows: list[Row] = []
+    left: list[tuple[Op, Case]] = []
+    with output.progress(quiet=json) as bar:
+        for one in chosen:
+            kept = cases_of(one, case, "bench")
+            if not case:
+                kept, skipped = benches.affordable(one, kept)
+                left += [(one, skip) for skip in skipped]
+            task = bar.add_task(one.name, total=len(kept))
+            mine = [name for name in peers if name in benches.peer_names(one)]
+            for item in kept:
+                bar.update(task, description=f"{one.name} {item.name}")
+                rows += benches.bench(one, [item], mine, grad=grad, samples=rounds)
+                bar.advance(task)
+    if json:
+        output.show_json(
+            {
+                **benches.document(rows, command=_command()),
+                "left_out": [{"op": one.name, "case": skip.name} for one, skip in left],
+            }
+        )
+    else:
+        screen = output.console()
+        show(screen, rows, peers)
+        _show_left_out(screen, left)
+    if not all(row.ok for row in rows):
+        raise typer.Exit(1)
+
+
+def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
+    """The table of rows; below it what was measured with caution."""
+    from capibara import hardware
+    from capibara.kernels.timing import format_seconds
+
+    columns = ["op / case", "runs on", "time", "±", "rate", "GB/s", "of limit", "error / tolerance"]
+    ratios = [f"vs {name}" for name in peers]
+    direction = rows[0].direction if rows else "forward"
+    made = output.table(
+        *columns, *ratios, title=f"{hardware.summary()}, {direction}", right=(*columns[2:], *ratios)
+    )
+    notes: list[str] = []
+    for row in rows:
+        ours = row.ours
+        assert ours.timing is not None  # a choice of dispatch that does not run raises
+        made.add_row(
+            f"{row.op} {row.case}",
+            ours.name,
+            format_seconds(ours.timing.seconds) + ("*" if ours.timing.launch_bound else ""),
+            f"{50 * ours.timing.spread:.1f} %",
+            output.rate(row.cost.flops / ours.timing.seconds),
+            output.figure(row.gigabytes(ours)),
+            output.percent(row.fraction(ours)),
+            _verdict(ours),
+            *(_ratio(row, name) for name in peers),
+        )
+        for one in (ours, *row.peers):
+            if one.check is not None and not one.check.ok:
+                notes.append(f"WRONG: {row.op} {row.case} on {one.name}: {one.check.why}")
+            elif one.timing is None and one.note:
+                notes.append(f"{row.op} {row.case}: {one.name} is missing: {one.note}")
+    screen.print(made)
+    if any(row.ours.timing is not None and row.ours.timing.launch_bound for row in rows):
+        notes.append("* the launch takes longer than the kernel: the time is the host's.")
+    notes.append("vs: how many times as fast as that peer, measured in the same run; = is the same program.")
+    for note in notes:
+        screen.print(note, markup=False)
+
+
+def _verdict(one: Measured) -> str:
+    if one.check is None:
+        return output.MISSING
+    mark = "" if one.check.ok else " WRONG"
+    return f"{one.check.error:.1e} / {one.check.tolerance:.1e}{mark}"
+
+
+def _ratio(row: Row, name: str) -> str:
+    peer = next((peer for peer in row.peers if peer.name == name), None)
+    ratio = None if peer is None else row.speedup(peer)
+    if ratio is None:
+        return output.MISSING
+    return "=" if name == row.ours.name else f"{ratio:.2f}x"
+
+
+def _show_left_out(screen: Console, left: Sequence[tuple[Op, Case]]) -> None:
+    if not left:
+        return
+    by_op: dict[str, list[str]] = {}
+    for op, case in left:
+        by_op.setdefault(op.name, []).append(case.name)
+    for name, cases in by_op.items():
+        screen.print(f"Left out as too large for this CPU: {name}: {', '.join(cases)}.", markup=False)
+    first, names = next(iter(by_op.items()))
+    screen.print(
+        f"They run on an accelerator, or here with: capibara kernels bench {first} --case {names[0]}",
+        markup=False,
+    )
+
+
+def _command() -> str:
+    return " ".join(["capibara", *sys.argv[1:]])

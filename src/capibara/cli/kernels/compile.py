@@ -1,0 +1,161 @@
+"""`capibara kernels compile`: every TPU kernel through the TPU compiler, for a slice that is not attached."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capibara.cli import output
+from capibara.cli.kernels.options import CaseNames, Json, OpName, ops_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from capibara.compile.kernels import KernelRow
+    from capibara.compile.report import CompileReport
+
+
+def compile_(
+    slice_name: Annotated[
+        str, typer.Option("--for", metavar="SLICE", help="A TPU slice: v4-32, v5e-16, ...")
+    ],
+    op: OpName = None,
+    case: CaseNames = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Compilers side by side; one a core.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one program.")] = 600.0,
+    json: Json = False,
+) -> None:
+    """Compile the TPU kernels over their cases, beside jax's stock kernel and XLA's program; no TPU is needed."""
+    from capibara.compile import tpu_compiler
+    from capibara.compile.kernels import compile_kernels
+    from capibara.hardware import slice_by_name
+
+    wanted = slice_by_name(slice_name)
+    compiler = tpu_compiler()
+    with output.progress(quiet=json) as bar:
+        task = bar.add_task("starting compilers", total=None)
+
+        def tell(done: int, total: int, report: CompileReport) -> None:
+            bar.update(task, completed=done, total=total, description=report.name)
+
+        rows = compile_kernels(
+            ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell
+        )
+    if json:
+        document = {
+            "slice": wanted.name,
+            "chip": wanted.chip.name,
+            "compiler": str(compiler),
+            "compiled": compiler.available,
+            "rows": [row.as_dict() for row in rows],
+        }
+        output.show_json(document)
+    else:
+        _show(output.console(), rows, str(wanted), str(compiler), compiler.available)
+    if not all(row.ok for row in rows):
+        raise typer.Exit(1)
+
+
+def _show(screen: Console, rows: list[KernelRow], named: str, compiler: str, compiled: bool) -> None:
+    screen.print(compiler, markup=False, soft_wrap=True)
+    if compiled:
+        _show_compiled(screen, rows, named)
+    else:
+        _show_lowered(screen, rows, named)
+    for row in rows:
+        for label, report in (("", row.ours), ("stock ", row.stock), ("XLA ", row.xla)):
+            if report is not None and not report.ok:
+                text = (
+                    f"{row.op} {row.case} {label or row.implementation}: {report.error_kind}: {report.error}"
+                )
+                screen.print(text, markup=False)
+    failed = sum(not row.ok for row in rows)
+    taken = sum(row.ours is not None for row in rows)
+    verb = "compile" if compiled else "lower for TPU"
+    screen.print(
+        f"{taken - failed} of {taken} kernel cases {verb}; {len(rows) - taken} are refused by design."
+    )
+
+
+def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:
+    from capibara.compile.kernels import body_bundles
+
+    columns = (
+        "VMEM",
+        "HBM temp",
+        "XLA's temp",
+        "bundles a step",
+        "at least",
+        "stock",
+        "stock at least",
+        "XLA",
+    )
+    made = output.table(
+        "op / case",
+        "kernel",
+        "result",
+        *columns,
+        title=f"Compiled for {named}: predicted, not run",
+        right=columns,
+    )
+    for row in rows:
+        ours = row.ours
+        made.add_row(
+            f"{row.op} {row.case}",
+            f"{row.implementation} {_config(row)}".rstrip(),
+            _result(row),
+            _vmem(ours),
+            output.size(None if ours is None else ours.hbm_temp_bytes),
+            output.size(None if row.xla is None else row.xla.hbm_temp_bytes),
+            output.figure(body_bundles(ours)),
+            output.figure(row.matrix_cycles),
+            output.figure(body_bundles(row.stock)),
+            output.figure(row.stock_matrix_cycles),
+            output.figure(None if row.xla is None else row.xla.bundles),
+        )
+    screen.print(made)
+    screen.print(
+        "bundles: length of a kernel body's schedule, one bundle a cycle of one core; a Pallas body is one grid step, "
+        "XLA's figure adds up its fusions with each loop counted once. at least: cycles the matrix units need for a "
+        "step.",
+        markup=False,
+    )
+
+
+def _show_lowered(screen: Console, rows: list[KernelRow], named: str) -> None:
+    made = output.table(
+        "op / case", "kernel", "result", "grid steps", "matrix cycles a step", "XLA", "stock",
+        title=f"Lowered for {named}, not compiled", right=("grid steps", "matrix cycles a step"),
+    )  # fmt: skip
+    for row in rows:
+        made.add_row(
+            f"{row.op} {row.case}",
+            f"{row.implementation} {_config(row)}".rstrip(),
+            _result(row),
+            output.figure(row.steps),
+            output.figure(row.matrix_cycles),
+            *(output.MISSING if r is None else ("lowers" if r.ok else "fails") for r in (row.xla, row.stock)),
+        )
+    screen.print(made)
+
+
+def _config(row: KernelRow) -> str:
+    """A config in as few characters as tell it: the values of its fields."""
+    return "" if row.config is None else "x".join(str(value) for value in dataclasses.astuple(row.config))
+
+
+def _result(row: KernelRow) -> str:
+    if row.ours is None:
+        return f"- {row.note}"
+    if not row.ours.ok:
+        return f"FAILS: {row.ours.error_kind}"
+    return "ok" if row.ours.compiled else "lowers"
+
+
+def _vmem(report: CompileReport | None) -> str:
+    if report is None or report.vmem_bytes is None:
+        return output.MISSING
+    limit = "" if report.vmem_limit_bytes is None else f" of {output.size(report.vmem_limit_bytes)}"
+    return f"{output.size(report.vmem_bytes)}{limit}"

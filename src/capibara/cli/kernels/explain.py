@@ -1,0 +1,48 @@
+"""`capibara kernels explain`: which implementation a call takes, and why each other one does not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from capibara.cli import operands, output
+from capibara.cli.kernels.options import Json, On, target_of
+
+
+def explain(
+    op: Annotated[str, typer.Argument(metavar="OP", help="The op's name.")],
+    shapes: Annotated[
+        list[str],
+        typer.Argument(metavar="SHAPES...", help="Operands: bf16[4096,4096], or - for an absent one."),
+    ],
+    param: Annotated[
+        list[str] | None, typer.Option("--param", metavar="KEY=VALUE", help="A parameter of the op.")
+    ] = None,
+    on: On = None,
+    json: Json = False,
+) -> None:
+    """Which implementation a call takes and why; nothing is computed.
+
+    For example: capibara kernels explain gemm bf16[4096,4096] bf16[4096,4096] --param activation=gelu --on v4
+    """
+    from capibara.kernels import bench, dispatch
+    from capibara.kernels import op as ops
+    from capibara.kernels.timing import format_seconds
+
+    found = ops.lookup(op)
+    arrays = [operands.operand(text) for text in shapes]
+    given = operands.parameters(param or [])
+    with target_of(on) as target:
+        call = found.call(*arrays, target=target, **given)
+        selection = dispatch.select(call)
+        cost = found.cost(call)
+        limit = bench.limit_seconds(call, cost)
+    if json:
+        work = {"flops": cost.flops, "bytes": cost.bytes, "limit_seconds": limit}
+        output.show_json({**selection.as_dict(), **work})
+        return
+    screen = output.console()
+    screen.print(str(selection), markup=False)
+    least = "" if limit is None else f": at least {format_seconds(limit)} on {target.device_kind}"
+    screen.print(f"  {cost.flops:.3g} flop, {output.size(cost.bytes)} moved{least}", markup=False)

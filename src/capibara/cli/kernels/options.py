@@ -1,0 +1,49 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from capibara.kernels.op import Case, Op
+
+OpName = Annotated[str | None, typer.Argument(metavar="[OP]", help="An op; all of them by default.")]
+CaseNames = Annotated[
+    list[str] | None, typer.Option("--case", metavar="NAME", help="One of the op's cases; may be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on", metavar="CHIP", help="Decide as on this chip: v4, v5e, h200, cpu, ... Nothing runs."
+    ),
+]
+
+
+def ops_of(name: str | None) -> list[Op]:
+    from capibara.kernels import op as ops
+
+    return [ops.lookup(name)] if name is not None else list(ops.registry().values())
+
+
+def cases_of(op: Op, wanted: list[str] | None, tag: str) -> list[Case]:
+    """The cases asked for by name, else those with the tag."""
+    if wanted:
+        return [op.case(name) for name in wanted]
+    return [case for case in op.cases if tag in case.tags]
+
+
+def target_of(on: str | None) -> AbstractContextManager[Any]:
+    """The dispatch target that `--on` names; the attached chip without it."""
+    from capibara import hardware
+    from capibara.kernels import context
+
+    if on is None:
+        return nullcontext(context.current_target())
+    if on.strip().lower() in ("cpu", "host"):  # the chip table would measure it
+        return context.target("cpu")
+    chip = hardware.chip(on)
+    return context.target(chip.platform, chip.device_kinds[0])

@@ -1,0 +1,87 @@
+"""How commands print: one console, JSON as it is, figures in three digits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+# What is piped into a file or a log has no width of its own; tables are not folded to 80 columns there.
+PIPED_WIDTH = 180
+MISSING = "-"
+
+
+def console(*, error: bool = False) -> Console:
+    """A console on the stream as it is now: tests and shells exchange it."""
+    from rich.console import Console
+
+    stream = sys.stderr if error else sys.stdout
+    return Console(
+        file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False
+    )
+
+
+def show_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=1, ensure_ascii=False, default=str))
+
+
+def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Progress]:
+    """A bar on standard error that goes away; nothing at all where nobody is watching."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    screen = console(error=True)
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as bar:
+        yield bar
+
+
+def figure(value: float | None, unit: str = "") -> str:
+    """Three digits and a unit; `-` for what is not known."""
+    if value is None:
+        return MISSING
+    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.3g} %"
+
+
+def size(count: float | None) -> str:
+    """Bytes in the largest binary unit that leaves a number above one."""
+    if count is None:
+        return MISSING
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def rate(flops: float | None) -> str:
+    """Flops a second in the unit that fits."""
+    if flops is None:
+        return MISSING
+    for unit, scale in (("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if flops >= scale:
+            return figure(flops / scale, unit)
+    return figure(flops / 1e6, "MFLOP/s")

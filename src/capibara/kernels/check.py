@@ -1,0 +1,273 @@
+"""Is an implementation right? Its output against the op's reference, evaluated in float64 on inputs upcast.
+
+The error is the relative one in norm, ‖out − ref‖ / ‖ref‖, and it is held against the op's own tolerance for
+the call. Where float64 on the host would take too long, the reference runs in float32 at the highest matrix
+precision on the device instead, and the result says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara import hardware
+from capibara.kernels import context
+from capibara.kernels.op import Call, Config, Op, describe
+
+# The longest a float64 reference may take on the host, as predicted from the op's cost and the host's
+# measured rate.
+HOST_SECONDS = 4.0
+# Outputs above this many elements are compared where they lie; bringing them to the host would take longer.
+HOST_ELEMENTS = 1 << 22
+# A gradient multiplies rounded cotangents by rounded intermediates, so it is given this many forward
+# tolerances.
+GRADIENT_TOLERANCES = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Whether an output is right, by how much, and in words."""
+
+    ok: bool
+    error: float
+    tolerance: float
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a right output is: the reference's values, and the shapes and types of its own output."""
+
+    values: tuple[Any, ...]
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    tolerance: float
+    how: str
+
+
+def check(
+    op: Op,
+    arrays: Sequence[Any],
+    params: Mapping[str, Hashable],
+    implementation: str | None,
+    config: Config = None,
+) -> Check:
+    """Run one implementation (None: what dispatch picks) on `arrays` and compare it with the op's reference.
+
+    >>> from capibara.kernels.op import lookup
+    >>> gemm = lookup("gemm")
+    >>> check(gemm, gemm.case("odd").arrays(), {}, "xla").ok
+    True
+    """
+    wanted = expected(op, arrays, params)
+    return check_output(op(*arrays, implementation=implementation, config=config, **params), wanted)
+
+
+def call_of(op: Op, arrays: Sequence[Any], params: Mapping[str, Hashable]) -> Call:
+    """The call these arrays make, for the chip that dispatch would choose it for."""
+    chosen = context.explicit_target()
+    if chosen is None:
+        for x in arrays:
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+                chosen = context.target_of(next(iter(x.devices())))
+                break
+    return op.call(*arrays, target=chosen, **params)
+
+
+def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with its gradient: (cotangents, *arrays) -> (output, gradients of the float operands).
+
+    `cotangents` has one array for each float output. The output is returned too, so that no compiler drops
+    the forward pass, which a gradient may not need.
+    """
+
+    def both(cotangents: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
+        moving = [i for i, x in enumerate(arrays) if _is_float(x)]
+
+        def of_floats(*floats: Any) -> Any:
+            full = list(arrays)
+            for i, x in zip(moving, floats, strict=True):
+                full[i] = x
+            return fn(*full)
+
+        out, pull = jax.vjp(of_floats, *(arrays[i] for i in moving))
+        leaves, tree = jax.tree.flatten(out)
+        given = iter(cotangents)
+        full = [next(given) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
+        return out, pull(jax.tree.unflatten(tree, full))
+
+    return both
+
+
+def cotangents(
+    op: Op, arrays: Sequence[Any], params: Mapping[str, Hashable], seed: int = 1
+) -> list[jax.Array]:
+    """Standard normal cotangents of the op's float outputs: what `with_gradient` takes first."""
+    out = jax.tree.leaves(jax.eval_shape(functools.partial(op.reference, **params), *arrays))
+    floats = [x for x in out if _is_float(x)]
+    keys = jax.random.split(jax.random.key(seed), max(len(floats), 1))
+    return [
+        jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype) for k, x in zip(keys, floats, strict=False)
+    ]
+
+
+def expected(
+    op: Op,
+    arrays: Sequence[Any],
+    params: Mapping[str, Hashable],
+    *,
+    grad: bool = False,
+    host_seconds: float = HOST_SECONDS,
+) -> Expected:
+    """The reference's output for `arrays`; with `grad`, of `with_gradient` and its cotangents put first."""
+    call = call_of(op, arrays, params)
+    inputs: tuple[Any, ...] = tuple(arrays)
+    tolerance = op.tolerance(call)
+    if grad:
+        inputs = (cotangents(op, arrays, params), *arrays)
+        tolerance *= GRADIENT_TOLERANCES
+
+    def reference(out_dtype: str | None) -> Callable[..., Any]:
+        bound = functools.partial(op.reference, **_with_output(params, out_dtype))
+        return with_gradient(bound) if grad else bound
+
+    structs = tuple(jax.tree.leaves(jax.eval_shape(reference(None), *inputs)))
+    host = _host_device()
+    if host is not None and _host_seconds(op, call, grad) <= host_seconds:
+        return Expected(
+            _in_float64(reference("float64"), inputs, host), structs, tolerance, "float64 on the host"
+        )
+    values = _in_float32(reference("float32"), inputs)
+    return Expected(values, structs, tolerance, "float32 at highest precision on the device")
+
+
+def check_output(out: Any, wanted: Expected) -> Check:
+    """Compare any output, a peer's too, with what the reference gave."""
+    leaves = jax.tree.leaves(out)
+    tolerance = wanted.tolerance
+
+    def wrong(why: str) -> Check:
+        return Check(False, float("inf"), tolerance, why)
+
+    if len(leaves) != len(wanted.structs):
+        return wrong(f"it returned {len(leaves)} arrays where the reference returns {len(wanted.structs)}")
+    worst = 0.0
+    for index, (x, struct, value) in enumerate(zip(leaves, wanted.structs, wanted.values, strict=True)):
+        name = f"output {index}" if len(leaves) > 1 else "the output"
+        if x.shape != struct.shape or x.dtype != struct.dtype:
+            return wrong(f"{name} is {describe(x)} where the reference gives {describe(struct)}")
+        error, misplaced = _error(x, value)
+        if misplaced:
+            return wrong(
+                f"{misplaced} elements of {name} are NaN or infinite where the reference's are not, or differ"
+            )
+        worst = max(worst, error)
+    ok = worst <= tolerance
+    sign = "≤" if ok else ">"
+    return Check(
+        ok, worst, tolerance, f"error {worst:.2e} {sign} tolerance {tolerance:.2e} (reference: {wanted.how})"
+    )
+
+
+def _is_float(x: Any) -> bool:
+    return x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _with_output(params: Mapping[str, Hashable], out_dtype: str | None) -> dict[str, Hashable]:
+    """The parameters for a wider reference: a narrow output type that was asked for would round it."""
+    asked = params.get("out_dtype")
+    if out_dtype is None or asked is None or not jnp.issubdtype(jnp.dtype(str(asked)), jnp.floating):
+        return dict(params)
+    return {**params, "out_dtype": out_dtype}
+
+
+def _host_device() -> jax.Device | None:
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names an accelerator alone
+        return None
+
+
+def _host_seconds(op: Op, call: Call, grad: bool) -> float:
+    """Predicted time of the reference in float64 on the host."""
+    work = op.cost(call).flops * (3 if grad else 1)
+    # Tiny calls skip the question, so that checking one does not measure the host.
+    return 0.0 if work < 1e8 else work / hardware.chip("cpu").peak_flops("float64")
+
+
+def _in_float64(reference: Callable[..., Any], inputs: tuple[Any, ...], host: jax.Device) -> tuple[Any, ...]:
+    """The reference's outputs as numpy arrays, from inputs upcast to float64 (complex128)."""
+
+    def upcast(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(x, host)
+        array = np.asarray(x)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return array.astype(np.complex128)
+        return array.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else array
+
+    with jax.enable_x64(True), jax.default_device(host):
+        out = jax.jit(reference)(*jax.tree.map(upcast, inputs))
+        return tuple(np.asarray(x) for x in jax.tree.leaves(out))
+
+
+def _in_float32(reference: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def upcast(x: Any) -> Any:
+        narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
+        return x.astype(jnp.float32) if narrow else x
+
+    with jax.default_matmul_precision("highest"):
+        # The upcast is inside, so that it costs no more memory than the compiler wants to give it.
+        out = jax.jit(lambda *xs: reference(*jax.tree.map(upcast, xs)))(*inputs)
+        return tuple(jax.block_until_ready(jax.tree.leaves(out)))
+
+
+def _error(x: Any, value: Any) -> tuple[float, int]:
+    """The error of one output, and how many elements are not finite where they should be."""
+    if x.size == 0:
+        return 0.0, 0
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        # Indices, counts and masks: the fraction that differs. A norm of their differences would mean
+        # nothing.
+        return float(np.mean(np.asarray(x) != np.asarray(value))), 0
+    small = x.size <= HOST_ELEMENTS or jnp.dtype(x.dtype).itemsize > 4
+    if small:
+        complex_ = jnp.issubdtype(x.dtype, jnp.complexfloating)
+        wide = np.asarray(x).astype(np.complex128 if complex_ else np.float64)
+        difference, size, misplaced = _norms(np, wide, np.asarray(value))
+    else:
+        near = jnp.asarray(value, jnp.result_type(x.dtype, jnp.float32), device=next(iter(x.devices())))
+        difference, size, misplaced = _device_norms(x.astype(near.dtype), near)
+    error = float(difference) / float(size) if float(size) else float(difference) / x.size**0.5
+    return (error if np.isfinite(error) else float("inf")), int(misplaced)
+
+
+def _norms(xp: Any, x: Any, ref: Any) -> tuple[Any, Any, Any]:
+    """‖x − ref‖ and ‖ref‖ over the elements that are finite in both, and how many are not where they should
+    be.
+
+    Where the reference is infinite or NaN, the output must be the same infinity, or NaN.
+    """
+    finite = xp.isfinite(ref) & xp.isfinite(x)
+    same = (x == ref) | (xp.isnan(x) & xp.isnan(ref))
+    misplaced = xp.sum(~finite & ~same)
+    kept_ref = xp.where(finite, ref, 0)
+    # Scaled by the largest element, so that squares of large float32 numbers stay in range.
+    largest = xp.max(xp.abs(kept_ref))
+    unit = xp.where(largest == 0, 1.0, largest)
+    difference = xp.where(finite, x, 0) - kept_ref
+    return _norm(xp, difference / unit), _norm(xp, kept_ref / unit), misplaced
+
+
+def _norm(xp: Any, x: Any) -> Any:
+    return xp.sqrt(xp.sum(xp.square(xp.abs(x))))
+
+
+@jax.jit
+def _device_norms(x: Any, ref: Any) -> tuple[Any, Any, Any]:
+    return _norms(jnp, x, ref)

@@ -1,0 +1,231 @@
+"""Matrix products by a fixed set of choices: how much is optimised, fused and laid out, and in what precision.
+
+| optimization_level | a product runs as | compiled |
+|---|---|---|
+| "none" | gemm's reference: the specification, every step in float32 | operation by operation |
+| "basic" | XLA's own product | as one program |
+| "balanced" | what dispatch picks | as one program |
+| "aggressive" | what dispatch picks after the shape was tuned, at its first sight | as one program |
+
+Tuning times every implementation that takes the call, on the device, and writes the answer to the user's
+cache, so a process does it once for each shape and the next process not at all. It happens outside of traces
+only: under jit, "aggressive" uses what was tuned before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara import precision as precisions
+from capibara.errors import unknown_name
+from capibara.kernels import context, tables
+from capibara.kernels.dispatch import explain
+from capibara.kernels.linalg.einsum import contract_as, memory_limit
+from capibara.kernels.linalg.gemm.api import LAX_PRECISIONS, gemm
+from capibara.kernels.linalg.gemm.reference import epilogue
+from capibara.kernels.linalg.pairwise import How
+from capibara.kernels.linalg.placement import on_their_device, target_for
+from capibara.kernels.op import Call
+
+logger = logging.getLogger("capibara.kernels")
+
+LEVELS: dict[str, str | None] = {"none": "reference", "basic": "xla", "balanced": None, "aggressive": None}
+"""Level -> the implementation it forces; None leaves it to dispatch."""
+ALGORITHMS = ("tpu_optimized", "xla", "pallas", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The choices that hold for every product; refused by name when they do not exist."""
+
+    precision: str = "bfloat16"
+    """A policy: what operands are rounded to and the results' type."""
+    optimization_level: str = "balanced"
+    enable_xla_fusion: bool = True
+    """True: rounding, product and epilogue are one program. False: a barrier on either side of each product."""
+    memory_layout_optimization: bool = True
+    """True: a transposed operand is read in place. False: it is copied into row-major order first."""
+
+    def __post_init__(self) -> None:
+        precisions.policy(self.precision)
+        if self.optimization_level not in LEVELS:
+            raise unknown_name("optimization_level", self.optimization_level, LEVELS)
+
+    @property
+    def compiled(self) -> bool:
+        return self.optimization_level != "none" and self.enable_xla_fusion
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """What of one product is not an array."""
+
+    transpose_a: bool
+    transpose_b: bool
+    activation: str | None
+    precision: str
+    implementation: str | None
+    fuse: bool
+    in_place: bool
+
+
+def matmul(
+    settings: Settings,
+    a: Any,
+    b: Any,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: str | None = None,
+    algorithm: str = "tpu_optimized",
+    bias: Any = None,
+    residual: Any = None,
+    activation: str | None = None,
+) -> jax.Array:
+    """`activation(a @ b + bias) + residual`; shapes are gemm's.
+
+    `algorithm`: "tpu_optimized" is what the level says; "xla", "pallas" (this platform's Pallas kernel, an
+    error where there is none) and "reference" are that implementation at any level.
+    """
+    arrays = tuple(x if x is None or isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b, bias, residual))
+    product = _Product(
+        transpose_a=bool(transpose_a),
+        transpose_b=bool(transpose_b),
+        activation=activation,
+        precision=_named_policy(precision or settings.precision),
+        implementation=_implementation(settings, algorithm, arrays),
+        fuse=settings.enable_xla_fusion,
+        in_place=settings.memory_layout_optimization,
+    )
+    if settings.optimization_level == "aggressive" and algorithm == "tpu_optimized":
+        tune_once(functools.partial(_product, product=product), arrays)
+    if not settings.compiled:
+        return _product(*arrays, product=product)
+    with on_their_device(arrays):
+        return _optimized_matmul(*arrays, product=product, tuned=tables.generation())
+
+
+def einsum(
+    settings: Settings,
+    equation: str,
+    operands: Sequence[Any],
+    *,
+    optimize: str | bool = "optimal",
+    memory_efficient: bool = False,
+    memory_limit_bytes: int | None = None,
+    precision: str | None = None,
+) -> jax.Array:
+    """An einsum whose matrix products run by the settings; the keywords are `contract`'s."""
+    how = How(
+        precision=_named_policy(precision or settings.precision),
+        implementation=LEVELS[settings.optimization_level],
+        fuse=settings.enable_xla_fusion,
+        transpose_in_place=settings.memory_layout_optimization,
+    )
+    limit = memory_limit(memory_efficient, memory_limit_bytes)
+    arrays = tuple(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands)
+
+    def run(*arrays: Any) -> jax.Array:
+        return contract_as(equation, arrays, how, optimize, limit, compiled=settings.compiled)
+
+    if settings.optimization_level == "aggressive":
+        tune_once(run, arrays)
+    return run(*arrays)
+
+
+def _named_policy(name: str) -> str:
+    """The name, when it is a policy or one of jax's; an error that lists the choices otherwise."""
+    if name in LAX_PRECISIONS:
+        return name
+    return precisions.policy(name).name
+
+
+def _implementation(settings: Settings, algorithm: str, arrays: Sequence[Any]) -> str | None:
+    if algorithm not in ALGORITHMS:
+        raise unknown_name("algorithm", algorithm, ALGORITHMS)
+    if algorithm == "tpu_optimized":
+        return LEVELS[settings.optimization_level]
+    if algorithm == "pallas":
+        return "mosaic_gpu" if target_for(arrays).platform == "gpu" else "pallas_tpu"
+    return algorithm
+
+
+@functools.partial(jax.jit, static_argnames=("product", "tuned"))
+def _optimized_matmul(a: Any, b: Any, bias: Any, residual: Any, *, product: _Product, tuned: int) -> jax.Array:
+    # `tuned` is part of jit's key: a choice that was traced before a table changed is made again.
+    return _product(a, b, bias, residual, product=product)
+
+
+def _product(a: Any, b: Any, bias: Any, residual: Any, *, product: _Product) -> jax.Array:
+    flip_a, flip_b = product.transpose_a, product.transpose_b
+    if not product.in_place:
+        a, flip_a = _copied(a, flip_a), flip_a and a.ndim < 2
+        b, flip_b = _copied(b, flip_b), flip_b and b.ndim < 2
+    run = functools.partial(
+        gemm,
+        transpose_a=flip_a,
+        transpose_b=flip_b,
+        precision=product.precision,
+        implementation=product.implementation,
+    )
+    if product.fuse:
+        return run(a, b, bias=bias, residual=residual, activation=product.activation)
+    a, b = jax.lax.optimization_barrier((a, b))
+    if bias is None and residual is None and product.activation is None:
+        return jax.lax.optimization_barrier(run(a, b))
+    out = jax.eval_shape(functools.partial(run, activation=product.activation), a, b, bias=bias, residual=residual)
+    wide = jnp.promote_types(jnp.float32, out.dtype)
+    z = jax.lax.optimization_barrier(run(a, b, out_dtype=wide))
+    return epilogue(z, bias, residual, product.activation).astype(out.dtype)
+
+
+def _copied(x: jax.Array, flip: bool) -> jax.Array:
+    """The transpose as an array of its own; without the barrier XLA would fold it into the product again."""
+    return jax.lax.optimization_barrier(x.mT) if flip and x.ndim >= 2 else x
+
+
+_SEEN: set[tuple[str, Any]] = set()
+
+
+def tune_once(fn: Callable[..., Any], arrays: Sequence[Any]) -> None:
+    """Tune every op that `fn(*arrays)` calls and that was not seen yet; nothing while something is traced."""
+    if any(isinstance(x, jax.core.Tracer) for x in arrays if x is not None):
+        return
+    # A chip that is not attached, or one that is emulated, cannot be timed.
+    if context.explicit_target() is not None or context.current_interpret().mode != "off":
+        return
+    with on_their_device(arrays):
+        calls = [selection.call for selection in explain(fn, *arrays).selections]
+    for call in calls:
+        key = (str(call), call.target)
+        if key not in _SEEN:
+            _SEEN.add(key)
+            _tune(call, arrays)
+
+
+def _tune(call: Call, arrays: Sequence[Any]) -> None:
+    if importlib.util.find_spec("capibara.kernels.tuning") is None:
+        _say_no_tuning()
+        return
+    from capibara.kernels import tuning
+
+    (device, *_) = next(x for x in arrays if x is not None).devices()
+    keys = jax.random.split(jax.random.key(0), len(call.args))
+    drawn = [
+        None if x is None else jax.device_put(jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype), device)
+        for k, x in zip(keys, call.args, strict=True)
+    ]
+    tuning.autotune(call.op, *drawn, **call.changed_params)
+
+
+@functools.cache
+def _say_no_tuning() -> None:
+    logger.warning("optimization_level='aggressive' runs as 'balanced': this version has no tuning (said once)")
