@@ -1,1 +1,1 @@
-"""The command line: one file a command, thin over the rooms. Nothing here imports jax before a command runs."""
+"""The command line: one file a command, thin over the rooms. jax is imported when a command runs."""

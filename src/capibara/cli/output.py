@@ -44,6 +44,13 @@ def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) 
     return made
 
 
+def add_row(table: Table, *cells: str) -> None:
+    """A row of plain text: brackets in a shape or a reason are not rich's markup."""
+    from rich.text import Text
+
+    table.add_row(*(Text(cell) for cell in cells))
+
+
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
     """A bar on standard error that goes away; nothing at all where nobody is watching."""

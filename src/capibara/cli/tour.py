@@ -1,4 +1,4 @@
-"""`capibara tour`: what is attached, every op against its reference, and the TPU and GPU kernels without their chips."""
+"""`capibara tour`: what is attached, every op against its reference, and kernels without their chips."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from capibara.kernels.op import Case, Implementation, Op
 
 # One call of a case on a host CPU; larger ones are for `capibara kernels bench`.
-HOST_CALL_SECONDS = 0.1
+HOST_CALL_SECONDS = 0.03
 # An emulated kernel walks its grid in Python.
 EMULATED_FLOPS = 3e7
 EMULATED_CASES = 3
@@ -46,7 +46,7 @@ class _Section(NamedTuple):
 def tour(
     seconds: Annotated[float, typer.Option(min=1, help="Roughly how long it may take.")] = 50.0,
 ) -> None:
-    """A tour of this machine: what is attached, every op against its reference, TPU kernels emulated and lowered."""
+    """What is attached, every op against its reference, and the TPU kernels emulated and lowered."""
     clock = _Clock(seconds)
     screen = output.console()
     _show_machine(screen)
@@ -115,7 +115,8 @@ def _run_ops(screen: Console, clock: _Clock) -> _Section:
             if not verdict.ok:
                 wrong.append(f"{op.name} {case.name} on {row.ours.name}: {verdict.why}")
             number = why.setdefault(row.why, len(why) + 1)
-            made.add_row(
+            output.add_row(
+                made,
                 f"{op.name} {case.name}",
                 row.ours.name,
                 f"{verdict.error:.1e} / {verdict.tolerance:.1e}" + ("" if verdict.ok else " WRONG"),
@@ -148,8 +149,9 @@ def _limit_source() -> str:
 
 
 def _emulate(screen: Console, clock: _Clock) -> _Section:
-    """TPU kernels on this host: the chip's memories emulated, memory starting as NaN, reads out of bounds raising."""
+    """TPU kernels on this host, with the chip's memories emulated: they start as NaN and have hard bounds."""
     import jax
+
     from capibara.kernels import context
     from capibara.kernels.check import call_of, check
     from capibara.kernels.op import registry
@@ -161,8 +163,8 @@ def _emulate(screen: Console, clock: _Clock) -> _Section:
         for op in registry().values():
             for impl in op.implementations.values():
                 if impl.kernel and "tpu" in impl.platforms:
-                    calls = {case: call_of(op, case.args(), case.params) for case in _hostile(op)}
-                    taken = [case for case, call in calls.items() if impl.refusal(call) is None]
+                    calls = [(case, call_of(op, case.args(), case.params)) for case in _hostile(op)]
+                    taken = [case for case, call in calls if impl.refusal(call) is None]
                     todo.append([(op, case, impl) for case in taken[:EMULATED_CASES]])
         made = output.table(
             "op / case", "kernel", "error / tolerance", title="TPU kernels, emulated on this host",
@@ -183,13 +185,13 @@ def _emulate(screen: Console, clock: _Clock) -> _Section:
                     verdict = check(op, case.arrays(), case.params, impl.name)
                 except failures() as error:
                     wrong.append(f"{op.name} {case.name} on {impl.name}, emulated: {first_line(error)}")
-                    made.add_row(f"{op.name} {case.name}", impl.name, "FAILS")
+                    output.add_row(made, f"{op.name} {case.name}", impl.name, "FAILS")
                     continue
                 if not verdict.ok:
                     wrong.append(f"{op.name} {case.name} on {impl.name}, emulated: {verdict.why}")
                 mark = "" if verdict.ok else " WRONG"
                 figures = f"{verdict.error:.1e} / {verdict.tolerance:.1e}{mark}"
-                made.add_row(f"{op.name} {case.name}", impl.name, figures)
+                output.add_row(made, f"{op.name} {case.name}", impl.name, figures)
     screen.print(made)
     return _Section(done, wrong, left)
 
@@ -204,7 +206,7 @@ def _hostile(op: Op) -> list[Case]:
 
 
 def _lower(screen: Console, clock: _Clock) -> _Section:
-    """Kernels of chips that are not here, lowered for them: all that happens before the chip's own compiler."""
+    """Kernels of chips that are not here, lowered: all that happens before the chip's own compiler."""
     from capibara import hardware
     from capibara.compile import lower_for
     from capibara.compile.kernels import implementation_program
@@ -244,7 +246,7 @@ def _lower(screen: Console, clock: _Clock) -> _Section:
                 wrong.append(f"{op.name} {case.name} does not lower for {kind}: {result.error}")
     made = output.table("op", "kernel", "for", "lowers", title="Kernels lowered for chips that are not here")
     for (op_name, impl_name, kind), (good, total) in counts.items():
-        made.add_row(op_name, impl_name, kind, f"{good} of {total} cases")
+        output.add_row(made, op_name, impl_name, kind, f"{good} of {total} cases")
     screen.print(made)
     return _Section(done, wrong, left)
 

@@ -1,8 +1,8 @@
 """An op's TPU kernels over its cases, by the real TPU compiler where it is installed, by lowering elsewhere.
 
-Each case is compiled three times: our kernel with the config that dispatch would take, the stock kernel that jax
-ships for the same work where the op names one (`op.stock_tpu`), and XLA's own program. What was compiled and not
-run is called predicted.
+Each case is compiled three times: our kernel with the config that dispatch would take, the stock kernel that
+jax ships for the same work where the op names one (`op.stock_tpu`), and XLA's own program. What was compiled
+and not run is called predicted.
 """
 
 from __future__ import annotations
@@ -262,12 +262,11 @@ def _job(
 
 
 def _stock_program(op: Op, case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    named: Callable[[Case], Any] | None = getattr(op, "stock_tpu", None)
-    return None if named is None else named(case)
+    return None if op.stock_tpu is None else op.stock_tpu(case)
 
 
 def grid_steps(fn: Callable[..., Any], args: Sequence[Any]) -> int | None:
-    """Steps of the program's one Pallas grid; None when it has no such call, several, or a grid made at run time."""
+    """Steps of the program's one Pallas grid; None when it has none, several, or one made at run time."""
     import jax
 
     grids = list(_pallas_grids(jax.make_jaxpr(fn)(*args).jaxpr))

@@ -157,11 +157,7 @@ def bench_cases(op: Op) -> list[Case]:
 
 
 def peer_names(op: Op) -> list[str]:
-    return [*op.implementations, *peers_of(op)]
-
-
-def peers_of(op: Op) -> Mapping[str, Callable[[Case], Callable[..., Any] | None]]:
-    return getattr(op, "peers", None) or {}
+    return [*op.implementations, *op.peers]
 
 
 def affordable(
@@ -237,7 +233,7 @@ def _row(
         if name == ours:
             notes[name] = "it is what dispatch chose"
             continue
-        made, note = _peer(op, case, call, name)
+        made, note = _peer(op, case, call, name, grad)
         if made is not None:
             programs[name] = made
         notes[name] = note
@@ -252,7 +248,8 @@ def _row(
                 raise  # dispatch chose what does not run: a fault of the library, not a row of a table
             notes[name] = first_line(error)
             del programs[name]
-    times = timing.compare(programs, *inputs, samples=samples, sample_seconds=sample_seconds)
+    # As they are: a peer of several programs, jitted as one, would be fused into another peer.
+    times = timing.compare(programs, *inputs, samples=samples, sample_seconds=sample_seconds, jit=False)
 
     def measured(name: str, config: Config = None) -> Measured:
         return Measured(name, times.get(name), config, verdicts.get(name), notes.get(name, ""))
@@ -277,16 +274,20 @@ def _implementation(op: Op, params: Mapping[str, Hashable], name: str, config: C
     return jax.jit(lambda *arrays: op(*arrays, implementation=name, config=config, **params))
 
 
-def _peer(op: Op, case: Case, call: Call, name: str) -> tuple[Callable[..., Any] | None, str]:
+def _peer(op: Op, case: Case, call: Call, name: str, grad: bool) -> tuple[Callable[..., Any] | None, str]:
     """A peer's program for this case, or why there is none."""
     if name in op.implementations:
         why = op.implementations[name].refusal(call)
         return (None, why) if why is not None else (_implementation(op, case.params, name, None), "")
     try:
-        made = peers_of(op)[name](case)
+        made = op.peers[name](case)
     except failures() as error:
         return None, first_line(error)
-    return made, "" if made is not None else "it does not apply to this case"
+    if made is None:
+        return None, "it does not apply to this case"
+    if grad and not hasattr(made, "lower"):
+        return None, "it is several programs, and differentiating them together would fuse them"
+    return made, ""
 
 
 def document(rows: Sequence[Row], command: str = "") -> dict[str, Any]:

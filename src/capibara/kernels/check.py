@@ -20,11 +20,12 @@ from capibara import hardware
 from capibara.kernels import context
 from capibara.kernels.op import Call, Config, Op, describe
 
-# The longest a float64 reference may take on the host, as predicted from the op's cost and the host's
-# measured rate.
-HOST_SECONDS = 4.0
+# The longest a float64 reference may take on the host, predicted from the op's cost and the host's measured
+# rate. An accelerator idles, and costs, meanwhile.
+HOST_SECONDS = {"cpu": 4.0, "gpu": 0.5, "tpu": 0.5}
 # Outputs above this many elements are compared where they lie; bringing them to the host would take longer.
 HOST_ELEMENTS = 1 << 22
+DRAWN_ON_HOST = 1 << 20
 # A gradient multiplies rounded cotangents by rounded intermediates, so it is given this many forward
 # tolerances.
 GRADIENT_TOLERANCES = 4.0
@@ -110,10 +111,17 @@ def cotangents(
     """Standard normal cotangents of the op's float outputs: what `with_gradient` takes first."""
     out = jax.tree.leaves(jax.eval_shape(functools.partial(op.reference, **params), *arrays))
     floats = [x for x in out if _is_float(x)]
-    keys = jax.random.split(jax.random.key(seed), max(len(floats), 1))
-    return [
-        jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype) for k, x in zip(keys, floats, strict=False)
-    ]
+    return [standard_normal(x.shape, x.dtype, (seed, index)) for index, x in enumerate(floats)]
+
+
+def standard_normal(shape: Sequence[int], dtype: Any, seed: Sequence[int]) -> jax.Array:
+    """Random numbers on the default device; drawn on the host when few, to spare compiling the draw."""
+    if np.prod(shape) <= DRAWN_ON_HOST:
+        return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)
+    key = jax.random.key(seed[0])
+    for number in seed[1:]:
+        key = jax.random.fold_in(key, number)
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
 def expected(
@@ -122,7 +130,7 @@ def expected(
     params: Mapping[str, Hashable],
     *,
     grad: bool = False,
-    host_seconds: float = HOST_SECONDS,
+    host_seconds: float | None = None,
 ) -> Expected:
     """The reference's output for `arrays`; with `grad`, of `with_gradient` and its cotangents put first."""
     call = call_of(op, arrays, params)
@@ -138,10 +146,11 @@ def expected(
 
     structs = tuple(jax.tree.leaves(jax.eval_shape(reference(None), *inputs)))
     host = _host_device()
-    if host is not None and _host_seconds(op, call, grad) <= host_seconds:
-        return Expected(
-            _in_float64(reference("float64"), inputs, host), structs, tolerance, "float64 on the host"
-        )
+    allowed = HOST_SECONDS[call.target.platform] if host_seconds is None else host_seconds
+    if host is not None and _host_seconds(op, call, grad) <= allowed:
+        exact = _in_float64(reference("float64"), inputs, host)
+        kept = tuple(_placed(x, struct, arrays) for x, struct in zip(exact, structs, strict=True))
+        return Expected(kept, structs, tolerance, "float64 on the host")
     values = _in_float32(reference("float32"), inputs)
     return Expected(values, structs, tolerance, "float32 at highest precision on the device")
 
@@ -216,6 +225,21 @@ def _in_float64(reference: Callable[..., Any], inputs: tuple[Any, ...], host: ja
         return tuple(np.asarray(x) for x in jax.tree.leaves(out))
 
 
+def _placed(value: Any, struct: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> Any:
+    """A large value brought, once, to where the outputs will be, in float32: finer than what it judges."""
+    if _compared_on_host(struct):
+        return value
+    device = next(next(iter(x.devices())) for x in arrays if isinstance(x, jax.Array))
+    return jax.device_put(value.astype(jnp.promote_types(struct.dtype, jnp.float32)), device)
+
+
+def _compared_on_host(x: Any) -> bool:
+    """Small outputs, and those that float32 could not judge."""
+    if x.size <= HOST_ELEMENTS or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return True
+    return jnp.finfo(x.dtype).bits > 32
+
+
 def _in_float32(reference: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     def upcast(x: Any) -> Any:
         narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
@@ -235,14 +259,12 @@ def _error(x: Any, value: Any) -> tuple[float, int]:
         # Indices, counts and masks: the fraction that differs. A norm of their differences would mean
         # nothing.
         return float(np.mean(np.asarray(x) != np.asarray(value))), 0
-    small = x.size <= HOST_ELEMENTS or jnp.dtype(x.dtype).itemsize > 4
-    if small:
+    if _compared_on_host(x):
         complex_ = jnp.issubdtype(x.dtype, jnp.complexfloating)
         wide = np.asarray(x).astype(np.complex128 if complex_ else np.float64)
         difference, size, misplaced = _norms(np, wide, np.asarray(value))
     else:
-        near = jnp.asarray(value, jnp.result_type(x.dtype, jnp.float32), device=next(iter(x.devices())))
-        difference, size, misplaced = _device_norms(x.astype(near.dtype), near)
+        difference, size, misplaced = _device_norms(x.astype(value.dtype), value)
     error = float(difference) / float(size) if float(size) else float(difference) / x.size**0.5
     return (error if np.isfinite(error) else float("inf")), int(misplaced)
 

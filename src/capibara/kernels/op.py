@@ -205,6 +205,8 @@ class Op:
         partition: Partition | None = None,
         cases: Iterable[Case] = (),
         public: Callable[..., Any] | None = None,
+        peers: Mapping[str, Callable[[Case], Callable[..., Any] | None]] | None = None,
+        stock_tpu: Callable[[Case], tuple[Callable[..., Any], tuple[Any, ...]] | None] | None = None,
     ) -> None:
         self.name = name
         self.family = family
@@ -219,6 +221,10 @@ class Op:
         self.partition = partition
         self.cases = tuple(cases)
         self.public = public  # the documented function in front of the op, where there is one
+        # What a user would run without this library: for benchmarks, a function of the case's arrays (None where it
+        # does not apply); for TPU compilation, jax's own Pallas program for the same work with its arguments.
+        self.peers = MappingProxyType(dict(peers or {}))
+        self.stock_tpu = stock_tpu
         self.implementations: dict[str, Implementation] = {}
         self.runners: dict[Any, Any] = {}  # filled by dispatch
         self.__doc__ = reference.__doc__

@@ -106,16 +106,18 @@ def compare(
     sample_seconds: float | None = None,
     budget_seconds: float = BUDGET_SECONDS,
     rotate: bool = True,
+    jit: bool = True,
 ) -> dict[str, Timing]:
     """The time of each function on the same arguments, their samples interleaved: A B C, A B C, ...
 
     Args:
-      fns: functions by name, each of `*args`; jitted here unless they are already.
+      fns: functions by name, each of `*args`; jitted here unless they are already, or `jit` is False.
       args: arrays or trees of them; None is an absent operand.
       samples: rounds; fewer, three at the least, when a round of samples is slower than the budget allows.
       sample_seconds: the least time of one sample; by default 20 ms on an accelerator, 4 ms on a CPU.
       budget_seconds: roughly the most time spent on each function after its warm-up.
       rotate: walk over copies of inputs that would fit in the chip's cache.
+      jit: False takes the functions as they are: one that launches several programs stays several.
     """
     if samples < 1:
         raise rule_error("samples is at least 1", samples, "leave it out for the default")
@@ -123,7 +125,7 @@ def compare(
     wanted = SAMPLE_SECONDS[platform] if sample_seconds is None else sample_seconds
     sets = input_sets(args, platform) if rotate else (args,)
     run = _run_waiting if platform == "cpu" else _run_queued
-    jitted = {name: _jitted(fn) for name, fn in fns.items()}
+    jitted = {name: _jitted(fn) if jit else fn for name, fn in fns.items()}
     for fn in jitted.values():
         # Twice: the first call compiles, the second still grows the allocator's pool.
         for _ in range(2):

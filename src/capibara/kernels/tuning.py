@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from capibara.errors import CapibaraError, rule_error
 from capibara.kernels import context, tables, timing
-from capibara.kernels.check import call_of, check_output, expected
+from capibara.kernels.check import call_of, check_output, expected, standard_normal
 from capibara.kernels.op import Call, Case, Config, Op, describe, lookup
 from capibara.kernels.timing import Timing, format_seconds
 
@@ -238,9 +238,8 @@ def _arrays(
         if params:
             raise rule_error("A case brings its own parameters", f"params={dict(params)}", "leave params out")
         return case.arrays(seed), dict(case.params)
-    keys = jax.random.split(jax.random.key(seed), max(len(operands), 1))
 
-    def concrete(key: Any, x: Any) -> Any:
+    def concrete(index: int, x: Any) -> Any:
         if x is None or isinstance(x, jax.Array):
             return x
         if not isinstance(x, jax.ShapeDtypeStruct):
@@ -251,9 +250,9 @@ def _arrays(
                 describe(x),
                 "pass an array with values that mean something",
             )
-        return jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+        return standard_normal(x.shape, x.dtype, (seed, index))
 
-    drawn = tuple(concrete(k, x) for k, x in zip(keys, operands, strict=False))
+    drawn = tuple(concrete(index, x) for index, x in enumerate(operands))
     if not any(isinstance(x, jax.Array) for x in drawn):
         raise rule_error(
             "Tuning needs a case or operands", "none", f"pass a case of {op.name}, or its operands"

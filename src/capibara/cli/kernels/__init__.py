@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from capibara.cli.kernels import bench, compile, explain, list_, tune  # noqa: A004
+from capibara.cli.kernels import bench, compile, explain, list_, tune
 
 app = typer.Typer(no_args_is_help=True, help="The kernels: list, explain, bench, tune and compile them.")
 app.command(name="list")(list_.list_)

@@ -34,7 +34,7 @@ def bench(
     samples: Annotated[int | None, typer.Option(min=1, help="Samples of each program.")] = None,
     json: Json = False,
 ) -> None:
-    """Time what dispatch takes and its peers, interleaved, and hold both against the reference and the roofline."""
+    """Time what dispatch takes beside its peers, and hold both against the reference and the roofline."""
     from capibara import hardware
     from capibara.kernels import bench as benches
     from capibara.kernels import timing
@@ -77,21 +77,25 @@ def bench(
 
 
 def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
-    """The table of rows; below it what was measured with caution."""
+    """The table of rows; below it why each was chosen, and what is missing or wrong."""
     from capibara import hardware
     from capibara.kernels.timing import format_seconds
 
-    columns = ["op / case", "runs on", "time", "±", "rate", "GB/s", "of limit", "error / tolerance"]
+    columns = ["time", "±", "rate", "GB/s", "of limit", "error / tolerance"]
     ratios = [f"vs {name}" for name in peers]
     direction = rows[0].direction if rows else "forward"
     made = output.table(
-        *columns, *ratios, title=f"{hardware.summary()}, {direction}", right=(*columns[2:], *ratios)
-    )
-    notes: list[str] = []
+        "op / case", "runs on", *columns, *ratios, "why",
+        title=f"{hardware.summary()}, {direction}", right=(*columns, *ratios),
+    )  # fmt: skip
+    why: dict[str, int] = {}
+    missing: dict[str, list[str]] = {}
+    wrong: list[str] = []
     for row in rows:
         ours = row.ours
         assert ours.timing is not None  # a choice of dispatch that does not run raises
-        made.add_row(
+        output.add_row(
+            made,
             f"{row.op} {row.case}",
             ours.name,
             format_seconds(ours.timing.seconds) + ("*" if ours.timing.launch_bound else ""),
@@ -101,16 +105,22 @@ def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
             output.percent(row.fraction(ours)),
             _verdict(ours),
             *(_ratio(row, name) for name in peers),
+            f"({why.setdefault(row.why, len(why) + 1)})",
         )
         for one in (ours, *row.peers):
             if one.check is not None and not one.check.ok:
-                notes.append(f"WRONG: {row.op} {row.case} on {one.name}: {one.check.why}")
+                wrong.append(f"WRONG: {row.op} {row.case} on {one.name}: {one.check.why}")
             elif one.timing is None and one.note:
-                notes.append(f"{row.op} {row.case}: {one.name} is missing: {one.note}")
+                missing.setdefault(f"no {one.name}: {one.note}", []).append(f"{row.op} {row.case}")
     screen.print(made)
+    notes = [f"({number}) {text}" for text, number in why.items()]
+    notes += wrong
+    notes += [f"{text} ({', '.join(cases)})" for text, cases in missing.items()]
     if any(row.ours.timing is not None and row.ours.timing.launch_bound for row in rows):
         notes.append("* the launch takes longer than the kernel: the time is the host's.")
-    notes.append("vs: how many times as fast as that peer, measured in the same run; = is the same program.")
+    notes.append(
+        "vs: how many times as fast as that peer, and its time, in the same run; = is the same program."
+    )
     for note in notes:
         screen.print(note, markup=False)
 
@@ -123,11 +133,13 @@ def _verdict(one: Measured) -> str:
 
 
 def _ratio(row: Row, name: str) -> str:
+    from capibara.kernels.timing import format_seconds
+
     peer = next((peer for peer in row.peers if peer.name == name), None)
     ratio = None if peer is None else row.speedup(peer)
-    if ratio is None:
+    if peer is None or peer.timing is None or ratio is None:
         return output.MISSING
-    return "=" if name == row.ours.name else f"{ratio:.2f}x"
+    return "=" if name == row.ours.name else f"{ratio:.2f}x {format_seconds(peer.timing.seconds)}"
 
 
 def _show_left_out(screen: Console, left: Sequence[tuple[Op, Case]]) -> None:

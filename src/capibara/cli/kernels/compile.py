@@ -27,7 +27,7 @@ def compile_(
     timeout: Annotated[float, typer.Option(help="Seconds for one program.")] = 600.0,
     json: Json = False,
 ) -> None:
-    """Compile the TPU kernels over their cases, beside jax's stock kernel and XLA's program; no TPU is needed."""
+    """Compile the TPU kernels over their cases, beside jax's own and XLA's program; no TPU is needed."""
     from capibara.compile import tpu_compiler
     from capibara.compile.kernels import compile_kernels
     from capibara.hardware import slice_by_name
@@ -102,7 +102,8 @@ def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:
     )
     for row in rows:
         ours = row.ours
-        made.add_row(
+        output.add_row(
+            made,
             f"{row.op} {row.case}",
             f"{row.implementation} {_config(row)}".rstrip(),
             _result(row),
@@ -117,9 +118,9 @@ def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:
         )
     screen.print(made)
     screen.print(
-        "bundles: length of a kernel body's schedule, one bundle a cycle of one core; a Pallas body is one grid step, "
-        "XLA's figure adds up its fusions with each loop counted once. at least: cycles the matrix units need for a "
-        "step.",
+        "bundles: length of a kernel body's schedule, one bundle a cycle of one core; a Pallas body is one "
+        "grid step, XLA's figure adds up its fusions with each loop counted once. at least: cycles the "
+        "matrix units need for a step.",
         markup=False,
     )
 
@@ -130,7 +131,8 @@ def _show_lowered(screen: Console, rows: list[KernelRow], named: str) -> None:
         title=f"Lowered for {named}, not compiled", right=("grid steps", "matrix cycles a step"),
     )  # fmt: skip
     for row in rows:
-        made.add_row(
+        output.add_row(
+            made,
             f"{row.op} {row.case}",
             f"{row.implementation} {_config(row)}".rstrip(),
             _result(row),

@@ -44,7 +44,8 @@ def list_(on: On = None, json: Json = False) -> None:
     for row in rows:
         first = row["op"] != last
         last = row["op"]
-        made.add_row(
+        output.add_row(
+            made,
             str(row["op"]) if first else "",
             str(row["family"]) if first else "",
             str(row["implementation"]),

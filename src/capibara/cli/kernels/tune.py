@@ -11,6 +11,7 @@ from capibara.cli import operands, output
 from capibara.cli.kernels.options import CaseNames, Json, cases_of, ops_of
 
 if TYPE_CHECKING:
+    from capibara.kernels.op import Case
     from capibara.kernels.tuning import Progress, TuneReport
 
 
@@ -36,7 +37,7 @@ def tune(
 
     (found,) = ops_of(op)
     chosen = cases_of(found, case, "tune")
-    left = []
+    left: list[Case] = []
     if not case:
         chosen, left = bench.affordable(found, chosen)
     names = operands.names(implementations) or None

@@ -73,13 +73,15 @@ def gemm_chunked(
 def gemm_tiled(
     a: Any, b: Any, block_size: int = LANES, *, use_bfloat16: bool = True, implementation: str | None = None
 ) -> jax.Array:
-    """gemm by square tiles: block_size rows, columns and contraction of the TPU kernel's, else the loop's block.
+    """gemm by square tiles: block_size is all three sides of the TPU kernel's tile, else the loop's block.
 
     `use_bfloat16` rounds the operands to bfloat16; sums are float32, and the result has the type that the
     operands promote to either way. `block_size` is a multiple of 128, the width of the chip's registers.
     """
     if not isinstance(block_size, int | np.integer) or block_size <= 0 or block_size % LANES:
-        raise rule_error(f"block_size is a positive multiple of {LANES}", repr(block_size), f"use {LANES} or 256")
+        raise rule_error(
+            f"block_size is a positive multiple of {LANES}", repr(block_size), f"use {LANES} or 256"
+        )
     block = int(block_size)
     a, b = jnp.asarray(a), jnp.asarray(b)
     out = jnp.result_type(a, b)
@@ -90,14 +92,14 @@ def gemm_tiled(
 
 
 def wait(out: Any, use_async: bool) -> Any:
-    """The result at once (jax computes it meanwhile), or when it is there; under a trace there is nothing to wait for."""
+    """The result at once, while jax computes it, or once it is there; under a trace nothing differs."""
     return out if use_async else jax.block_until_ready(out)
 
 
 def _checked_chunk(chunk_size: Any) -> int:
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer) or chunk_size < 1:
         raise rule_error(
-            "chunk_size is how much of the contraction is multiplied at a time: a positive whole number, or None",
+            "chunk_size is the most of the contraction in one block: a positive whole number, or None",
             repr(chunk_size),
             "use 1024, or leave it out",
         )
@@ -181,19 +183,19 @@ def _call(a: Any, b: Any, given: dict[str, Any], precision: str | None, out: str
 
 
 def _kernel_takes(call: Call, implementation: str | None) -> bool:
-    """Whether the TPU kernel runs this: asked for by name, or on a TPU, where a loop would carry the sums through HBM."""
+    """Asked for by name, or on a TPU: a loop around XLA's product would carry the sums through HBM."""
     if implementation is not None:
         return implementation == _KERNEL
     return call.target.platform == "tpu" and GEMM.implementations[_KERNEL].refusal(call) is None
 
 
 def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> pallas_tpu.TileConfig:
-    """The best predicted tile of the kernel's own whose contraction is `block`, or the nearest below that fits."""
+    """The kernel's best predicted tile with a contraction of `block`, or the nearest below that fits."""
     limit = pallas_tpu.vmem_limit(call)
     if tile is not None:
         if pallas_tpu.vmem_bytes(call, tile) > limit:
             raise rule_error(
-                f"A tile's operands, twice, and its sum fit the {limit:,} bytes of a core's VMEM that are free",
+                f"A tile's operands, twice, and its sum fit the {limit:,} bytes that a core has",
                 f"a block_size of {block}, which takes {pallas_tpu.vmem_bytes(call, tile):,}",
                 "use a smaller block_size",
             )
@@ -211,7 +213,9 @@ def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> 
 
 @functools.cache
 def _say_rounded(block: int, legal: int) -> None:
-    logger.warning("chunk_size=%d is block_k=%d for the TPU kernel: a multiple of %d (said once)", block, legal, LANES)
+    logger.warning(
+        "chunk_size=%d is block_k=%d for the TPU kernel: a multiple of %d (said once)", block, legal, LANES
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))

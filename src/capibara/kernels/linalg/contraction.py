@@ -1,4 +1,4 @@
-"""The plan of an einsum: which pairs are contracted in which order, and along which index it is cut to fit a memory.
+"""The plan of an einsum: which pairs are contracted in which order, and where it is cut to fit a memory.
 
 A plan is made of labels and sizes alone, so it hashes and is made once for each distinct call.
 """
@@ -91,7 +91,7 @@ def _sizes(equation: str, terms: Sequence[str], shapes: Sequence[tuple[int, ...]
             known = sizes.get(label, 1)
             if known != 1 and size not in (1, known):
                 raise rule_error(
-                    f"An index has one size in all operands (or 1, which is broadcast): {label!r} in {equation!r}",
+                    f"An index has one size, or 1, in all operands: {label!r} in {equation!r}",
                     f"{known} and {size}",
                     "check the shapes, or use another letter",
                 )
@@ -102,7 +102,7 @@ def _sizes(equation: str, terms: Sequence[str], shapes: Sequence[tuple[int, ...]
 def _order(
     terms: Sequence[str], output: str, sizes: dict[str, int], optimize: str | bool
 ) -> list[tuple[int, ...]]:
-    in_turn: list[tuple[int, ...]] = [(0, 1)] + [(0, len(terms) - 1 - i) for i in range(1, len(terms) - 1)]
+    in_turn: list[tuple[int, ...]] = [(0, 1), *((0, len(terms) - 1 - i) for i in range(1, len(terms) - 1))]
     if len(terms) == 1:
         return [(0,)]
     # An empty index makes every order cost nothing.
@@ -151,7 +151,7 @@ def _distinct(labels: str) -> str:
 
 
 def _kept(label: str, terms: Sequence[str], result: str) -> bool:
-    """Whether a label takes part in the pair's product: one that a single operand has and the result lacks does not."""
+    """Whether a label takes part in the pair's product, or one operand sums it away beforehand."""
     return label in result or sum(label in term for term in terms) > 1
 
 
@@ -163,8 +163,8 @@ def reduced_term(position: int, step: Step) -> str:
 def chunked(whole: Plan, item_bytes: int, limit: int) -> Plan:
     """The plan, cut along one index of the output so that no step's result is larger than `limit` bytes.
 
-    Of the indices that can do it, the one that takes the fewest chunks, then the one that comes first in the output:
-    a chunk along a leading axis lies in one piece.
+    Of the indices that can do it, the one that takes the fewest chunks, then the one that comes first in the
+    output: a chunk along a leading axis lies in one piece.
     """
     sizes = {x: n for step in whole.steps for x, n in zip(step.result, step.shape, strict=True)}
     amounts = [(step, item_bytes * math.prod(step.shape)) for step in whole.steps]
@@ -201,8 +201,8 @@ def _no_chunking(
         default=amount,
     )
     return rule_error(
-        f"memory_efficient cuts {whole.equation!r} along one index of its output until every step's result fits "
-        f"{limit:,} bytes",
-        f"{step.equation} of {amount:,} bytes, which no index of the output {whole.output!r} cuts small enough",
-        f"pass memory_limit_bytes={least:,} or more, or another optimize= whose intermediates keep an output index",
+        f"memory_efficient cuts {whole.equation!r} along one index of its output until the result of every "
+        f"step fits {limit:,} bytes",
+        f"{step.equation} of {amount:,} bytes, which no index of {whole.output!r} cuts small enough",
+        f"pass memory_limit_bytes={least} or more, or another optimize= (another order of contraction)",
     )

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara import hardware, precision as precisions
+from capibara import hardware
+from capibara import precision as precisions
 from capibara.errors import rule_error
 from capibara.kernels import tables, transforms
 from capibara.kernels.context import current_target
@@ -35,14 +36,14 @@ def contract(
     """`jnp.einsum(equation, *operands)`, each matrix product in it by the fastest gemm that takes it.
 
     Args:
-      equation: einsum's, with `...`, an implicit output, repeated indices (diagonals) and axes of one element, which
-        are broadcast.
-      optimize: the order of contraction: "optimal" (of every order; slow beyond eight operands), "greedy", "auto"
-        (by the number of operands), True ("optimal"), or False (left to right).
-      memory_efficient: when a step's result is larger than the limit, loop over one index of the output, a chunk at a
-        time, so that no step's result is. The loop differentiates without keeping the intermediates of its chunks.
-        Counted are the results of steps, with every array whole, on one device; the output itself is not, as it has
-        to exist, nor is a copy that puts an operand's axes in order.
+      equation: einsum's, with `...`, an implicit output, repeated indices (diagonals) and axes of one
+        element, which are broadcast.
+      optimize: the order of contraction: "optimal" (of every order; slow beyond eight operands), "greedy",
+        "auto" (by the number of operands), True ("optimal"), or False (left to right).
+      memory_efficient: when a step's result is larger than the limit, loop over one index of the output, a
+        chunk at a time, so that no step's result is. The gradient recomputes a chunk and does not keep it.
+        Counted are the results of steps, as if on one device; the output as a whole is not, since it has to
+        exist, nor is a copy that puts an operand's axes in order.
       memory_limit_bytes: that limit; by default a quarter of the device's memory.
       precision: as gemm's.
 
@@ -62,7 +63,7 @@ def contract_as(
     limit: int | None,
     compiled: bool = True,
 ) -> jax.Array:
-    """`contract` with each product run as `how` says; not `compiled`, one step after another when nothing traces it."""
+    """`contract` with each product run as `how` says; step by step if not `compiled` and not traced."""
     arrays = tuple(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands)
     how = typed(how, arrays)
     made = planned(equation, arrays, how, optimize, limit)
@@ -73,7 +74,9 @@ def contract_as(
 
 
 def typed(how: How, operands: tuple[Any, ...]) -> How:
-    """Every step gives the type of the whole, as jnp's does: a policy's output type, else what all operands promote to."""
+    """Every step gives the type of the whole, as in jnp: the policy's, else what all operands promote to."""
+    if not operands:
+        raise rule_error("An einsum has one operand or more", "none", 'write contract("ij,jk->ik", a, b)')
     if how.out_dtype is not None:
         return how
     floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
@@ -85,12 +88,6 @@ def typed(how: How, operands: tuple[Any, ...]) -> How:
 def planned(
     equation: str, operands: tuple[Any, ...], how: How, optimize: str | bool, limit: int | None
 ) -> Plan:
-    if not isinstance(equation, str) or not operands:
-        raise rule_error(
-            "contract takes an equation and one operand or more",
-            f"{equation!r} and {len(operands)} operands",
-            'write contract("ij,jk->ik", a, b)',
-        )
     whole = plan(equation, tuple(tuple(x.shape) for x in operands), optimize)
     return whole if limit is None else chunked(whole, np.dtype(how.out_dtype).itemsize, limit)
 
@@ -159,11 +156,11 @@ def _loop(inside: list[tuple[int, Step]], values: dict[int, Any], chunks: Chunks
     terms = {n: t for _, step in inside for n, t in zip(step.inputs, step.terms, strict=True)}
     held = {number: values[number] for number in terms if number not in made_inside}
 
-    # Recomputed in the backward pass: kept, the chunks' intermediates would together be what was to be avoided.
+    # Recomputed in the backward pass: kept, the intermediates of all chunks are what was to be avoided.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def part(start: Any, held: dict[int, Any]) -> jax.Array:
         local = dict(held)
-        for number, x in held.items():
+        for number in held:
             for axis, label in enumerate(terms[number]):
                 if label == chunks.label:
                     local[number] = jax.lax.dynamic_slice_in_dim(local[number], start, chunks.size, axis)
@@ -227,9 +224,8 @@ class PathReport:
             f"  {i}. {step.equation} by {step.by}, {step.flops:.4g} flops, result {list(step.shape)}"
             for i, step in enumerate(self.steps, 1)
         ]
-        lines.append(
-            f"  largest intermediate {self.largest_intermediate_bytes:,} bytes, output {self.output_bytes:,} bytes"
-        )
+        largest, output = self.largest_intermediate_bytes, self.output_bytes
+        lines.append(f"  largest intermediate {largest:,} bytes, output {output:,} bytes")
         if self.memory_limit_bytes is not None:
             cut = (
                 f"{self.chunks} chunks along {self.chunked_index!r}"
@@ -248,7 +244,7 @@ def path_report(
     memory_limit_bytes: int | None = None,
     precision: str | None = None,
 ) -> PathReport:
-    """The steps, flops, largest intermediate and chunks of `contract` with these arguments; nothing is computed.
+    """Steps, flops, largest intermediate and chunks of `contract` with these arguments; nothing is computed.
 
     Operands are arrays or `jax.ShapeDtypeStruct`s.
 

@@ -1,4 +1,4 @@
-"""Matrix products by a fixed set of choices: how much is optimised, fused and laid out, and in what precision.
+"""Matrix products by a fixed set of choices: how much is optimised, fused, laid out, and in what precision.
 
 | optimization_level | a product runs as | compiled |
 |---|---|---|
@@ -8,17 +8,15 @@
 | "aggressive" | what dispatch picks after the shape was tuned, at its first sight | as one program |
 
 Tuning times every implementation that takes the call, on the device, and writes the answer to the user's
-cache, so a process does it once for each shape and the next process not at all. It happens outside of traces
-only: under jit, "aggressive" uses what was tuned before.
+cache, once a process for each shape. It happens outside of traces only: under jit, "aggressive" uses what was
+tuned before. Where one implementation alone takes a call, as on a CPU, there is nothing to tune.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -35,8 +33,6 @@ from capibara.kernels.linalg.pairwise import How
 from capibara.kernels.linalg.placement import on_their_device, target_for
 from capibara.kernels.op import Call
 
-logger = logging.getLogger("capibara.kernels")
-
 LEVELS: dict[str, str | None] = {"none": "reference", "basic": "xla", "balanced": None, "aggressive": None}
 """Level -> the implementation it forces; None leaves it to dispatch."""
 ALGORITHMS = ("tpu_optimized", "xla", "pallas", "reference")
@@ -50,7 +46,7 @@ class Settings:
     """A policy: what operands are rounded to and the results' type."""
     optimization_level: str = "balanced"
     enable_xla_fusion: bool = True
-    """True: rounding, product and epilogue are one program. False: a barrier on either side of each product."""
+    """True: rounding, product and epilogue are one program. False: a barrier on either side of a product."""
     memory_layout_optimization: bool = True
     """True: a transposed operand is read in place. False: it is copied into row-major order first."""
 
@@ -95,7 +91,9 @@ def matmul(
     `algorithm`: "tpu_optimized" is what the level says; "xla", "pallas" (this platform's Pallas kernel, an
     error where there is none) and "reference" are that implementation at any level.
     """
-    arrays = tuple(x if x is None or isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b, bias, residual))
+    arrays = tuple(
+        x if x is None or isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b, bias, residual)
+    )
     product = _Product(
         transpose_a=bool(transpose_a),
         transpose_b=bool(transpose_b),
@@ -106,7 +104,7 @@ def matmul(
         in_place=settings.memory_layout_optimization,
     )
     if settings.optimization_level == "aggressive" and algorithm == "tpu_optimized":
-        tune_once(functools.partial(_product, product=product), arrays)
+        tune_once(product, functools.partial(_product, product=product), arrays)
     if not settings.compiled:
         return _product(*arrays, product=product)
     with on_their_device(arrays):
@@ -137,7 +135,7 @@ def einsum(
         return contract_as(equation, arrays, how, optimize, limit, compiled=settings.compiled)
 
     if settings.optimization_level == "aggressive":
-        tune_once(run, arrays)
+        tune_once((equation, how, optimize, limit), run, arrays)
     return run(*arrays)
 
 
@@ -159,7 +157,9 @@ def _implementation(settings: Settings, algorithm: str, arrays: Sequence[Any]) -
 
 
 @functools.partial(jax.jit, static_argnames=("product", "tuned"))
-def _optimized_matmul(a: Any, b: Any, bias: Any, residual: Any, *, product: _Product, tuned: int) -> jax.Array:
+def _optimized_matmul(
+    a: Any, b: Any, bias: Any, residual: Any, *, product: _Product, tuned: int
+) -> jax.Array:
     # `tuned` is part of jit's key: a choice that was traced before a table changed is made again.
     return _product(a, b, bias, residual, product=product)
 
@@ -181,7 +181,9 @@ def _product(a: Any, b: Any, bias: Any, residual: Any, *, product: _Product) -> 
     a, b = jax.lax.optimization_barrier((a, b))
     if bias is None and residual is None and product.activation is None:
         return jax.lax.optimization_barrier(run(a, b))
-    out = jax.eval_shape(functools.partial(run, activation=product.activation), a, b, bias=bias, residual=residual)
+    out = jax.eval_shape(
+        functools.partial(run, activation=product.activation), a, b, bias=bias, residual=residual
+    )
     wide = jnp.promote_types(jnp.float32, out.dtype)
     z = jax.lax.optimization_barrier(run(a, b, out_dtype=wide))
     return epilogue(z, bias, residual, product.activation).astype(out.dtype)
@@ -192,40 +194,55 @@ def _copied(x: jax.Array, flip: bool) -> jax.Array:
     return jax.lax.optimization_barrier(x.mT) if flip and x.ndim >= 2 else x
 
 
-_SEEN: set[tuple[str, Any]] = set()
+_SEEN: set[Any] = set()
 
 
-def tune_once(fn: Callable[..., Any], arrays: Sequence[Any]) -> None:
-    """Tune every op that `fn(*arrays)` calls and that was not seen yet; nothing while something is traced."""
-    if any(isinstance(x, jax.core.Tracer) for x in arrays if x is not None):
+def tune_once(what: Hashable, fn: Callable[..., Any], arrays: Sequence[Any]) -> None:
+    """Tune each op that `fn(*arrays)` calls, at the first sight of these shapes; `what` stands for the rest.
+
+    Nothing happens while something is traced, for a chip that is not attached or is emulated, as neither can
+    be timed, nor for arrays on several devices, whose parts have other shapes.
+    """
+    present = [x for x in arrays if x is not None]
+    if any(isinstance(x, jax.core.Tracer) or len(x.sharding.device_set) > 1 for x in present):
         return
-    # A chip that is not attached, or one that is emulated, cannot be timed.
     if context.explicit_target() is not None or context.current_interpret().mode != "off":
         return
-    with on_their_device(arrays):
+    shapes = tuple(None if x is None else (x.shape, x.dtype) for x in arrays)
+    key = (what, shapes, target_for(present))
+    if key in _SEEN:
+        return
+    _SEEN.add(key)
+    with on_their_device(present):
         calls = [selection.call for selection in explain(fn, *arrays).selections]
     for call in calls:
-        key = (str(call), call.target)
-        if key not in _SEEN:
-            _SEEN.add(key)
-            _tune(call, arrays)
+        if call not in _TUNED and _choices(call) > 1:
+            _TUNED.append(call)
+            _tune(call, next(iter(present[0].devices())))
 
 
-def _tune(call: Call, arrays: Sequence[Any]) -> None:
-    if importlib.util.find_spec("capibara.kernels.tuning") is None:
-        _say_no_tuning()
-        return
-    from capibara.kernels import tuning
+_TUNED: list[Call] = []
 
-    (device, *_) = next(x for x in arrays if x is not None).devices()
+
+def _choices(call: Call) -> int:
+    """How many ways there are to run it; with one, as on a CPU, there is nothing to time."""
+    if any(0 in x.shape for x in call.args if x is not None):
+        return 0
+    taking = [
+        i for i in call.op.implementations.values() if i.name != "reference" and i.refusal(call) is None
+    ]
+    return sum(len(i.candidates(call)) for i in taking)
+
+
+def _tune(call: Call, device: jax.Device) -> None:
+    # Here, because only this level tunes.
+    from capibara.kernels.tuning import autotune
+
     keys = jax.random.split(jax.random.key(0), len(call.args))
     drawn = [
-        None if x is None else jax.device_put(jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype), device)
+        None
+        if x is None
+        else jax.device_put(jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype), device)
         for k, x in zip(keys, call.args, strict=True)
     ]
-    tuning.autotune(call.op, *drawn, **call.changed_params)
-
-
-@functools.cache
-def _say_no_tuning() -> None:
-    logger.warning("optimization_level='aggressive' runs as 'balanced': this version has no tuning (said once)")
+    autotune(call.op, *drawn, params=call.changed_params)

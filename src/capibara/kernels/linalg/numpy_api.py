@@ -115,7 +115,7 @@ def _arrays(operands: Any) -> tuple[jax.Array, ...] | None:
             x = jnp.asarray(x) if x.dtype.kind in "fV" else None
         if not isinstance(x, jax.Array) or np.dtype(x.dtype).name not in DTYPES:
             return None
-        # A weak type is a Python number's: jnp lets it give way to the other operand's, and keeps it if both are.
+        # A weak type, a Python number's, gives way to the other operand's in jnp, or stays if both are.
         if jax.typeof(x).weak_type or laid_out_by_type(x):
             return None
         if not all(isinstance(n, int) for n in x.shape):  # a symbolic size, while exporting
@@ -161,7 +161,7 @@ def _precision(asked: Any) -> tuple[bool, str | None]:
 def _matmul_labels(
     a_shape: tuple[int, ...], b_shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], str], tuple[tuple[int, ...], str], str, tuple[int, ...]] | None:
-    """For each operand the axes to drop, as they only broadcast, and the labels of the others; then the result's.
+    """For each operand the axes to drop, as they only broadcast, and the others' labels; then the result's.
 
     None when the shapes do not go together.
     """

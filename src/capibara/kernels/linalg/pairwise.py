@@ -1,8 +1,8 @@
 """A contraction of two labelled arrays as one matrix product.
 
-Labels fall in four groups: kept by both operands and the result (batch), summed (contracted), and kept by one operand
-(its free labels). Two operands whose labels lie as [batch, free, contracted] or [batch, contracted, free] are a gemm
-as they stand, since gemm reads a transposed matrix in place; only another order is permuted first.
+Labels fall in four groups: kept by both operands and the result (batch), summed (contracted), and kept by one
+operand (its free labels). Operands whose labels lie as [batch, free, contracted] or [batch, contracted, free]
+are a gemm as they stand, since gemm reads a transposed matrix in place; only another order is permuted first.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Groups(NamedTuple):
 def groups(a: tuple[str, ...], b: tuple[str, ...], out: tuple[str, ...]) -> Groups | None:
     """How this contraction is a matrix product; None when it is not one.
 
-    It is one when something is summed and something is left of either operand. An outer or elementwise product sums
-    nothing, and an inner product of vectors leaves nothing: XLA has better forms for those.
+    It is one when something is summed and something is left of either operand. An outer or elementwise
+    product sums nothing, and an inner product of vectors leaves nothing: XLA has better forms for those.
     """
     in_a, in_b, in_out = set(a), set(b), set(out)
     contracted = tuple(x for x in a if x in in_b and x not in in_out)
@@ -80,13 +80,13 @@ def is_product(a: Any, b: Any) -> bool:
 
 
 def laid_out_by_type(x: Any) -> bool:
-    """On a mesh with explicit axes the layout is part of the type, and flattening axes would have to change it."""
+    """On a mesh with explicit axes the layout is part of the type, and flattening axes would change it."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
     return any(entry is not None for entry in spec)
 
 
 def contract_pair(a: Any, a_labels: str, b: Any, b_labels: str, out_labels: str, how: How) -> jax.Array:
-    """The contraction of two arrays with distinct labels in each, of equal sizes where shared, none of them summed alone.
+    """Contract two arrays. Each has distinct labels, shared ones of equal size, and none that it alone sums.
 
     >>> x = jnp.ones((2, 3, 4)); y = jnp.ones((2, 5, 4))
     >>> contract_pair(x, "bnd", y, "bkd", "bnk", How()).shape
@@ -127,8 +127,8 @@ def _product(
     batch, left, right = found.batch, found.left, found.right
     mapped: tuple[str, ...] = ()
     if may_be_spread(a, b):
-        # Two axes split over a mesh cannot be flattened into one without moving data, so all but one axis of each
-        # group is mapped over instead: XLA then sees a product with several axes, and splits it as it likes.
+        # Two axes split over a mesh cannot be flattened into one without moving data, so all but one axis of
+        # each group is mapped over: XLA then sees a product with several axes, and splits it as it likes.
         mapped = batch[:-1] + left[:-1] + right[:-1]
         batch, left, right = batch[-1:], left[-1:], right[-1:]
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from capibara import precision as precisions
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.dispatch import run
-from capibara.kernels.linalg.gemm import gradient, pallas_gpu, pallas_tpu
+from capibara.kernels.linalg.gemm import gradient, pallas_gpu, pallas_tpu, peers
 from capibara.kernels.linalg.gemm.cases import CASES
 from capibara.kernels.linalg.gemm.reference import ACTIVATIONS, reference
 from capibara.kernels.linalg.gemm.xla import xla
@@ -134,6 +134,8 @@ GEMM = Op(
     batch=gradient.batch,
     partition=Partition(gradient.mesh_rule, reduced=("k",), combine=gradient.combine),
     cases=CASES,
+    peers={"xla-two-step": peers.xla_two_step},
+    stock_tpu=peers.stock_tpu,
 )
 GEMM.implement(Implementation("xla", xla, rank=lambda call: 10))
 GEMM.implement(pallas_tpu.IMPLEMENTATION)

@@ -170,16 +170,24 @@ def _body(
     last = steps - 1
 
     @pl.when(step == 0)
-    def _first() -> None:
-        accumulator[...] = product(masked=False)
+    def _clear() -> None:
+        accumulator[...] = jnp.zeros_like(accumulator)
 
-    @pl.when((step > 0) & (step < last))
-    def _middle() -> None:
+    if not tail:  # one copy of the product's code serves every step
         accumulator[...] += product(masked=False)
+    else:
+
+        @pl.when(step < last)
+        def _inside() -> None:
+            accumulator[...] += product(masked=False)
+
+        @pl.when(step == last)
+        def _edge() -> None:
+            accumulator[...] += product(masked=True)
 
     @pl.when(step == last)
-    def _last() -> None:
-        finish(accumulator[...] + product(masked=bool(tail)))
+    def _finish() -> None:
+        finish(accumulator[...])
 
 
 def pallas_tpu(

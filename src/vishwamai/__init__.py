@@ -1,0 +1,1 @@
+"""The documented vishwamai names; each comes from a room of capibara."""

@@ -1,0 +1,1 @@
+"""Kernels by platform: `vishwamai.kernels.tpu`."""
