@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -93,6 +95,7 @@ def test_a_wrong_result_is_shown(op: Op) -> None:
     (peer,) = row.peers
     assert peer.check is not None
     assert not peer.check.ok
+    assert json.loads(json.dumps(row.as_dict(), allow_nan=False))["ok"] is False
     assert peer.timing is not None, "its time is shown beside the fact that it is wrong"
 
 
@@ -172,6 +175,21 @@ def test_a_chip_outside_the_table_has_no_limit() -> None:
     with context.target("gpu", "NVIDIA Unheard Of") as target:
         call = gemm.call(x, x, target=target)
     assert benches.limit_seconds(call, gemm.cost(call)) is None
+
+
+def test_the_runner_of_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "tpu_v4_performance.py"
+    spec = importlib.util.spec_from_file_location("tpu_v4_performance", path)
+    assert spec is not None
+    assert spec.loader is not None
+    runner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runner)
+    out = tmp_path / "rows.json"
+    assert runner.main(["gemm", "--case", "odd", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["rows"][0]["case"] == "odd"
+    assert "Not a TPU v4" in capsys.readouterr().out
+    assert runner.main(["gemm", "--case", "nope"]) == 2
+    assert runner.main(["gemm", "--against", "nope"]) == 2
 
 
 def test_large_cases_are_left_to_accelerators() -> None:

@@ -98,14 +98,15 @@ def test_what_has_no_meaning_yet_is_said_once_and_when_it_runs() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kernel = decorate.tpu_kernel(lambda a: a, context=Entered(), use_efficient_attention=True)
-    with pytest.warns(UserWarning, match="no attention kernel") as told:
+    with pytest.warns(UserWarning, match="no attention kernel"):
         kernel(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         kernel(X)
-    assert len(told) == 1
 
 
 def test_a_mistake_is_named() -> None:
-    with pytest.raises(ValueError, match="Unknown precision 'hgh'. Did you mean 'high'.*'highest'"):
+    with pytest.raises(ValueError, match=r"Unknown precision 'hgh'. Did you mean 'high'.*'highest'"):
         decorate.tpu_kernel(precision="hgh", context=Entered())
     with pytest.raises(ValueError, match="decorates a function"):
         decorate.tpu_kernel(PrecisionConfig.HIGH, context=Entered())

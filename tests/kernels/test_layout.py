@@ -15,7 +15,7 @@ from capibara.kernels.layout import tile_layout, untile_layout
 
 
 @pytest.mark.newest
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)),
     st.integers(1, 5),
@@ -23,11 +23,11 @@ from capibara.kernels.layout import tile_layout, untile_layout
 )
 def test_a_round_trip_is_exact(shape: tuple[int, ...], block: int, dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, shape), dtype)
-    tiled = tile_layout(x, block)
+    tiled, back = jax.jit(lambda x: (tile_layout(x, block), untile_layout(tile_layout(x, block), shape)))(x)
     b, h, w, c = shape
     assert tiled.shape == (b, -(-h // block), -(-w // block), block, block, c)
     assert tiled.dtype == x.dtype
-    np.testing.assert_array_equal(untile_layout(tiled, shape), x)
+    np.testing.assert_array_equal(back, x)
 
 
 @pytest.mark.newest

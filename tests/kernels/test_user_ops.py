@@ -147,7 +147,7 @@ def test_a_name_is_taken_once_and_can_be_given_back() -> None:
     def first(x: jax.Array) -> jax.Array:
         return x
 
-    with pytest.raises(ValueError, match="registered once.*taken.*unregister"):
+    with pytest.raises(ValueError, match=r"registered once.*taken.*unregister"):
         register_tpu_op(name="taken")(lambda x: x)
     with pytest.raises(ValueError, match="registered once"):
         register_tpu_op(name="gemm")(lambda x: x)
@@ -194,9 +194,9 @@ def test_a_mistake_in_a_call_is_named() -> None:
     def flat(x: jax.Array, *, axes: Any = (0,)) -> jax.Array:
         return x.sum(axes)
 
-    with pytest.raises(ValueError, match="operands of flat are arrays.*x of type dict"):
+    with pytest.raises(ValueError, match=r"operands of flat are arrays.*x of type dict"):
         flat({"a": X})
-    with pytest.raises(ValueError, match="static and hash: axes.*a list"):
+    with pytest.raises(ValueError, match=r"static and hash: axes.*a list"):
         flat(X, axes=[0])
     with pytest.raises(ValueError, match="static and hash: axes"):
         jax.jit(lambda x, axes: flat(x, axes=axes))(X, 1)

@@ -20,7 +20,7 @@ def mesh(*shape: int) -> Mesh:
 
 
 def put(shape: tuple[int, ...], on: Mesh, spec: P) -> jax.Array:
-    return jax.device_put(jnp.zeros(shape), NamedSharding(on, spec))
+    return jax.device_put(np.zeros(shape, np.float32), NamedSharding(on, spec))
 
 
 @pytest.mark.newest
@@ -49,8 +49,8 @@ def test_another_layout_shows_both() -> None:
     with pytest.raises(ValueError, match="not laid out as expected") as told:
         validate_sharding(put((8, 16), on, P("model", "data")), on, P("data", "model"))
     text = str(told.value)
-    assert "expected: PartitionSpec('data', 'model') on the mesh (data=4, model=8): 2x2 on each of 32" in text
-    assert "actual:   PartitionSpec('model', 'data') on the mesh (data=4, model=8): 1x4 on each of 32" in text
+    assert "expected: P('data', 'model') on the mesh (data=4, model=8): 2x2 on each of 32" in text
+    assert "actual:   P('model', 'data') on the mesh (data=4, model=8): 1x4 on each of 32" in text
     assert "Fix: jax.device_put" in text
 
 
@@ -83,7 +83,7 @@ def test_a_spec_that_means_nothing_is_named(shape: tuple[int, ...], spec: Any, s
 
 def test_only_arrays_on_a_mesh() -> None:
     on = mesh(4, 8)
-    with pytest.raises(ValueError, match="takes a jax array.*ndarray"):
+    with pytest.raises(ValueError, match=r"takes a jax array.*ndarray"):
         validate_sharding(np.zeros((8, 8)), on, P())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mesh is a jax.sharding.Mesh.*list"):
         validate_sharding(jnp.zeros((8, 8)), [1], P())  # type: ignore[arg-type]

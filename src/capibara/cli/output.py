@@ -31,7 +31,7 @@ def console(*, error: bool = False) -> Console:
 
 
 def show_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=1, ensure_ascii=False, default=str))
+    typer.echo(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False, default=str))
 
 
 def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) -> Table:

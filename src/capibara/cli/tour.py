@@ -270,7 +270,6 @@ def _show_next(screen: Console) -> None:
         ("capibara kernels tune gemm", "measure the candidates on this chip and keep the fastest"),
         ("capibara kernels compile --for v4-32", "the TPU compiler's verdict; needs libtpu, no TPU"),
     ]
-    width = max(len(command) for command, _ in lines)
     screen.print("Next:", markup=False)
     for command, meaning in lines:
-        screen.print(f"  {command:<{width}}  {meaning}", markup=False)
+        screen.print(f"  {meaning}:\n    {command}", markup=False, soft_wrap=True)

@@ -100,6 +100,10 @@ def select(call: Call, implementation: str | None = None, config: Config = None,
             chosen = max(accepting, key=lambda name: ranks[name])
             why = f"it ranks first by rule for {call.target.platform} (no tuned case is near)"
     made = op.implementations[chosen]
+    if config is None and made.config_type is not None:
+        # One that was asked for runs with its own tuned config, though another may be faster.
+        tuned = tables.find(call, [chosen])
+        config = tuned.config if tuned is not None else None
     if config is None:
         config = made.default_config(call)
     elif made.config_type is None or not isinstance(config, made.config_type):
@@ -205,11 +209,11 @@ def run(
 def _build(selection: Selection, manual: bool) -> _Runner:
     call = selection.call
     impl = call.op.implementations[selection.implementation]
-    if not impl.kernel:
+    if not impl.kernel and not impl.own_gradient:
         plain = transforms.plain(call, impl, selection.config)
         return _Runner(selection, jax.jit(plain), plain)
     # The machine emulation orders its side effects, which JAX cannot carry through a partitioned computation.
-    split = not manual and context.current_interpret().mode != "machine"
+    split = impl.kernel and not manual and context.current_interpret().mode != "machine"
     eager, traced = transforms.kernel(call, impl, selection.config, split=split)
     return _Runner(selection, eager, traced)
 

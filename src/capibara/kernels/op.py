@@ -8,6 +8,7 @@ benchmarks and TPU compilation all read. `capibara.kernels.dispatch` chooses amo
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -86,7 +87,8 @@ class Implementation:
     `fn(*arrays, config=..., **params)` computes it. `refuses(call)` returns why it cannot take the call, or
     None. `rank(call)` orders those that accept where no tuned table speaks. A `kernel` is opaque to JAX's
     transformations, so the op's own gradient, batching and partitioning rules stand in; anything else is
-    plain JAX that XLA differentiates and partitions itself.
+    plain JAX that XLA differentiates and partitions itself. With `own_gradient`, XLA partitions it but the op's
+    gradient and batching rules are used: for plain JAX whose derivative by JAX would keep too much.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Implementation:
     refuses: Callable[[Call], str | None] = lambda call: None
     rank: Callable[[Call], float] = lambda call: 0.0
     kernel: bool = False
+    own_gradient: bool = False
     config_type: type | None = None
     default_config: Callable[[Call], Config] = lambda call: None
     candidates: Callable[[Call], Sequence[Config]] = lambda call: (None,)
@@ -129,35 +132,67 @@ class Partition:
     """How a kernel is split over a mesh.
 
     `rule(call)` is an einsum-like line over the operands that are present, e.g. "m k, k n -> m n";
-    `reduced(call)` names the factors that are summed away. When such a factor is sharded, `combine(op, arrays,
-    params, axes, prefer)` computes the local part and reduces it over the mesh axes.
+    `(h g)` is one axis made of two factors, whose `sizes(call)` gives what no axis shows. `reduced` names the
+    factors that are summed away; when such a factor is sharded, `combine(op, arrays, params, axes, prefer)`
+    computes the local part and reduces it over the mesh axes. `replicated(call)` names the factors that no device
+    may hold a part of. `local(op, arrays, params, axes, prefer)` computes one device's part where the plain call
+    on its shards is not all there is to do; `axes` maps each factor to the mesh axes that split it.
     """
 
     rule: Callable[[Call], str]
     reduced: tuple[str, ...] = ()
     combine: Callable[..., Any] | None = None
+    replicated: Callable[[Call], tuple[str, ...]] = lambda call: ()
+    sizes: Callable[[Call], Mapping[str, int]] = lambda call: {}
+    local: Callable[..., Any] | None = None
+
+    def factors(self, call: Call) -> tuple[list[list[tuple[str, ...]]], list[list[tuple[str, ...]]]]:
+        """The rule read: for each present operand, and each output, the factors of each of its axes."""
+
+        def read(side: str) -> list[list[tuple[str, ...]]]:
+            terms = (re.findall(r"\([^)]*\)|\w+", term) for term in side.split(","))
+            return [[tuple(axis.strip("()").split()) for axis in term] for term in terms]
+
+        left, right = self.rule(call).split("->")
+        return read(left), read(right)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A workload: operand shapes and parameters, listed once and read by tests, tuning, benchmarks, compilation."""
+    """A workload: operand shapes and parameters, listed once and read by tests, tuning, benchmarks, compilation.
+
+    `dtypes` and `draw(generator, shape)` are for the operands, by position, that are not standard normal numbers
+    of `dtype`: masks, ids, seeds. `complete(arrays)` computes those that follow from the others, such as what a
+    forward pass returned.
+    """
 
     name: str
     shapes: tuple[tuple[int, ...] | None, ...]
     dtype: str = "bfloat16"
     params: Mapping[str, Hashable] = dataclasses.field(default_factory=dict)
     tags: frozenset[str] = frozenset()
+    dtypes: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    draw: Mapping[int, Callable[[np.random.Generator, tuple[int, ...]], Any]] = dataclasses.field(default_factory=dict)
+    complete: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 
     def args(self) -> tuple[Operand, ...]:
-        return tuple(None if s is None else jax.ShapeDtypeStruct(s, jnp.dtype(self.dtype)) for s in self.shapes)
+        return tuple(
+            None if s is None else jax.ShapeDtypeStruct(s, jnp.dtype(self.dtypes.get(i, self.dtype)))
+            for i, s in enumerate(self.shapes)
+        )
 
     def arrays(self, seed: int = 0) -> tuple[jax.Array | None, ...]:
-        """Standard normal operands; a different draw for each operand and seed."""
-        keys = jax.random.split(jax.random.key(seed), len(self.shapes))
-        return tuple(
-            None if s is None else jax.random.normal(k, s, jnp.float32).astype(self.dtype)
-            for k, s in zip(keys, self.shapes, strict=True)
-        )
+        """The operands, standard normal unless `draw` says otherwise; a different draw for each operand and seed."""
+        from capibara.kernels.check import standard_normal
+
+        def drawn(index: int, shape: tuple[int, ...]) -> jax.Array:
+            dtype = jnp.dtype(self.dtypes.get(index, self.dtype))
+            if index in self.draw:
+                return jnp.asarray(self.draw[index](np.random.default_rng((seed, index)), shape), dtype)
+            return standard_normal(shape, dtype, (seed, index))
+
+        made = tuple(None if s is None else drawn(i, s) for i, s in enumerate(self.shapes))
+        return made if self.complete is None else self.complete(made)
 
 
 def _compiler_cost(call: Call) -> Cost:

@@ -31,7 +31,7 @@ _generation = 0
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The measured best for one call."""
+    """One implementation's measured best for one call."""
 
     operands: tuple[str, ...]  # "bf16[4096,4096]", "-" for an absent one
     params: Mapping[str, Any]  # those that differ from the op's defaults
@@ -88,8 +88,8 @@ def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
             distance = _distance(entry.operands, operands)
             if distance is not None:
                 near.append((distance, entry))
-    # Entries come user's first, and the sort is stable: of two as near the user's own speaks.
-    for distance, entry in sorted(near, key=lambda pair: pair[0]):
+    # The nearest call speaks; of two as near the user's own; of one call's implementations the fastest.
+    for distance, entry in sorted(near, key=lambda pair: (pair[0], pair[1].source != "user's", pair[1].seconds)):
         impl = call.op.implementations[entry.implementation]
         config: Config = None
         if entry.config is not None and impl.config_type is not None:
@@ -109,7 +109,7 @@ def table_path(root: Path, device_kind: str, op: str) -> Path:
 
 
 def store(call: Call, entry: Entry, path: Path | None = None) -> Path:
-    """Write one entry into the user's cache (or the table at `path`), replacing the one for the same call.
+    """Write one entry into the user's cache (or the table at `path`), replacing this implementation's for the call.
 
     A reader never sees half a file, and of two processes that store at once neither loses its entry.
     """
@@ -120,7 +120,8 @@ def store(call: Call, entry: Entry, path: Path | None = None) -> Path:
         kept = [
             e
             for e in _read(path, "user's")
-            if (e.operands, _jsonable(e.params)) != (entry.operands, _jsonable(entry.params))
+            if (e.operands, e.implementation, _jsonable(e.params))
+            != (entry.operands, entry.implementation, _jsonable(entry.params))
         ]
         write(path, call.op.name, call.target.device_kind, [*kept, entry])
     _loaded.pop((call.target.device_kind, call.op.name), None)
@@ -145,7 +146,7 @@ def write(path: Path, op: str, device_kind: str, rows: Sequence[Entry]) -> None:
         "op": op,
         "device_kind": device_kind,
         "entries": [
-            e.as_dict() for e in sorted(rows, key=lambda e: (e.operands, sorted(map(str, e.params.items()))))
+            e.as_dict() for e in sorted(rows, key=lambda e: (e.operands, sorted(map(str, e.params.items())), e.seconds))
         ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -121,17 +121,24 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
         rule = ", ".join(map(" ".join, names)) + " -> " + ", ".join(map(" ".join, outs))
         whole = tuple(factor for group in (*names, *outs) for factor in group)
         reduced: tuple[str, ...] = ()
+        sizes: dict[str, int] = {}
     else:
         rule = op.partition.rule(call)
-        whole, reduced = (), op.partition.reduced
+        named = {f for side in op.partition.factors(call) for term in side for axis in term for f in axis}
+        whole = tuple(f for f in op.partition.replicated(call) if f in named)
+        reduced = op.partition.reduced
+        sizes = dict(op.partition.sizes(call))
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         arg_shardings = jax.tree.map(lambda s: s.sharding, arg_shapes)
         out_shardings = jax.tree.map(lambda s: s.sharding, result_shape)
-        axes = _reduced_axes(rule, reduced, arg_shardings)
+        split = {} if op.partition is None else _split_axes(op.partition.factors(call)[0], arg_shardings)
+        axes = tuple(dict.fromkeys(a for factor in reduced for a in split.get(factor, ())))
 
         def local(*shards: Any) -> Any:
             full = _restore(shards, call)
+            if op.partition is not None and op.partition.local is not None:
+                return op.partition.local(op, full, dict(call.params), split, impl.name)
             if axes and op.partition is not None and op.partition.combine is not None:
                 return op.partition.combine(op, full, dict(call.params), axes, impl.name)
             return run(op, full, dict(call.params), prefer=impl.name, local=True)
@@ -139,19 +146,27 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
         return mesh, local, out_shardings, arg_shardings
 
     wrapped.def_partition(
-        partition=partition, sharding_rule=rule, reduction_factors=reduced, need_replication_factors=whole
+        partition=partition,
+        sharding_rule=rule,
+        reduction_factors=reduced,
+        need_replication_factors=whole,
+        **sizes,
     )
     return wrapped  # type: ignore[no-any-return]
 
 
-def _reduced_axes(rule: str, reduced: tuple[str, ...], shardings: Any) -> tuple[str, ...]:
-    """The mesh axes over which a summed-away factor is split."""
-    found: list[str] = []
-    for factors, sharding in zip(rule.split("->")[0].split(","), shardings, strict=True):
-        for factor, entry in zip(factors.split(), sharding.spec, strict=False):
-            if factor in reduced and entry is not None:
-                found += entry if isinstance(entry, tuple) else (entry,)
-    return tuple(dict.fromkeys(found))
+def _split_axes(terms: list[list[tuple[str, ...]]], shardings: Any) -> dict[str, tuple[str, ...]]:
+    """Each factor that is split over the mesh, with the mesh axes that split it.
+
+    An axis made of several factors is split along its first, the others being replicated factors.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for factors, sharding in zip(terms, shardings, strict=True):
+        for axis, entry in zip(factors, sharding.spec, strict=False):
+            if entry is not None and axis:
+                named = entry if isinstance(entry, tuple) else (entry,)
+                found[axis[0]] = tuple(dict.fromkeys((*found.get(axis[0], ()), *named)))
+    return found
 
 
 def _differentiable(eager: Callable[..., Any], call: Call, impl: Implementation) -> Callable[..., Any]:

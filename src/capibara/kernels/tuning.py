@@ -225,7 +225,9 @@ def autotune(
     entry = None if best is None else _entry(call, best)
     path = None
     if entry is not None and save is not False:
-        path = tables.store(call, entry, None if save is True else _table(Path(save), call))
+        # Every implementation's best is kept, for callers that ask for it by name and for when the winner refuses.
+        for made_by in {c.implementation: c for c in reversed(ranked) if c.careful is not None}.values():
+            path = tables.store(call, _entry(call, made_by), None if save is True else _table(Path(save), call))
     return TuneReport(call, tuple(ranked), refused, entry, path)
 
 
@@ -319,7 +321,9 @@ def _try(candidate: Candidate, fn: Callable[..., Any], arrays: Sequence[Any], wa
         return dataclasses.replace(candidate, rejected=f"it does not run: {first_line(error)}")
     verdict = check_output(out, wanted)
     if not verdict.ok:
-        return dataclasses.replace(candidate, error=verdict.error, rejected=f"wrong result: {verdict.why}")
+        return dataclasses.replace(
+            candidate, error=verdict.finite_error, rejected=f"wrong result: {verdict.why}"
+        )
     quick = timing.measure(
         fn,
         *arrays,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels import op as ops
+from capibara.kernels.context import PLATFORMS
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Call, Case, Cost, Gradient, Implementation, Op, Partition
 
@@ -53,7 +54,7 @@ class UserOp:
         self,
         name: str,
         *,
-        platforms: Sequence[str] = ("cpu", "gpu", "tpu"),
+        platforms: Sequence[str] = PLATFORMS,
         refuses: Callable[[Call], str | None] = lambda call: None,
         rank: Callable[[Call], float] = lambda call: 20.0,
         kernel: bool = False,
@@ -98,21 +99,16 @@ class UserOp:
         return value
 
 
-@overload
-def register_tpu_op(fn: Callable[..., Any], /) -> UserOp: ...
-
-
-@overload
 def register_tpu_op(
-    fn: None = None,
+    fn: Callable[..., Any] | None = None,
     /,
     *,
     name: str | None = None,
     reference: Callable[..., Any] | None = None,
     cost: Callable[[Call], Cost | tuple[float, float]] | None = None,
     operands: Sequence[str] | None = None,
-    platforms: Sequence[str] = ("cpu", "gpu", "tpu"),
-    refuses: Callable[[Call], str | None] = lambda call: None,
+    platforms: Sequence[str] = PLATFORMS,
+    refuses: Callable[[Call], str | None] | None = None,
     kernel: bool = False,
     gradient: Gradient | None = None,
     batch: Callable[..., Any] | None = None,
@@ -121,10 +117,7 @@ def register_tpu_op(
     check: Callable[[Call], None] | None = None,
     cases: Iterable[Case] = (),
     family: str = OWN,
-) -> Callable[[Callable[..., Any]], UserOp]: ...
-
-
-def register_tpu_op(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+) -> Any:
     """Make a function an op, as `@register_tpu_op` or `@register_tpu_op(name=..., reference=...)`.
 
     Args:
@@ -145,33 +138,39 @@ def register_tpu_op(fn: Callable[..., Any] | None = None, /, **options: Any) -> 
     12.0
     >>> double.unregister()
     """
-    if fn is None:
-        return functools.partial(_registered, **options)
-    if not callable(fn):
-        raise rule_error("register_tpu_op decorates a function", repr(fn), "pass names as name=")
-    return _registered(fn, **options)
+    given: dict[str, Any] = {
+        "family": family,
+        "gradient": gradient,
+        "batch": batch,
+        "partition": partition,
+        "cases": cases,
+        "tolerance": tolerance,
+        "check": check,
+        "cost": None if cost is None else _cost(cost),
+    }
+    rules = {rule: value for rule, value in given.items() if value is not None}
+    runs = {"platforms": tuple(platforms), "kernel": kernel} | (
+        {} if refuses is None else {"refuses": refuses}
+    )
+
+    def decorate(fn: Callable[..., Any]) -> UserOp:
+        return _registered(fn, name, reference, operands, rules, runs)
+
+    return decorate if fn is None else decorate(fn)
 
 
 def _registered(
     fn: Callable[..., Any],
-    *,
-    name: str | None = None,
-    reference: Callable[..., Any] | None = None,
-    cost: Callable[[Call], Cost | tuple[float, float]] | None = None,
-    operands: Sequence[str] | None = None,
-    platforms: Sequence[str] = ("cpu", "gpu", "tpu"),
-    refuses: Callable[[Call], str | None] = lambda call: None,
-    kernel: bool = False,
-    gradient: Gradient | None = None,
-    batch: Callable[..., Any] | None = None,
-    partition: Partition | None = None,
-    tolerance: Callable[[Call], float] | None = None,
-    check: Callable[[Call], None] | None = None,
-    cases: Iterable[Case] = (),
-    family: str = OWN,
+    name: str | None,
+    reference: Callable[..., Any] | None,
+    operands: Sequence[str] | None,
+    rules: dict[str, Any],
+    runs: dict[str, Any],
 ) -> UserOp:
+    if not callable(fn):
+        raise rule_error("register_tpu_op decorates a function", repr(fn), "pass names as name=")
     called = name or fn.__name__
-    if kernel and reference is None:
+    if runs["kernel"] and reference is None:
         raise rule_error(
             "A kernel is opaque to JAX, so a reference in plain JAX stands in for its checks and gradient",
             f"{called} with kernel=True and no reference",
@@ -179,28 +178,8 @@ def _registered(
         )
     signature = inspect.signature(fn)
     arrays, params = _roles(called, signature, operands)
-    rules: dict[str, Any] = {
-        "cost": None if cost is None else _cost(cost),
-        "tolerance": tolerance,
-        "check": check,
-    }
-    made = Op(
-        called,
-        family=family,
-        reference=reference or fn,
-        operands=arrays,
-        params=params,
-        gradient=gradient,
-        batch=batch,
-        partition=partition,
-        cases=cases,
-        **{rule: value for rule, value in rules.items() if value is not None},
-    )
-    made.implement(
-        Implementation(
-            OWN, fn, platforms=tuple(platforms), refuses=refuses, rank=lambda call: 10.0, kernel=kernel
-        )
-    )
+    made = Op(called, reference=reference or fn, operands=arrays, params=params, **rules)
+    made.implement(Implementation(OWN, fn, rank=lambda call: 10.0, **runs))
     if reference is not None:
         made.implement(Implementation("reference", reference, rank=lambda call: -1.0))
     public = UserOp(fn, made, signature)

@@ -29,7 +29,7 @@ def validate_sharding(
         f"The array of shape {array.shape} is not laid out as expected.\n"
         f"  expected: {_words(expected, array)}\n"
         f"  actual:   {_words(actual, array)}\n"
-        f"Fix: jax.device_put(array, NamedSharding(mesh, {spec})), or a constraint inside of jit."
+        f"Fix: jax.device_put(array, NamedSharding(mesh, {_spec(spec)})), or a constraint inside of jit."
     )
 
 
@@ -82,5 +82,9 @@ def _words(sharding: Any, array: jax.Array) -> str:
     devices = len(sharding.device_set)
     if isinstance(sharding, NamedSharding):
         axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-        return f"{sharding.spec} on the mesh ({axes}): {piece} on each of {devices} devices"
+        return f"{_spec(sharding.spec)} on the mesh ({axes}): {piece} on each of {devices} devices"
     return f"{sharding}: {piece} on each of {devices} device{'s' if devices != 1 else ''}"
+
+
+def _spec(spec: PartitionSpec) -> str:
+    return f"P({', '.join(map(repr, spec))})"

@@ -79,9 +79,22 @@ def test_an_equation_is_einsum(equation: str, shapes: Shapes, products: int) -> 
         got = contract(equation, *operands)
     close(got, want, len(operands))
     assert len(found) == products
-    # One device has other rules for flattening axes than several may need; a trace cannot know which it is.
-    with jax.disable_jit():
-        close(contract(equation, *operands, optimize=False), want, len(operands))
+
+
+@pytest.mark.parametrize("equation", ["bhnd,bhkd->bhnk", "abij,cdjk->acibdk", "bthd,hde->bte", "ji,jk->ki"])
+def test_on_one_device_axes_are_flattened(equation: str) -> None:
+    """A trace on 32 devices maps over axes, which may be split; what is known to be on one is reshaped."""
+    (shapes,) = (shapes for one, shapes, _ in EQUATIONS if one == equation)
+    operands = draw(shapes)
+    with jax.disable_jit(), recording() as found:
+        got = contract(equation, *operands)
+    close(got, exact(equation, operands))
+    (selection,) = found
+    a, b = selection.call.args[:2]
+    # All of both operands is in the one gemm.
+    assert a is not None
+    assert b is not None
+    assert {int(np.prod(x.shape)) for x in (a, b)} == {x.size for x in operands}
 
 
 @st.composite
@@ -102,7 +115,7 @@ def equations(draw_from: Any) -> tuple[str, Shapes]:
     return equation, shapes
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(equations())
 def test_any_equation_is_einsum(case: tuple[str, Shapes]) -> None:
     equation, shapes = case

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara import precision as precisions
 from capibara.errors import rule_error
 from capibara.kernels import tables, transforms
 from capibara.kernels.dispatch import select
 from capibara.kernels.linalg.gemm import pallas_tpu
-from capibara.kernels.linalg.gemm.api import DTYPES, GEMM, LAX_PRECISIONS, gemm
+from capibara.kernels.linalg.gemm.api import DTYPES, GEMM, gemm
 from capibara.kernels.linalg.gemm.reference import epilogue
 from capibara.kernels.linalg.placement import on_their_device, target_for
+from capibara.kernels.linalg.rounding import rounded
 from capibara.kernels.op import Call
 
 logger = logging.getLogger("capibara.kernels")
@@ -141,20 +141,13 @@ def _blocked(
         "activation": activation,
     }
     a, b = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b))
+    # The operands are rounded whole: fp8 has one scale for all blocks.
+    a, b, precision, out = rounded(a, b, precision, out_dtype)
     takes = all(np.dtype(x.dtype).name in DTYPES and x.ndim >= 2 for x in (a, b))
     k = a.shape[-2 if transpose_a else -1] if takes else 0
     if block is None or not takes or (tile is None and block >= k) or k != b.shape[-1 if transpose_b else -2]:
         # Nothing to cut, or a mistake for gemm to name.
-        more = {"precision": precision, "out_dtype": out_dtype, "implementation": implementation}
-        return gemm(a, b, **given, **more)
-    out = None if out_dtype is None else np.dtype(out_dtype).name
-    if precision is not None and precision not in LAX_PRECISIONS:
-        # The operands are rounded whole: fp8 has one scale for all blocks.
-        policy = precisions.policy(precision)
-        a, b = policy.cast_to_compute(a), policy.cast_to_compute(b)
-        out, precision = out or policy.output_dtype, policy.matmul_precision
-    out = out or np.dtype(jnp.result_type(a, b)).name
-
+        return gemm(a, b, **given, precision=precision, out_dtype=out, implementation=implementation)
     call = _call(a, b, given, precision, out)
     if implementation is not None:
         select(call, implementation)  # an unknown name or a refusal, in dispatch's own words
@@ -163,12 +156,14 @@ def _blocked(
         return gemm(a, b, **given, precision=precision, out_dtype=out, implementation=_KERNEL, config=config)
     if block >= k:
         return gemm(a, b, **given, precision=precision, out_dtype=out, implementation=implementation)
-    options = _Options(transpose_a, transpose_b, activation, precision, out, implementation)
+    options = _Options(
+        transpose_a, transpose_b, activation, precision, out or str(jnp.result_type(a, b)), implementation
+    )
     with on_their_device((a, b)):
         return _loop(a, b, bias, residual, block, options, tables.generation())
 
 
-def _call(a: Any, b: Any, given: dict[str, Any], precision: str | None, out: str) -> Call:
+def _call(a: Any, b: Any, given: dict[str, Any], precision: str | None, out: str | None) -> Call:
     """The call that gemm makes of these: leading axes are folded into one."""
     count = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
 
@@ -203,12 +198,14 @@ def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> 
     legal = max(block // LANES, 1) * LANES
     if legal != block:
         _say_rounded(block, legal)
+    tiles = pallas_tpu.candidates(call)
     while True:
-        for one in pallas_tpu.candidates(call):
+        for one in tiles:
             made = dataclasses.replace(one, block_k=legal)
             if pallas_tpu.vmem_bytes(call, made) <= limit:
                 return made
-        legal -= LANES
+        # A candidate has a block of its own that fits, so this ends at 128 at the latest.
+        legal = max(legal // 2 // LANES, 1) * LANES
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from capibara.kernels.linalg.contraction import OPTIMIZE, plan
 from capibara.kernels.linalg.einsum import contract_as
 from capibara.kernels.linalg.gemm.api import DTYPES, gemm
 from capibara.kernels.linalg.pairwise import How, contract_pair, groups, laid_out_by_type
+from capibara.kernels.linalg.rounding import rounded
 
 _KEYWORDS = frozenset({"precision", "preferred_element_type", "out_sharding"})
 
@@ -31,7 +32,8 @@ def matmul(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     a, b, how = found
     if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]:
-        return gemm(a, b, precision=how.precision, out_dtype=how.out_dtype)
+        a, b, precision, out_dtype = rounded(a, b, how.precision, how.out_dtype)
+        return gemm(a, b, precision=precision, out_dtype=out_dtype)
     labelled = _matmul_labels(a.shape, b.shape)
     if labelled is None:
         return original(*args, **kwargs)

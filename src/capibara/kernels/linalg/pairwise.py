@@ -19,6 +19,7 @@ import numpy as np
 
 from capibara import precision as precisions
 from capibara.kernels.linalg.gemm.api import DTYPES, LAX_PRECISIONS, gemm
+from capibara.kernels.linalg.rounding import rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +183,14 @@ def _flat_product(
 
     a, transpose_a = matrices(a, a_labels, left, contracted)
     b, transpose_b = matrices(b, b_labels, contracted, right)
+    a, b, precision, out_dtype = rounded(a, b, how.precision, how.out_dtype)
     out = gemm(
         a,
         b,
         transpose_a=transpose_a,
         transpose_b=transpose_b,
-        precision=how.precision,
-        out_dtype=how.out_dtype,
+        precision=precision,
+        out_dtype=out_dtype,
         implementation=how.implementation,
     )
     return out.reshape([sizes[x] for x in batch + left + right])

@@ -1,0 +1,308 @@
+"""What the TPU attention kernels share: tile sizes, the table of live blocks, and which pairs a tile may see.
+
+The grid of a kernel walks a table made on the host: for each block of the outer axis the live blocks of the inner one,
+each with its kind. Dead blocks are not in the table, so they cost neither a copy nor a step; blocks that every rule
+leaves whole are computed without any mask. Steps past the end of a row of the table name the block before them again,
+which starts no copy, and do nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara import hardware
+from capibara.errors import rule_error
+from capibara.kernels.attention.masking import FAR, span
+from capibara.kernels.op import Call
+
+LANES = 128
+# What the compiler keeps for itself of a core's VMEM.
+VMEM_RESERVED = 1024 * 1024
+# The tables live in a core's scalar memory (1 MiB on v4), beside the compiler's own.
+TABLE_BYTES = 256 * 1024
+LOG2_E = math.log2(math.e)
+# Where a masked score is put, and where the running maximum starts. The floor lies above the mask, so a row that has
+# seen no key yet adds exp2(MASKED - FLOOR) = 0 and needs no select of its own; no true score comes near either.
+MASKED, FLOOR = -3e38, -1e30
+DEAD, WHOLE, PARTIAL = 0, 1, 2
+# Fixed cost of one grid step (DMA issue, semaphores): only to order candidates before any measurement.
+STEP_SECONDS = 0.35e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashConfig:
+    """Block sizes of the grid, and of the pieces that a block is worked through in.
+
+    Attributes:
+      block_q, block_k: queries and keys of one grid step.
+      chunk_q, chunk_k: queries and keys of one score tile; smaller ones stay in registers, larger ones give the
+        matrix units longer runs.
+    """
+
+    block_q: int = 1024
+    block_k: int = 512
+    chunk_q: int = 256
+    chunk_k: int = 512
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value <= 0 or value % LANES:
+                raise rule_error(
+                    f"{field.name} is a positive multiple of {LANES}", value, "use 256, 512 or 1024"
+                )
+        for block, chunk in (("block_q", "chunk_q"), ("block_k", "chunk_k")):
+            if getattr(self, block) % getattr(self, chunk):
+                raise rule_error(f"{chunk} divides {block}", self, f"make {block} a multiple of {chunk}")
+
+    def fit(self, rows: int, columns: int) -> FlashConfig:
+        """The blocks cut to operands that are shorter than a block, kept multiples of a lane tile."""
+        block_q, block_k = min(self.block_q, round_up(rows)), min(self.block_k, round_up(columns))
+        return FlashConfig(block_q, block_k, math.gcd(self.chunk_q, block_q), math.gcd(self.chunk_k, block_k))
+
+
+def round_up(n: int, to: int = LANES) -> int:
+    return -(-n // to) * to
+
+
+def tile_bytes(rows: int, columns: int, dtype: Any) -> int:
+    """Bytes of a VMEM buffer: rows to a whole packed tile, columns to whole lanes."""
+    size = np.dtype(dtype).itemsize
+    return round_up(rows, 8 * (4 // size)) * round_up(columns) * size
+
+
+def vmem_limit(call: Call) -> int:
+    chip = hardware.chip_for(call.target.device_kind) or hardware.chip("tpu_v4")
+    return (chip.vmem_bytes or 16 * 1024 * 1024) - VMEM_RESERVED
+
+
+def matrix_precision(dtype: Any) -> jax.lax.Precision | None:
+    """float32 operands take one bfloat16 pass, or six where jax's default precision asks for them."""
+    if jnp.dtype(dtype) != jnp.float32:
+        return None
+    asked = jax.config.jax_default_matmul_precision
+    return jax.lax.Precision.HIGHEST if asked in ("highest", "float32") else jax.lax.Precision.DEFAULT
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Everything static that a kernel body knows of a call."""
+
+    rows: int
+    columns: int
+    heads: int
+    groups: int  # query heads of one key head
+    depth: int
+    below: int  # row i sees columns i + below to i + above
+    above: int
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    precision: jax.lax.Precision | None
+
+    @property
+    def shapes_by_position(self) -> bool:
+        return self.below != -FAR or self.above != FAR
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """The columns (first, end) that some row may see by position."""
+        first = 0 if self.below == -FAR else min(max(self.below, 0), self.columns)
+        end = self.columns if self.above == FAR else min(max(self.rows + self.above, 0), self.columns)
+        return first, max(first, end)
+
+    @property
+    def log2_scale(self) -> float:
+        """What turns the raw product into an exponent of two."""
+        return self.scale * LOG2_E
+
+
+def rules_of(q: Any, k: Any, params: Mapping[str, Any]) -> Rules:
+    _, heads, rows, depth = q.shape
+    below, above = span(params["causal"], params["q_offset"], params["window"])
+    scale = params["scale"]
+    return Rules(
+        rows, k.shape[2], heads, heads // k.shape[1], depth, below, above,
+        depth**-0.5 if scale is None else float(scale), params["softcap"], float(params["dropout_rate"]),
+        matrix_precision(q.dtype),
+    )  # fmt: skip
+
+
+def block_kinds(rules: Rules, block_q: int, block_k: int, *, ragged_rows: bool = False) -> np.ndarray:
+    """DEAD, WHOLE or PARTIAL for each block of queries and keys, by position and by the end of the operands.
+
+    A block that reaches past the last key is PARTIAL; with `ragged_rows` one that reaches past the last query too,
+    which matters where queries are summed over.
+    """
+    first_row = np.arange(0, rules.rows, block_q, dtype=np.int64)[:, None]
+    first_column = np.arange(0, rules.columns, block_k, dtype=np.int64)[None, :]
+    last_row = np.minimum(first_row + block_q, rules.rows) - 1
+    last_column = np.minimum(first_column + block_k, rules.columns) - 1
+    # The smallest and largest column - row inside the block, against the band that may be seen.
+    least, most = first_column - last_row, last_column - first_row
+    dead = (least > rules.above) | (most < rules.below)
+    whole = (most <= rules.above) & (least >= rules.below) & (first_column + block_k <= rules.columns)
+    if ragged_rows:
+        whole = whole & (first_row + block_q <= rules.rows)
+    return np.where(dead, DEAD, np.where(whole, WHOLE, PARTIAL)).astype(np.int32)
+
+
+def refine_kinds(
+    kinds: np.ndarray,
+    blocks: tuple[int, int],
+    block_mask: jax.Array | None,
+    block_size: Any,
+    segments: tuple[jax.Array | None, jax.Array | None],
+    *,
+    masked: bool,
+) -> Any:
+    """The kinds as [B|1, H|1, query blocks, key blocks], with what the operands say: a JAX array where they say any.
+
+    Blocks that the caller's block mask kills are dead, and so are blocks of two packed sequences that do not meet.
+    `masked` says that a mask rules single pairs out, so no block is whole.
+    """
+    refined: Any = kinds[None, None]
+    if masked:
+        refined = np.where(refined == DEAD, DEAD, PARTIAL).astype(np.int32)
+    q_segments, kv_segments = segments
+    if q_segments is not None and kv_segments is not None:
+        q_low, q_high = _block_range(q_segments, blocks[0])
+        kv_low, kv_high = _block_range(kv_segments, blocks[1])
+        q_low, q_high, kv_low, kv_high = (
+            q_low[:, None, :, None], q_high[:, None, :, None], kv_low[:, None, None, :], kv_high[:, None, None, :]
+        )  # fmt: skip
+        apart = (q_low > kv_high) | (kv_low > q_high)
+        same = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
+        refined = jnp.where(apart, DEAD, jnp.where(same | (refined == DEAD), refined, PARTIAL))
+    if block_mask is not None:
+        rows = np.arange(kinds.shape[0]) * blocks[0] // block_size[0]
+        columns = np.arange(kinds.shape[1]) * blocks[1] // block_size[1]
+        alive = jnp.take(jnp.take(block_mask, rows, axis=2), columns, axis=3)
+        refined = jnp.where(alive, refined, DEAD)
+    return refined
+
+
+def _block_range(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest segment of each block, [B, blocks]; the last block may be short."""
+    batch, length = segments.shape
+    padded = jnp.pad(segments, ((0, 0), (0, round_up(length, block) - length)), mode="edge")
+    grouped = padded.reshape(batch, -1, block)
+    return grouped.min(-1), grouped.max(-1)
+
+
+def live_table(kinds: Any, steps: int) -> Any:
+    """The live blocks of each row, in order, as `index * 4 + kind`, flat for the scalar memory.
+
+    kinds is [..., rows, columns], numpy's or JAX's. Past its live blocks a row names its last one again, dead.
+    """
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    dead = kinds == DEAD
+    order = xp.argsort(dead, axis=-1, stable=True)[..., :steps]
+    kind = xp.take_along_axis(kinds, order, axis=-1)
+    count = (~dead).sum(-1, keepdims=True)
+    last = xp.take_along_axis(order, xp.clip(count - 1, 0, steps - 1), axis=-1)
+    index = xp.where(kind == DEAD, last, order)
+    return (index * 4 + kind).astype(xp.int32).reshape(-1)
+
+
+def most_live(kinds: np.ndarray) -> int:
+    """The longest row of the table: the length of the grid's last axis."""
+    return max(int((kinds != DEAD).sum(-1).max()), 1)
+
+
+def entry(table: Any, shape: tuple[int, int], rows: int, steps: int, at: tuple[Any, ...]) -> Any:
+    """The table's entry for (batch, head, row, step); `shape` says which of batch and head it was made for."""
+    batch, head, row, step = at
+    lead = (batch if shape[0] > 1 else 0) * shape[1] + (head if shape[1] > 1 else 0)
+    return table[(lead * rows + row) * steps + step]
+
+
+def divides_mask_blocks(call: Call, config: FlashConfig) -> bool:
+    """Whether every block of the grid lies inside one block of the caller's block mask (True without one)."""
+    if call["block_mask"] is None:
+        return True
+    size: Any = call.params["block_size"]
+    rows, columns = call.need("q").shape[2], call.need("k").shape[2]
+    # A mask block that holds the whole operand is divided by any block.
+    inside_rows = size[0] >= rows or size[0] % config.block_q == 0
+    return inside_rows and (size[1] >= columns or size[1] % config.block_k == 0)
+
+
+def refuses(call: Call) -> str | None:
+    """What neither the forward nor the backward kernels take."""
+    q, k, v = (call.need(name) for name in "qkv")
+    if not q.dtype == k.dtype == v.dtype:
+        return f"its operands have one type; these are {q.dtype}, {k.dtype} and {v.dtype}"
+    if np.dtype(q.dtype).name not in ("bfloat16", "float32"):
+        return f"the v4 matrix units take bfloat16 and float32, not {q.dtype}"
+    if 0 in q.shape or 0 in k.shape:
+        return "an operand is empty"
+    if not 8 <= q.shape[3] <= 256:
+        return f"it takes a head_dim from 8 to 256, not {q.shape[3]}"
+    if v.shape[3] != q.shape[3]:
+        return f"queries and values have one head_dim; these are {q.shape[3]} and {v.shape[3]}"
+    asked = jax.config.jax_default_matmul_precision
+    if q.dtype == jnp.float32 and asked in ("high", "tensorfloat32", "bfloat16_3x"):
+        return f"Mosaic has no {asked!r} precision between one pass and the full six"
+    for name in ("bias", "mask"):
+        extra = call[name]
+        if extra is not None and extra.shape[3] != k.shape[2]:
+            return f"its {name} names every key; this one has {extra.shape[3]} for {k.shape[2]} keys"
+    bias = call["bias"]
+    if bias is not None and np.dtype(bias.dtype).name not in ("bfloat16", "float32"):
+        return f"its bias is bfloat16 or float32, not {bias.dtype}"
+    if call.params["dropout_rate"] and call["dropout_seed"] is None:
+        return "dropout needs a seed"
+    size: Any = call.params["block_size"]
+    if call["block_mask"] is not None:
+        short = [s for s, n in zip(size, (q.shape[2], k.shape[2]), strict=True) if s % LANES and s < n]
+        if short:
+            return f"blocks of its block mask are multiples of {LANES}; these are {size[0]} by {size[1]}"
+    return None
+
+
+def candidates(call: Call, vmem_bytes: Callable[[Call, FlashConfig], int]) -> Sequence[FlashConfig]:
+    """Every distinct block that fits VMEM and the caller's block mask, best predicted first."""
+    q, k = call.need("q"), call.need("k")
+    limit = vmem_limit(call)
+    made = [
+        FlashConfig(bq, bk, min(bq, cq), min(bk, ck))
+        for bq in (128, 256, 512, 1024, 2048)
+        for bk in (128, 256, 512, 1024, 2048)
+        for cq in (128, 256, 512)
+        for ck in (256, 512, 1024)
+        if cq * ck <= 512 * 512
+    ]
+    distinct: dict[FlashConfig, None] = {}
+    for config in made:
+        fitted = config.fit(q.shape[2], k.shape[2])
+        if divides_mask_blocks(call, fitted) and vmem_bytes(call, fitted) <= limit:
+            distinct[fitted] = None
+    return sorted(distinct, key=functools.partial(_predicted_seconds, call))
+
+
+def _predicted_seconds(call: Call, config: FlashConfig) -> float:
+    """An ordering, not a measurement: matrix work of the live blocks, the vector work around it, a fee a step."""
+    rules = rules_of(call.need("q"), call.need("k"), call.params)
+    kinds = block_kinds(rules, config.block_q, config.block_k)
+    whole, partial = int((kinds == WHOLE).sum()), int((kinds == PARTIAL).sum())
+    pairs = config.block_q * config.block_k
+    depth = round_up(rules.depth)
+    # Cycles of one core: 65,536 multiply-adds each; seven vector operations a register of scores, two at a time.
+    matrix, vector = 2 * pairs * depth / 65536, 7 * pairs / 1024 / 2
+    # A strip's output is read, shrunk and written once a chunk; short strips leave the matrix units waiting.
+    strips = (config.block_q // config.chunk_q) * (config.block_k // config.chunk_k)
+    vector += 3 * strips * depth * config.chunk_q / 1024 + 100 * strips * 256 / config.chunk_q
+    spilled = max(config.chunk_q * config.chunk_k / 1024 - 128, 0) * strips
+    vector += depth * config.block_k / 1024 * 4  # the values' transpose
+    step = max(matrix, vector) + 0.3 * min(matrix, vector) + spilled
+    batch = call.need("q").shape[0] * rules.heads
+    return batch * ((whole + 1.2 * partial) * step / 1.05e9 + (whole + partial) * STEP_SECONDS)

@@ -1,0 +1,72 @@
+"""The application: light to start, one line for a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from capibara import __version__
+from capibara.cli.main import app
+
+runner = CliRunner()
+
+
+@pytest.mark.newest
+def test_help_does_not_import_jax() -> None:
+    code = (
+        "import sys\n"
+        "from capibara.cli.main import app\n"
+        "try:\n"
+        "    app(sys.argv[1:])\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code in (0, None), stop.code\n"
+        "heavy = {'jax', 'jaxlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    for arguments in (["--help"], ["--version"], ["kernels", "bench", "--help"]):
+        made = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ,
+        )
+        assert made.returncode == 0, made.stderr
+        assert made.stdout.strip()
+
+
+@pytest.mark.newest
+def test_version() -> None:
+    made = runner.invoke(app, ["--version"])
+    assert made.exit_code == 0
+    assert made.stdout == f"capibara {__version__}\n"
+
+
+def test_no_arguments_shows_the_commands() -> None:
+    made = runner.invoke(app, [])
+    for command in ("kernels", "tour"):
+        assert command in made.output
+
+
+@pytest.mark.newest
+def test_a_mistake_is_one_line_on_standard_error() -> None:
+    made = runner.invoke(app, ["kernels", "explain", "gemmm", "f32[2,2]"])
+    assert made.exit_code == 2
+    assert made.stdout == ""
+    assert made.stderr.count("\n") == 1
+    assert made.stderr.startswith("capibara: Unknown op 'gemmm'. Did you mean 'gemm'?")
+
+
+def test_debug_shows_where_it_came_from() -> None:
+    made = runner.invoke(app, ["--debug", "kernels", "explain", "gemmm", "f32[2,2]"])
+    assert made.exit_code == 1
+    assert isinstance(made.exception, ValueError)
+
+
+def test_an_unknown_command_or_option() -> None:
+    assert runner.invoke(app, ["kernel"]).exit_code == 2
+    assert runner.invoke(app, ["kernels", "list", "--onn", "v4"]).exit_code == 2

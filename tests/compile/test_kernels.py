@@ -1,0 +1,71 @@
+"""Compiling an op's kernels: the right programs, for the right chip, with what a grid step must cost."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from capibara.compile import kernels
+from capibara.compile.report import CompileReport, KernelSchedule
+from capibara.errors import ImplementationRefused
+from capibara.kernels.op import lookup
+
+
+@pytest.mark.newest
+def test_grid_steps_and_matrix_cycles() -> None:
+    gemm = lookup("gemm")
+    (draft,) = kernels._drafts(gemm, ["square-4096"], kernels.slice_by_name("v4-32").chip, peers=True)
+    tile = draft.config
+    assert draft.steps == (4096 // tile.block_m) * (4096 // tile.block_n) * (4096 // tile.block_k)
+    assert draft.matrix_cycles == 2 * tile.block_m * tile.block_n * tile.block_k / 131_072
+    assert set(draft.names) == {"ours", "stock", "xla"}
+    assert draft.jobs["gemm/square-4096/pallas_tpu"].kwargs["config"]["block_m"] == tile.block_m
+
+
+def test_a_program_without_one_pallas_call_has_no_steps() -> None:
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert kernels.grid_steps(jnp.dot, (x, x)) is None
+    gemm = lookup("gemm")
+    fn, args = kernels.implementation_program(gemm, gemm.case("odd"), "pallas_tpu")
+    assert kernels.grid_steps(fn, args) == 1
+    assert kernels.grid_steps(lambda a, b: (fn(a, b), fn(a, b)), args) is None
+
+
+def test_a_program_is_dispatched_for_the_chip_it_names() -> None:
+    fn, args = kernels.program("gemm", "odd", "pallas_tpu", {"block_m": 128, "block_n": 128, "block_k": 128})
+    assert jax.eval_shape(fn, *args).shape == (3, 7)
+    fn, args = kernels.program("gemm", "odd", "pallas_tpu", device_kind="NVIDIA H200")
+    with pytest.raises(ImplementationRefused, match="it is for tpu"):
+        jax.eval_shape(fn, *args)
+
+
+def test_stock_programs() -> None:
+    fn, args = kernels.stock("gemm", "square-4096")
+    assert jax.eval_shape(fn, *args).shape == (4096, 4096)
+    with pytest.raises(ValueError, match="no stock TPU kernel"):
+        kernels.stock("gemm", "prime")
+
+
+def test_the_bundles_of_a_step_are_the_one_kernels() -> None:
+    def report(*kinds: str) -> CompileReport:
+        made = tuple(KernelSchedule(f"k{i}", bundles=100 + i, kind=kind) for i, kind in enumerate(kinds))
+        return CompileReport("one", True, "a test", kernels=made)
+
+    assert kernels.body_bundles(report("custom-call", "fusion", "runtime")) == 100
+    assert kernels.body_bundles(report("custom-call", "custom-call")) is None
+    assert kernels.body_bundles(report("fusion")) is None
+    assert kernels.body_bundles(None) is None
+
+
+@pytest.mark.tpu_compiler
+def test_the_compiler_reports_vmem_and_bundles() -> None:
+    (row,) = kernels.compile_kernels([lookup("gemm")], "v4-8", cases=["few-rows"])
+    assert row.ours is not None
+    assert row.ours.compiled, row.ours.error
+    assert row.ours.vmem_bytes is not None
+    assert row.ours.vmem_bytes <= 16 * 2**20
+    bundles = kernels.body_bundles(row.ours)
+    assert bundles is not None
+    assert row.matrix_cycles is not None
+    assert bundles >= row.matrix_cycles
