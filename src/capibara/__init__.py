@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from capibara._version import __version__
 
 if TYPE_CHECKING:
-    from capibara import compile, errors, hardware, kernels, parallel, precision  # noqa: A004
+    from capibara import compile as compile
+    from capibara import errors as errors
+    from capibara import hardware as hardware
+    from capibara import kernels as kernels
+    from capibara import parallel as parallel
+    from capibara import precision as precision
 
 _ROOMS = ("compile", "config", "core", "errors", "hardware", "jax", "kernels", "parallel", "precision", "vq")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import capibara.compile.aot as aot
-import jax
 from capibara.compile import CompileReport, KernelSchedule, TpuCompiler, compile_for, topology_mesh
 from capibara.compile.selfcheck import stock_pallas_matmul, xla_matmul
 from capibara.errors import UnknownNameError

@@ -31,7 +31,7 @@ def _pairs(*tags: str, kernels_only: bool = False, platform: str | None = None) 
     made = []
     for op in OPS.values():
         for name, impl in op.implementations.items():
-            if kernels_only and not impl.kernel or platform and impl.platforms != (platform,):
+            if (kernels_only and not impl.kernel) or (platform and impl.platforms != (platform,)):
                 continue
             for case in op.cases:
                 if case.tags & set(tags):

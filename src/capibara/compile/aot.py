@@ -171,9 +171,8 @@ def _vmem_of_slice(slice_name: str) -> int | None:
 
 def _lower_on(device: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """`fn` traced and lowered for `device`, or for where its arguments are."""
-    from jax.sharding import SingleDeviceSharding
-
     import jax
+    from jax.sharding import SingleDeviceSharding
 
     home = SingleDeviceSharding(device)
 

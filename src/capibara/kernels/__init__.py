@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from capibara.kernels.context import interpret as interpret
     from capibara.kernels.context import target as target
     from capibara.kernels.dispatch import explain as explain
-    from capibara.kernels.linalg import gemm as gemm
+    from capibara.kernels.linalg.gemm.api import gemm as gemm
     from capibara.kernels.op import Case as Case
     from capibara.kernels.op import Cost as Cost
     from capibara.kernels.op import Implementation as Implementation

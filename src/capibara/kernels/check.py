@@ -2,8 +2,8 @@
 
 The error is the larger of two relative ones, ‖out − ref‖ / ‖ref‖ and the worst element's against the largest, and
 it is held against the op's own tolerance for the call: the norm sees a small error everywhere, the worst element
-a race that spoils a few numbers of a million. Where float64 on the host would take too long, the reference runs in float32 at the highest matrix
-precision on the device instead, and the result says so.
+a race that spoils a few numbers of a million. Where float64 on the host would take too long, the reference runs in
+float32 at the highest matrix precision on the device instead, and the result says so.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class Interpret:
 
 
 _OFF = Interpret(mode="off")
+_config: Any = jax.config  # its attributes are made at run time, which type checkers do not see
 _target_context = jax.make_user_context(None)
 _interpret_context = jax.make_user_context(_OFF)
 
@@ -85,28 +86,33 @@ def interpret(mode: str = "machine", *, detect_races: bool = False) -> Iterator[
 
 
 def current_interpret() -> Interpret:
-    return _interpret_context.value  # type: ignore[no-any-return]
+    return _interpret_context.value
 
 
 def current_target() -> Target:
     """An explicit `target`, else the active mesh's chip, else the default device."""
     chosen = _target_context.value
     if chosen is not None:
-        return chosen  # type: ignore[no-any-return]
+        return chosen
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         kind = described.device_kind
         known = hardware.chip_for(kind)
         if known is not None:
             return Target(known.platform, kind)
-    device = jax.config.jax_default_device
+    device = _config.jax_default_device
     if device is not None and not isinstance(device, str):
         return target_of(device)
     return target_of(jax.devices(device)[0] if device else jax.devices()[0])
 
 
+def matmul_precision() -> str | None:
+    """JAX's default precision of matrix products here, by its own name; None when nobody chose one."""
+    return _config.jax_default_matmul_precision
+
+
 def explicit_target() -> Target | None:
-    return _target_context.value  # type: ignore[no-any-return]
+    return _target_context.value
 
 
 _TARGETS: dict[Any, Target] = {}

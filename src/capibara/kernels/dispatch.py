@@ -45,7 +45,8 @@ class Selection:
     def __str__(self) -> str:
         chosen = f"{self.implementation}" + (f" {self.config}" if self.config is not None else "")
         lines = [f"{self.call} on {self.call.target.device_kind}: {chosen}", f"  because {self.why}"]
-        lines += [f"  not {v.implementation}: {v.reason}" for v in self.verdicts if v.implementation != self.implementation]
+        others = (v for v in self.verdicts if v.implementation != self.implementation)
+        lines += [f"  not {v.implementation}: {v.reason}" for v in others]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,7 +66,9 @@ class Selection:
         }
 
 
-def select(call: Call, implementation: str | None = None, config: Config = None, prefer: str | None = None) -> Selection:
+def select(
+    call: Call, implementation: str | None = None, config: Config = None, prefer: str | None = None
+) -> Selection:
     """Choose the implementation of one call.
 
     `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
@@ -189,7 +192,7 @@ def run(
     manual = local or (traced and bool(jax.sharding.get_abstract_mesh().manual_axes))
     key = (
         implementation, prefer, config, tuple(operands), tuple(params.items()), chosen_target,
-        context.current_interpret(), manual, jax.config.jax_default_matmul_precision, tables.generation(),
+        context.current_interpret(), manual, context.matmul_precision(), tables.generation(),
     )  # fmt: skip
     runner = op.runners.get(key)
     if runner is None:

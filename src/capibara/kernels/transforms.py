@@ -60,6 +60,12 @@ def vary_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(vary, arrays))
 
 
+def vary_like(x: Any, like: jax.Array) -> Any:
+    """`x`, marked as varying over the mesh axes that `like` varies over: what a loop starts from in shard_map."""
+    missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
 def out_struct(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """A kernel's output, varying over the mesh axes that its operand `like` varies over."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
@@ -152,7 +158,7 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
         need_replication_factors=whole,
         **sizes,
     )
-    return wrapped  # type: ignore[no-any-return]
+    return wrapped
 
 
 def _split_axes(terms: list[list[tuple[str, ...]]], shardings: Any) -> dict[str, tuple[str, ...]]:
@@ -198,6 +204,6 @@ def _reference_gradient(call: Call) -> Gradient:
 
     def backward(arrays: Any, cotangent: Any, params: dict[str, Any], prefer: str) -> tuple[Any, ...]:
         _, pull = jax.vjp(lambda *xs: call.op.reference(*xs, **params), *arrays)
-        return pull(cotangent)  # type: ignore[no-any-return]
+        return pull(cotangent)
 
     return Gradient(forward, backward)

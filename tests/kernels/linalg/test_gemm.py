@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import jaxtyped
 
+from capibara import precision
 from capibara.errors import ImplementationRefused, UnknownNameError
 from capibara.kernels import explain, gemm, interpret, target
 from capibara.kernels.linalg.gemm.api import GEMM
@@ -57,7 +58,8 @@ def test_the_tpu_kernel_at_any_size(m: int, k: int, n: int, dtype: str) -> None:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("a_lead", "b_lead"), [((), ()), ((3,), ()), ((3,), (3,)), ((2, 3), ()), ((2, 3), (2, 3)), ((), (4,)), ((2, 1), (3,))]
+    ("a_lead", "b_lead"),
+    [((), ()), ((3,), ()), ((3,), (3,)), ((2, 3), ()), ((2, 3), (2, 3)), ((), (4,)), ((2, 1), (3,))],
 )
 def test_leading_axes_broadcast_like_matmul(a_lead: tuple[int, ...], b_lead: tuple[int, ...]) -> None:
     a, b = _normal(0, *a_lead, 5, 8), _normal(1, *b_lead, 8, 6)
@@ -88,16 +90,14 @@ def test_precision_policies_choose_types() -> None:
     assert gemm(a, b, precision="float32").dtype == jnp.float32
     assert gemm(a, b, precision="mixed", out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
     exact = _float64(a, b)
-    error = {p: float(np.abs(np.asarray(gemm(a, b, precision=p), np.float64) - exact).max()) for p in ("float32", "mixed")}
+    error = {p: np.abs(np.asarray(gemm(a, b, precision=p), np.float64) - exact).max() for p in ("float32", "mixed")}
     assert error["float32"] < 1e-4 < error["mixed"]  # mixed rounds the inputs to eight bits, float32 does not
 
 
 def test_fp8_rounds_the_inputs_further_than_bfloat16() -> None:
     a, b = _normal(0, 32, 64), _normal(1, 64, 32)
+    precision._warn_fp8_once.cache_clear()
     with pytest.warns(UserWarning, match="experimental"):
-        from capibara import precision
-
-        precision._warn_fp8_once.cache_clear()
         low = gemm(a, b, precision="fp8", out_dtype=jnp.float32)
     exact = _float64(a, b)
     mixed = np.abs(np.asarray(gemm(a, b, precision="mixed")) - exact).max()
@@ -200,7 +200,7 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
     with target("gpu", "NVIDIA H200"):
         fused = explain("gemm", x, x, activation="gelu")
         assert fused.implementation == "mosaic_gpu"
-        odd = explain("gemm", jax.ShapeDtypeStruct((512, 500), jnp.bfloat16), jax.ShapeDtypeStruct((500, 512), jnp.bfloat16))
+        odd = explain("gemm", *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 500), (500, 512))))
         (selection,) = odd.selections
         assert any("Mosaic tiles it by" in v.reason or "TMA" in v.reason for v in selection.verdicts)
 

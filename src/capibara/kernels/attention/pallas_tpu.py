@@ -36,7 +36,7 @@ from capibara.kernels.attention.pallas_tpu_common import (
 )
 from capibara.kernels.context import current_interpret
 from capibara.kernels.op import Call, Implementation
-from capibara.kernels.transforms import out_struct
+from capibara.kernels.transforms import out_struct, vary_alike
 
 # In a block that needs a mask, pieces of this many queries are skipped where position leaves nothing of them.
 SKIP_Q = 512
@@ -66,9 +66,7 @@ class _Plan:
         return self.rules.scale / self.rules.softcap if self.rules.softcap else self.rules.log2_scale
 
 
-def _scores(
-    plan: _Plan, refs: dict[str, Any], at: tuple[Any, ...], q0: int, k0: int, masked: bool
-) -> jax.Array:
+def _scores(plan: _Plan, refs: dict[str, Any], at: tuple[Any, ...], q0: int, k0: int, masked: bool) -> jax.Array:
     """Exponents of two of a tile [keys, queries]."""
     rules, cq, ck = plan.rules, plan.config.chunk_q, plan.config.chunk_k
     row, column = at[2] * plan.config.block_q + q0, at[4] * plan.config.block_k + k0
@@ -109,9 +107,7 @@ def _update(
         highest = higher
         if plan.rules.dropout_rate:
             place = (at[2] * plan.config.block_q + q0, at[4] * plan.config.block_k + k0)
-            kept = tile.keep_pairs(
-                plan.rules, refs["seed"], at[0] * plan.rules.heads + at[1], *place, (ck, cq)
-            )
+            kept = tile.keep_pairs(plan.rules, refs["seed"], at[0] * plan.rules.heads + at[1], *place, (ck, cq))
             p = jnp.where(kept, p, 0.0)
         values = refs["vt"][:, pl.ds(k0, ck)]
         out = out * shrink + jax.lax.dot(
@@ -124,9 +120,7 @@ def _body(*given: Any, plan: _Plan, names: tuple[str, ...]) -> None:
     refs = dict(zip(names, given, strict=True))
     rules, config = plan.rules, plan.config
     batch, head, block, step = (pl.program_id(axis) for axis in range(4))
-    found = common.entry(
-        refs["table"], plan.table_shape, plan.query_blocks, plan.steps, (batch, head, block, step)
-    )
+    found = common.entry(refs["table"], plan.table_shape, plan.query_blocks, plan.steps, (batch, head, block, step))
     kind, key_block = found & 3, found >> 2
     at = (batch, head, block, step, key_block)
     strips, chunks = range(0, config.block_q, config.chunk_q), range(0, config.block_k, config.chunk_k)
@@ -197,7 +191,7 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
 
 def candidates(call: Call) -> Sequence[FlashConfig]:
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first."""
-    return common.candidates(call, vmem_bytes)
+    return common.candidates(call, FlashConfig(), vmem_bytes)
 
 
 def refuses(call: Call) -> str | None:
@@ -229,9 +223,7 @@ def pallas_tpu(
     bq, bk = config.block_q, config.block_k
     static = common.block_kinds(rules, bq, bk)
     segments = (q_segments, kv_segments)
-    kinds = common.refine_kinds(
-        static, (bq, bk), block_mask, params["block_size"], segments, masked=mask is not None
-    )
+    kinds = common.refine_kinds(static, (bq, bk), block_mask, params["block_size"], segments, masked=mask is not None)
     steps = common.most_live(static)
     segmented = q_segments is not None
     visible = tile.visible_keys(q, k, mask, segments, params)
@@ -291,7 +283,7 @@ def pallas_tpu(
         interpret=current_interpret().pallas_argument(),
         name="capibara_attention",
     )
-    out, *lse = call(*prefetched.values(), *given.arrays.values())
+    out, *lse = call(*vary_alike((*prefetched.values(), *given.arrays.values())))
     return (out, lse[0].reshape(batch, heads, rows)) if return_lse else out
 
 

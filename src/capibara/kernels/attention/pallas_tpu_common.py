@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,20 +54,22 @@ class FlashConfig:
     chunk_k: int = 512
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("block_q", "block_k", "chunk_q", "chunk_k"):
+            value = getattr(self, name)
             if not isinstance(value, int) or value <= 0 or value % LANES:
-                raise rule_error(
-                    f"{field.name} is a positive multiple of {LANES}", value, "use 256, 512 or 1024"
-                )
+                raise rule_error(f"{name} is a positive multiple of {LANES}", value, "use 256, 512 or 1024")
         for block, chunk in (("block_q", "chunk_q"), ("block_k", "chunk_k")):
             if getattr(self, block) % getattr(self, chunk):
                 raise rule_error(f"{chunk} divides {block}", self, f"make {block} a multiple of {chunk}")
 
-    def fit(self, rows: int, columns: int) -> FlashConfig:
+    def fit(self, rows: int, columns: int) -> Self:
         """The blocks cut to operands that are shorter than a block, kept multiples of a lane tile."""
         block_q, block_k = min(self.block_q, round_up(rows)), min(self.block_k, round_up(columns))
-        return FlashConfig(block_q, block_k, math.gcd(self.chunk_q, block_q), math.gcd(self.chunk_k, block_k))
+        chunk_q, chunk_k = math.gcd(self.chunk_q, block_q), math.gcd(self.chunk_k, block_k)
+        return dataclasses.replace(self, block_q=block_q, block_k=block_k, chunk_q=chunk_q, chunk_k=chunk_k)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=FlashConfig)
 
 
 def round_up(n: int, to: int = LANES) -> int:
@@ -136,6 +139,7 @@ def rules_of(q: Any, k: Any, params: Mapping[str, Any]) -> Rules:
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=64)
 def block_kinds(rules: Rules, block_q: int, block_k: int, *, ragged_rows: bool = False) -> np.ndarray:
     """DEAD, WHOLE or PARTIAL for each block of queries and keys, by position and by the end of the operands.
 
@@ -225,6 +229,18 @@ def entry(table: Any, shape: tuple[int, int], rows: int, steps: int, at: tuple[A
     return table[(lead * rows + row) * steps + step]
 
 
+def table_bytes(call: Call, config: FlashConfig) -> int:
+    """Scalar memory of the longer of the two tables: by query block and by key block."""
+    q, mask = call.need("q"), call["block_mask"]
+    rows, columns = -(-q.shape[2] // config.block_q), -(-call.need("k").shape[2] // config.block_k)
+    if rows * columns > 2**22:  # more blocks than are worth looking at, or than a table of them would hold
+        return 4 * rows * columns
+    kinds = block_kinds(rules_of(q, call.need("k"), call.params), config.block_q, config.block_k)
+    batch = max(1 if mask is None else mask.shape[0], 1 if call["q_segments"] is None else q.shape[0])
+    tables = batch * (1 if mask is None else mask.shape[1])
+    return 4 * tables * max(rows * most_live(kinds), columns * most_live(kinds.T))
+
+
 def divides_mask_blocks(call: Call, config: FlashConfig) -> bool:
     """Whether every block of the grid lies inside one block of the caller's block mask (True without one)."""
     if call["block_mask"] is None:
@@ -269,23 +285,20 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def candidates(call: Call, vmem_bytes: Callable[[Call, FlashConfig], int]) -> Sequence[FlashConfig]:
-    """Every distinct block that fits VMEM and the caller's block mask, best predicted first."""
+def candidates(call: Call, like: AnyConfig, vmem_bytes: Callable[[Call, FlashConfig], int]) -> list[AnyConfig]:
+    """Every distinct block that fits VMEM and the caller's block mask, best predicted first; the rest as in `like`."""
     q, k = call.need("q"), call.need("k")
     limit = vmem_limit(call)
-    made = [
-        FlashConfig(bq, bk, min(bq, cq), min(bk, ck))
-        for bq in (128, 256, 512, 1024, 2048)
-        for bk in (128, 256, 512, 1024, 2048)
-        for cq in (128, 256, 512)
-        for ck in (256, 512, 1024)
-        if cq * ck <= 512 * 512
-    ]
-    distinct: dict[FlashConfig, None] = {}
-    for config in made:
-        fitted = config.fit(q.shape[2], k.shape[2])
-        if divides_mask_blocks(call, fitted) and vmem_bytes(call, fitted) <= limit:
-            distinct[fitted] = None
+    distinct: dict[AnyConfig, None] = {}
+    for bq, bk in itertools.product((128, 256, 512, 1024, 2048), repeat=2):
+        for cq, ck in itertools.product((128, 256, 512), (128, 256, 512, 1024)):
+            if cq * ck > 512 * 512:
+                continue
+            made = dataclasses.replace(like, block_q=bq, block_k=bk, chunk_q=min(bq, cq), chunk_k=min(bk, ck))
+            fitted = made.fit(q.shape[2], k.shape[2])
+            fits = vmem_bytes(call, fitted) <= limit and table_bytes(call, fitted) <= TABLE_BYTES
+            if fits and divides_mask_blocks(call, fitted):
+                distinct[fitted] = None
     return sorted(distinct, key=functools.partial(_predicted_seconds, call))
 
 

@@ -1,7 +1,8 @@
 """Attention for the TPU's matrix units, in Pallas (Mosaic): the backward pass.
 
-Two kernels, both with the scores transposed as in the forward pass (keys along the sublanes, queries along the lanes),
-so that what belongs to a query, its log-sum-exp and its delta, is one row:
+One kernel where a head's gradients fit in VMEM: a block of keys stays, the grid walks the live blocks of queries, and
+the gradient of the queries is summed in VMEM on the way. Five matrix products a block. Where they do not fit, two
+kernels that compute the probabilities twice, seven products:
 
 - dkv: a block of keys stays, the grid walks the live blocks of queries, of every head that shares the keys;
 - dq: a block of queries stays, the grid walks the live blocks of keys.
@@ -24,208 +25,55 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from capibara.kernels.attention import pallas_tpu_common as common
+from capibara.kernels.attention import pallas_tpu_grad_bodies as bodies
 from capibara.kernels.attention import pallas_tpu_tile as tile
-from capibara.kernels.attention.pallas_tpu_common import LANES, LOG2_E, PARTIAL, FlashConfig, Rules
+from capibara.kernels.attention.pallas_tpu_common import LANES, LOG2_E, PARTIAL, FlashConfig
+from capibara.kernels.attention.pallas_tpu_grad_bodies import GradPlan
 from capibara.kernels.context import current_interpret
 from capibara.kernels.op import Call, Implementation
-from capibara.kernels.transforms import out_struct
-
-# Pieces of a masked block that position leaves nothing of are skipped in this many queries and keys.
-SKIP = 512
-_QUERIES_LAST = (((1,), (1,)), ((), ()))
+from capibara.kernels.transforms import out_struct, vary_alike
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What both bodies are specialised by."""
+class FlashGradConfig(FlashConfig):
+    """Block sizes as in the forward pass.
 
-    rules: Rules
-    config: FlashConfig
-    whole_blocks: bool
-    partial_blocks: bool
-    table_shape: tuple[int, int]
-    outer_blocks: int  # rows of the table
-    live: int  # and their length
-    tails: tuple[bool, bool]  # whether the last block of queries, of keys, must be masked at its end
-
-
-def _rows(plan: _Plan, ref: Any, start: int, row: Any, masked: bool) -> jax.Array:
-    """Rows of a block of queries; past the last query there may be NaN, which is put to zero."""
-    x = ref[pl.ds(start, plan.config.chunk_q), :]
-    if not (masked and plan.tails[0]):
-        return x
-    inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < plan.rules.rows - row
-    return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
-
-
-def _tile(
-    plan: _Plan, refs: dict[str, Any], place: tuple[Any, Any, Any], q0: int, k0: int, x: jax.Array, dp: jax.Array,
-    masked: bool,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """A tile [keys, queries] of probabilities after dropout, and of the scores' gradient.
-
-    `x` is the raw product of keys and queries, `dp` of values and output gradients; `place` is the head counted over
-    the batch, and the first query and key of the block.
+    Attributes:
+      fused: one kernel for all gradients, which keeps those of a whole head in VMEM; else two.
     """
-    rules, shape = plan.rules, (plan.config.chunk_k, plan.config.chunk_q)
-    head, row, column = place[0], place[1] + q0, place[2] + k0
-    queries = pl.ds(q0, shape[1])
-    slope = None
-    if rules.softcap:
-        capped = jnp.tanh(x * (rules.scale / rules.softcap))
-        x, slope = capped * (rules.softcap * LOG2_E), 1.0 - capped * capped
-    else:
-        x = x * rules.log2_scale
-    p = jnp.exp2(x - refs["lse"][:, queries])
-    spread = p
-    if rules.dropout_rate:
-        kept = tile.keep_pairs(rules, refs["seed"], head, row, column, shape)
-        spread = jnp.where(kept, p, 0.0)
-        dp = jnp.where(kept, dp * (1.0 / (1.0 - rules.dropout_rate)), 0.0)
-    ds = p * (dp - refs["delta"][:, queries])
-    if slope is not None:
-        ds = ds * slope
-    if masked:
-        for allowed in tile.pairs_allowed(rules, refs, (row, column), (q0, k0), shape, plan.tails):
-            spread, ds = jnp.where(allowed, spread, 0.0), jnp.where(allowed, ds, 0.0)
-    return spread, ds
 
-
-def _run_block(plan: _Plan, kind: Any, row: Any, column: Any, step: Any, prepare: Any = None) -> None:
-    """Call `step(query starts, key starts, masked)` for a block: whole at once, or its pieces that are not dead."""
-    config = plan.config
-    if plan.whole_blocks:
-
-        @pl.when(kind == common.WHOLE)
-        def _whole() -> None:
-            if prepare is not None:
-                prepare(False)
-            step(range(0, config.block_q, config.chunk_q), range(0, config.block_k, config.chunk_k), False)
-
-    if plan.partial_blocks:
-
-        @pl.when(kind == PARTIAL)
-        def _partial() -> None:
-            if prepare is not None:
-                prepare(True)
-            skip_q = tile.piece(SKIP, config.block_q, config.chunk_q)
-            skip_k = tile.piece(SKIP, config.block_k, config.chunk_k)
-            for first in range(0, config.block_q, skip_q):
-                for start in range(0, config.block_k, skip_k):
-                    dead = tile.tile_is_dead(plan.rules, row + first, column + start, skip_q, skip_k)
-
-                    @pl.when(~dead)
-                    def _piece(first: int = first, start: int = start) -> None:
-                        step(
-                            range(first, min(first + skip_q, config.block_q), config.chunk_q),
-                            range(start, min(start + skip_k, config.block_k), config.chunk_k),
-                            True,
-                        )
-
-
-def _dkv_body(*given: Any, plan: _Plan, names: tuple[str, ...]) -> None:
-    refs = dict(zip(names, given, strict=True))
-    rules, config = plan.rules, plan.config
-    batch, kv_head, key_block, step = (pl.program_id(axis) for axis in range(4))
-    head = kv_head * rules.groups + jax.lax.div(step, plan.live)
-    at = (batch, head, key_block, jax.lax.rem(step, plan.live))
-    found = common.entry(refs["table"], plan.table_shape, plan.outer_blocks, plan.live, at)
-    kind, row, column = found & 3, (found >> 2) * config.block_q, key_block * config.block_k
-    place = (batch * rules.heads + head, row, column)
-    dot = functools.partial(
-        jax.lax.dot_general, precision=rules.precision, preferred_element_type=jnp.float32
-    )
-
-    @pl.when(step == 0)
-    def _start() -> None:
-        refs["dk_sum"][...] = jnp.zeros_like(refs["dk_sum"])
-        refs["dv_sum"][...] = jnp.zeros_like(refs["dv_sum"])
-
-    def work(q_starts: Sequence[int], k_starts: Sequence[int], masked: bool) -> None:
-        for k0 in k_starts:
-            keys = pl.ds(k0, config.chunk_k)
-            dk, dv = refs["dk_sum"][keys, :], refs["dv_sum"][keys, :]
-            for q0 in q_starts:
-                q, do = (_rows(plan, refs[name], q0, row + q0, masked) for name in ("q", "do"))
-                x, dp = dot(refs["k"][keys, :], q, _QUERIES_LAST), dot(refs["v"][keys, :], do, _QUERIES_LAST)
-                p, ds = _tile(plan, refs, place, q0, k0, x, dp, masked)
-                dv = dv + dot(p.astype(do.dtype), do, (((1,), (0,)), ((), ())))
-                dk = dk + dot(ds.astype(q.dtype), q, (((1,), (0,)), ((), ())))
-            refs["dk_sum"][keys, :], refs["dv_sum"][keys, :] = dk, dv
-
-    _run_block(plan, kind, row, column, work)
-
-    @pl.when(step == rules.groups * plan.live - 1)
-    def _finish() -> None:
-        refs["dk"][...] = (refs["dk_sum"][...] * rules.scale).astype(refs["dk"].dtype)
-        kept = 1.0 / (1.0 - rules.dropout_rate)
-        refs["dv"][...] = (refs["dv_sum"][...] * kept).astype(refs["dv"].dtype)
-
-
-def _dq_body(*given: Any, plan: _Plan, names: tuple[str, ...]) -> None:
-    refs = dict(zip(names, given, strict=True))
-    rules, config = plan.rules, plan.config
-    batch, head, block, step = (pl.program_id(axis) for axis in range(4))
-    found = common.entry(
-        refs["table"], plan.table_shape, plan.outer_blocks, plan.live, (batch, head, block, step)
-    )
-    kind, key_block = found & 3, found >> 2
-    place = (batch * rules.heads + head, block * config.block_q, key_block * config.block_k)
-    dot = functools.partial(jax.lax.dot, precision=rules.precision, preferred_element_type=jnp.float32)
-
-    @pl.when(step == 0)
-    def _start() -> None:
-        refs["qt"][...] = tile.transposed(refs["q"][...], refs.get("pad"))
-        refs["dot"][...] = tile.transposed(refs["do"][...], refs.get("pad"))
-        refs["dq_sum"][...] = jnp.zeros_like(refs["dq_sum"])
-
-    def prepare(masked: bool) -> None:
-        keys = tile.transposed(refs["k"][...], refs.get("pad"))
-        if masked:
-            keys = tile.only_seen(rules, config.block_k, refs.get("visible"), key_block, keys)
-        refs["kt"][...] = keys
-
-    def work(q_starts: Sequence[int], k_starts: Sequence[int], masked: bool) -> None:
-        for q0 in q_starts:
-            queries = pl.ds(q0, config.chunk_q)
-            dq = refs["dq_sum"][:, queries]
-            for k0 in k_starts:
-                keys = pl.ds(k0, config.chunk_k)
-                x = dot(refs["k"][keys, :], refs["qt"][:, queries])
-                dp = dot(refs["v"][keys, :], refs["dot"][:, queries])
-                _, ds = _tile(plan, refs, place, q0, k0, x, dp, masked)
-                dq = dq + dot(refs["kt"][:, keys], ds.astype(refs["kt"].dtype))
-            refs["dq_sum"][:, queries] = dq
-
-    _run_block(plan, kind, place[1], place[2], work, prepare)
-
-    @pl.when(step == plan.live - 1)
-    def _finish() -> None:
-        dq = refs["dq_sum"][...] * rules.scale
-        refs["dq"][...] = tile.transposed_back(dq, refs.get("wide")).astype(refs["dq"].dtype)
+    fused: bool = True
 
 
 def vmem_bytes(call: Call, config: FlashConfig) -> int:
-    """VMEM of the larger of the two kernels; see the forward pass's."""
+    """VMEM of the fused kernel, or of the larger of the two; see the forward pass's."""
+    assert isinstance(config, FlashGradConfig)
     q, k = call.need("q"), call.need("k")
-    fitted, depth, size = config.fit(q.shape[2], k.shape[2]), q.shape[3], common.tile_bytes
-    bq, bk = fitted.block_q, fitted.block_k
-    shared = 2 * (2 * size(bq, depth, q.dtype) + 2 * size(bk, depth, q.dtype))
-    shared += 2 * (3 * size(1, bq, np.float32) + 2 * size(1, bk, np.float32))
+    (_, heads, rows, depth), columns, size = q.shape, k.shape[2], common.tile_bytes
+    bq, bk = config.block_q, config.block_k
+    used = 2 * (2 * size(bq, depth, q.dtype) + 2 * size(bk, depth, q.dtype))
+    used += 2 * (3 * size(1, bq, np.float32) + 2 * size(1, bk, np.float32))
     mask = call["mask"]
     if mask is not None:
-        shared += 2 * size(min(mask.shape[2], bq), bk, np.int8)
-    dkv = 2 * 2 * size(bk, depth, q.dtype) + 2 * size(bk, depth, np.float32)
-    dq = 2 * size(bq, depth, q.dtype) + 2 * size(depth, bq, q.dtype) + size(depth, bk, q.dtype)
-    dq += 2 * size(depth, bq, np.float32)
+        used += 2 * size(min(mask.shape[2], bq), bk, np.int8)
+    sums = 1 if heads == k.shape[1] or not config.fused else -(-columns // bk)
+    dkv = 2 * 2 * size(bk, depth, q.dtype) + 2 * size(bk, depth, np.float32) * sums
+    turned = size(depth, bk, q.dtype)
     if depth % LANES:
-        dq += size(max(bq, bk), depth, q.dtype) + size(common.round_up(depth), bq, np.float32)
-    return shared + max(dkv, dq) + 8 * size(fitted.chunk_k, fitted.chunk_q, np.float32)
+        turned += size(max(bq, bk), depth, q.dtype) + size(common.round_up(depth), bq, np.float32)
+    if config.fused:
+        whole = common.round_up(rows, bq)
+        used += dkv + turned + size(depth, whole, np.float32) + 2 * size(whole, depth, q.dtype)
+    else:
+        dq = 2 * size(bq, depth, q.dtype) + 2 * size(depth, bq, q.dtype) + turned
+        used += max(dkv, dq + 2 * size(depth, bq, np.float32))
+    return used + 8 * size(config.chunk_k, config.chunk_q, np.float32)
 
 
-def candidates(call: Call) -> Sequence[FlashConfig]:
-    """Every distinct block that fits VMEM and the caller's block mask, best predicted first."""
-    return common.candidates(call, vmem_bytes)
+def candidates(call: Call) -> Sequence[FlashGradConfig]:
+    """Every distinct block that fits VMEM and the caller's block mask, best predicted first; fused ones before."""
+    fused = common.candidates(call, FlashGradConfig(fused=True), vmem_bytes)
+    return [*fused, *common.candidates(call, FlashGradConfig(fused=False), vmem_bytes)]
 
 
 def refuses(call: Call) -> str | None:
@@ -235,17 +83,19 @@ def refuses(call: Call) -> str | None:
     if reason is not None:
         return reason
     if call.need("d_out").dtype != call.need("q").dtype:
-        return (
-            f"the output's gradient is {call.need('d_out').dtype} and the queries are {call.need('q').dtype}"
-        )
+        return f"the output's gradient is {call.need('d_out').dtype} and the queries are {call.need('q').dtype}"
     return None if candidates(call) else "no block of it fits the core's VMEM and the block mask"
 
 
 def _call(
-    body: Any, plan: _Plan, given: tile.Operands, prefetched: dict[str, Any], grid: tuple[int, ...],
-    outs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]], scratch: dict[str, Any], products: int, name: str,
+    body: Any, plan: GradPlan, given: tile.Operands, prefetched: dict[str, Any], grid: tuple[int, ...],
+    outs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]], scratch: dict[str, Any],
+    *, parallel: int, products: int,
 ) -> Any:  # fmt: skip
-    """The pallas_call that both kernels are; `products` counts their matrix products."""
+    """The pallas_call that every kernel here is.
+
+    `parallel` counts the leading grid axes that may run in any order, `products` the matrix products of a block.
+    """
     batch, pairs = given.arrays["q"].shape[0], plan.rules.rows * plan.rules.columns
     call = pl.pallas_call(
         functools.partial(body, plan=plan, names=(*prefetched, *given.arrays, *outs, *scratch)),
@@ -258,7 +108,7 @@ def _call(
             scratch_shapes=tuple(scratch.values()),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            dimension_semantics=("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * batch * plan.rules.heads * pairs * plan.rules.depth,
@@ -266,9 +116,9 @@ def _call(
             transcendentals=batch * plan.rules.heads * pairs,
         ),
         interpret=current_interpret().pallas_argument(),
-        name=name,
+        name=f"capibara_attention_{'_'.join(outs)}",
     )
-    return call(*prefetched.values(), *given.arrays.values())
+    return call(*vary_alike((*prefetched.values(), *given.arrays.values())))
 
 
 def pallas_tpu_grad(
@@ -286,10 +136,10 @@ def pallas_tpu_grad(
     d_out: jax.Array,
     d_lse: jax.Array | None = None,
     *,
-    config: FlashConfig,
+    config: FlashGradConfig,
     **params: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """(dq, dk, dv, None) as two Pallas calls; see the module's text."""
+    """(dq, dk, dv, None) as one or two Pallas calls; see the module's text."""
     rules = common.rules_of(q, k, params)
     config = config.fit(rules.rows, rules.columns)
     blocks, depth = (config.block_q, config.block_k), rules.depth
@@ -302,15 +152,15 @@ def pallas_tpu_grad(
     visible = tile.visible_keys(q, k, mask, segments, params)
     seed = {"seed": jax.lax.bitcast_convert_type(dropout_seed, jnp.int32)} if rules.dropout_rate else {}
 
-    def prepare(ragged: bool) -> tuple[_Plan, tile.Operands, dict[str, Any]]:
-        """The plan and operands of dkv (queries are summed over, so their end is ragged) or of dq."""
+    def prepare(body: str) -> tuple[GradPlan, tile.Operands, dict[str, Any]]:
+        """The plan and operands of the kernel "dq", "dkv" or "fused"."""
+        # Where queries are summed over, a block that reaches past the last one has to be masked.
+        ragged = body != "dq"
         static = common.block_kinds(rules, *blocks, ragged_rows=ragged)
-        kinds = common.refine_kinds(
-            static, blocks, block_mask, params["block_size"], segments, masked=mask is not None
-        )
+        kinds = common.refine_kinds(static, blocks, block_mask, params["block_size"], segments, masked=mask is not None)
         if ragged:
             static, kinds = static.T, kinds.swapaxes(2, 3)
-        plan = _Plan(
+        plan = GradPlan(
             rules, config,
             whole_blocks=mask is None and bool((static == common.WHOLE).any()),
             partial_blocks=mask is not None or q_segments is not None or bool((static == PARTIAL).any()),
@@ -318,49 +168,75 @@ def pallas_tpu_grad(
             tails=(ragged and bool(rules.rows % blocks[0]), bool(rules.columns % blocks[1])),
         )  # fmt: skip
 
-        def over_keys(b: Any, h: Any, i: Any, s: Any, table: Any, *_: Any) -> tuple[Any, ...]:
-            return (
-                b,
-                h,
-                i,
-                common.entry(table, plan.table_shape, plan.outer_blocks, plan.live, (b, h, i, s)) >> 2,
-            )
+        def walk_dq(b: Any, h: Any, i: Any, s: Any, table: Any, *_: Any) -> tuple[Any, ...]:
+            return b, h, i, plan.entry(table, (b, h, i, s)) >> 2
 
-        def over_queries(b: Any, kv: Any, j: Any, s: Any, table: Any, *_: Any) -> tuple[Any, ...]:
+        def walk_dkv(b: Any, kv: Any, j: Any, s: Any, table: Any, *_: Any) -> tuple[Any, ...]:
             head = kv * rules.groups + jax.lax.div(s, plan.live)
-            at = (b, head, j, jax.lax.rem(s, plan.live))
-            return b, head, common.entry(table, plan.table_shape, plan.outer_blocks, plan.live, at) >> 2, j
+            return b, head, plan.entry(table, (b, head, j, jax.lax.rem(s, plan.live))) >> 2, j
 
-        given = tile.Operands(over_queries if ragged else over_keys, rules, blocks)
-        for name, x, spec in (
-            ("q", q, given.by_query), ("k", k, given.by_key), ("v", v, given.by_key), ("do", d_out, given.by_query),
-            ("lse", exponent[:, :, None], given.query_row), ("delta", delta[:, :, None], given.query_row),
-        ):  # fmt: skip
-            given.add(name, x, spec)
-        given.add_masks(mask, q_segments, kv_segments, None if ragged else visible)
+        def walk_fused(b: Any, kv: Any, g: Any, j: Any, s: Any, table: Any, *_: Any) -> tuple[Any, ...]:
+            head = kv * rules.groups + g
+            return b, head, plan.entry(table, (b, head, j, s)) >> 2, j
+
+        given = tile.Operands({"dq": walk_dq, "dkv": walk_dkv, "fused": walk_fused}[body], rules, blocks)
+        for name, x in (("q", q), ("do", d_out)):
+            given.add(name, x, given.by_query)
+        for name, x in (("k", k), ("v", v)):
+            given.add(name, x, given.by_key)
+        for name, x in (("lse", exponent), ("delta", delta)):
+            given.add(name, x[:, :, None], given.query_row)
+        given.add_masks(mask, q_segments, kv_segments, None if body == "dkv" else visible)
         return plan, given, {"table": common.live_table(kinds, plan.live)} | seed
 
-    plan, given, prefetched = prepare(ragged=True)
+    shapes = {name: out_struct(x.shape, x.dtype, x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    turned = {"kt": pltpu.VMEM((depth, blocks[1]), k.dtype)}
+    if depth % LANES:
+        turned["pad"] = pltpu.VMEM((max(blocks), common.round_up(depth)), q.dtype)
+        turned["wide"] = pltpu.VMEM((common.round_up(depth), blocks[0]), jnp.float32)
+    if config.fused:
+        plan, given, prefetched = prepare("fused")
+        kept = plan.outer_blocks if rules.groups > 1 else 1
+        query_blocks = -(-rules.rows // blocks[0])
+        last = rules.groups - 1
+        # Until the group's last head the gradients of the keys are not complete: nothing but block 0 is visited.
+        by_key = pl.BlockSpec(
+            (None, None, blocks[1], depth),
+            lambda b, kv, g, j, *_: (b, kv, jax.lax.select(g == last, j, 0), 0),
+        )
+        whole = pl.BlockSpec(
+            (None, None, query_blocks * blocks[0], depth),
+            lambda b, kv, g, *_: (b, kv * rules.groups + g, 0, 0),
+        )
+        dq, dk, dv = _call(
+            bodies.fused_body, plan, given, prefetched,
+            (q.shape[0], k.shape[1], rules.groups, plan.outer_blocks, plan.live),
+            {"dq": (shapes["dq"], whole), "dk": (shapes["dk"], by_key), "dv": (shapes["dv"], by_key)},
+            {
+                "dq_sum": pltpu.VMEM((query_blocks, depth, blocks[0]), jnp.float32),
+                "dk_sum": pltpu.VMEM((kept, blocks[1], depth), jnp.float32),
+                "dv_sum": pltpu.VMEM((kept, blocks[1], depth), jnp.float32),
+            } | turned,
+            parallel=2, products=5,
+        )  # fmt: skip
+        return dq, dk, dv, None
+    plan, given, prefetched = prepare("dkv")
     dk, dv = _call(
-        _dkv_body, plan, given, prefetched,
+        bodies.dkv_body, plan, given, prefetched,
         (q.shape[0], k.shape[1], plan.outer_blocks, rules.groups * plan.live),
-        {"dk": (out_struct(k.shape, k.dtype, k), given.by_key), "dv": (out_struct(v.shape, v.dtype, v), given.by_key)},
-        {"dk_sum": pltpu.VMEM((blocks[1], depth), jnp.float32), "dv_sum": pltpu.VMEM((blocks[1], depth), jnp.float32)},
-        products=4, name="capibara_attention_dkv",
+        {"dk": (shapes["dk"], given.by_key), "dv": (shapes["dv"], given.by_key)},
+        {name: pltpu.VMEM((1, blocks[1], depth), jnp.float32) for name in ("dk_sum", "dv_sum")},
+        parallel=3, products=4,
     )  # fmt: skip
-    plan, given, prefetched = prepare(ragged=False)
+    plan, given, prefetched = prepare("dq")
     scratch = {
         "qt": pltpu.VMEM((depth, blocks[0]), q.dtype),
         "dot": pltpu.VMEM((depth, blocks[0]), q.dtype),
-        "kt": pltpu.VMEM((depth, blocks[1]), k.dtype),
         "dq_sum": pltpu.VMEM((depth, blocks[0]), jnp.float32),
     }
-    if depth % LANES:
-        scratch["pad"] = pltpu.VMEM((max(blocks), common.round_up(depth)), q.dtype)
-        scratch["wide"] = pltpu.VMEM((common.round_up(depth), blocks[0]), jnp.float32)
     (dq,) = _call(
-        _dq_body, plan, given, prefetched, (*q.shape[:2], plan.outer_blocks, plan.live),
-        {"dq": (out_struct(q.shape, q.dtype, q), given.by_query)}, scratch, products=3, name="capibara_attention_dq",
+        bodies.dq_body, plan, given, prefetched, (*q.shape[:2], plan.outer_blocks, plan.live),
+        {"dq": (shapes["dq"], given.by_query)}, scratch | turned, parallel=3, products=3,
     )  # fmt: skip
     return dq, dk, dv, None
 
@@ -372,7 +248,7 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     rank=lambda call: 20,
     kernel=True,
-    config_type=FlashConfig,
+    config_type=FlashGradConfig,
     default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -21,9 +21,7 @@ class Operands:
     `walk` turns the grid's coordinates and the prefetched table into (batch, head, query block, key block).
     """
 
-    def __init__(
-        self, walk: Callable[..., tuple[Any, Any, Any, Any]], rules: Rules, blocks: tuple[int, int]
-    ) -> None:
+    def __init__(self, walk: Callable[..., tuple[Any, Any, Any, Any]], rules: Rules, blocks: tuple[int, int]) -> None:
         self.walk = walk
         self.rules = rules
         self.blocks = blocks
@@ -62,7 +60,8 @@ class Operands:
 
     def add_masks(self, mask: Any, q_segments: Any, kv_segments: Any, visible: Any) -> None:
         if mask is not None:
-            self.add_pairs("mask", mask.astype(jnp.int8))
+            # One row is not worth packing; a whole mask is, and four to a word is how bytes lie in VMEM.
+            self.add_pairs("mask", mask.astype(jnp.int32 if mask.shape[2] == 1 else jnp.int8))
         if q_segments is not None:
             rows = self.spec((None, None, 1, self.blocks[0]), lambda b, h, i, j: (b, 0, 0, i))
             self.add("q_segments", q_segments[:, None, None, :], rows)
@@ -94,10 +93,10 @@ def only_seen(rules: Rules, block: int, visible: Any, key_block: Any, x: jax.Arr
     first, end = rules.seen
     seen = []
     if first > 0 or end < round_up(rules.columns, block):
-        place = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + key_block * block
+        place = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) + key_block * block
         seen.append((place >= first) & (place < end))
     if visible is not None:
-        seen.append(visible[...] != 0)
+        seen.append(jnp.broadcast_to(visible[...], x.shape) != 0)
     for rule in seen:  # in float32: a select between packed halves would need its mask packed as well
         x = jnp.where(rule, x.astype(jnp.float32), 0.0).astype(x.dtype)
     return x
@@ -118,9 +117,7 @@ def tile_is_dead(rules: Rules, row: Any, column: Any, rows: int, columns: int) -
     return dead
 
 
-def pairs_by_position(
-    rules: Rules, row: Any, column: Any, shape: tuple[int, int], tails: tuple[bool, bool]
-) -> Any:
+def pairs_by_position(rules: Rules, row: Any, column: Any, shape: tuple[int, int], tails: tuple[bool, bool]) -> Any:
     """Which pairs of a tile [keys, queries] are inside the operands and the band; None where every pair is.
 
     `tails` says whether the last block of queries, and of keys, reaches past its operand. The offsets inside a tile
@@ -162,18 +159,14 @@ def pairs_allowed(
     return found
 
 
-def keep_pairs(
-    rules: Rules, seed: Any, head: Any, row: Any, column: Any, shape: tuple[int, int]
-) -> jax.Array:
+def keep_pairs(rules: Rules, seed: Any, head: Any, row: Any, column: Any, shape: tuple[int, int]) -> jax.Array:
     """Which pairs of a tile [keys, queries] dropout keeps; `head` counts heads over the whole batch."""
     keys = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + column
     rows = jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) + (head * rules.rows + row)
     return prng.keep_mask((seed[0], seed[1]), rows, keys, rules.dropout_rate)
 
 
-def visible_keys(
-    q: jax.Array, k: jax.Array, mask: Any, segments: tuple[Any, Any], params: Any
-) -> jax.Array | None:
+def visible_keys(q: jax.Array, k: jax.Array, mask: Any, segments: tuple[Any, Any], params: Any) -> jax.Array | None:
     """[B|1, H|1, 1, S]: whether some query may see the key, where operands decide it; None where position does."""
     seen = None
     if mask is not None:

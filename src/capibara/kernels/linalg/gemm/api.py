@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from capibara import precision as precisions
 from capibara.errors import rule_error, unknown_name
+from capibara.kernels.context import matmul_precision
 from capibara.kernels.dispatch import run
 from capibara.kernels.linalg.gemm import gradient, pallas_gpu, pallas_tpu, peers
 from capibara.kernels.linalg.gemm.cases import CASES
@@ -84,7 +85,7 @@ def check(call: Call) -> None:
 
 def out_dtype_of(call: Call) -> Any:
     chosen = call.params["out_dtype"]
-    return jnp.dtype(chosen) if chosen else jnp.result_type(call.need("a"), call.need("b"))
+    return jnp.dtype(str(chosen)) if chosen else jnp.result_type(call.need("a"), call.need("b"))
 
 
 def cost(call: Call) -> Cost:
@@ -107,7 +108,7 @@ def tolerance(call: Call) -> float:
     inputs = jnp.result_type(call.need("a"), call.need("b"))
     accumulated = unit_roundoff(jnp.promote_types(jnp.float32, inputs)) * max(k, 1) ** 0.5
     unit = 0.0
-    asked = call.params["precision"] or jax.config.jax_default_matmul_precision
+    asked = call.params["precision"] or matmul_precision()
     if inputs == jnp.float32 and asked not in ("highest", "float32"):
         unit = {"gpu": 2.0**-11, "tpu": 2.0**-8}.get(call.target.platform, 0.0)
         if asked in ("bfloat16", "BF16_BF16_F32"):
@@ -115,7 +116,7 @@ def tolerance(call: Call) -> float:
     return unit_roundoff(out_dtype_of(call)) + 4 * accumulated + 2 * unit
 
 
-GEMM = Op(
+GEMM: Op = Op(
     "gemm",
     family="linalg",
     reference=reference,
@@ -176,16 +177,16 @@ def gemm(
     >>> gemm(x, w, activation="silu").shape
     (2, 4)
     """
-    if not isinstance(a, jax.Array):
-        a = _array("a", a)
-    if not isinstance(b, jax.Array):
-        b = _array("b", b)
+    a, b = _array("a", a), _array("b", b)
     out = None if out_dtype is None else np.dtype(out_dtype).name
     if precision is not None and precision not in LAX_PRECISIONS:
         policy = precisions.policy(precision)
         a, b = policy.cast_to_compute(a), policy.cast_to_compute(b)
         out = out or np.dtype(policy.output_dtype).name
-        precision = policy.matmul_precision
+        # For 16-bit operands there is one precision: not naming it finds what was tuned without a name.
+        precision = None if a.dtype.itemsize == 2 else policy.matmul_precision
+    if out == jnp.result_type(a, b).name:
+        out = None
     params: dict[str, Any] = {}
     if transpose_a:
         params["transpose_a"] = True
@@ -204,6 +205,8 @@ def gemm(
 
 
 def _array(name: str, x: Any) -> jax.Array:
+    if isinstance(x, jax.Array):
+        return x
     try:
         return jnp.asarray(x)
     except TypeError as error:

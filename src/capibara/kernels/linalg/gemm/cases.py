@@ -16,7 +16,7 @@ def _product(name: str, m: int, k: int, n: int, tags: frozenset[str], **params: 
     dtype = str(given.pop("dtype", "bfloat16"))
     a = (k, m) if given.get("transpose_a") else (m, k)
     b = (n, k) if given.get("transpose_b") else (k, n)
-    return Case(name, (a, b, bias, residual), dtype, given, tags)  # type: ignore[arg-type]
+    return Case(name, (a, b, bias, residual), dtype, given, tags)
 
 
 CASES = (

@@ -18,14 +18,14 @@ Arrays = tuple[Any, Any, Any, Any]
 def forward(op: Op, arrays: Arrays, params: Params, prefer: str) -> tuple[jax.Array, Any]:
     """The product, and what its gradient needs: the operands, and z = a @ b + bias when there is an activation."""
     a, b, bias, residual = arrays
-    kept = (op, a, b, _empty_like(bias), _empty_like(residual))
+    kept = (a, b, _empty_like(bias), _empty_like(residual))
     activation = params["activation"]
     if activation is None:
-        return run(op, arrays, params, prefer=prefer), (*kept[1:], None)
+        return run(op, arrays, params, prefer=prefer), (*kept, None)
     out = jnp.dtype(params["out_dtype"] or jnp.result_type(a, b))
     z = run(op, (a, b, bias, None), params | {"activation": None, "out_dtype": out.name}, prefer=prefer)
     y = epilogue(z.astype(jnp.promote_types(jnp.float32, out)), None, residual, activation).astype(out)
-    return y, (*kept[1:], z)
+    return y, (*kept, z)
 
 
 def _empty_like(x: Any) -> Any:
@@ -34,6 +34,7 @@ def _empty_like(x: Any) -> Any:
 
 
 def backward(op: Op, residuals: Any, cotangent: jax.Array, params: Params, prefer: str) -> Arrays:
+    """The cotangents of (a, b, bias, residual): two products and a sum over rows."""
     a, b, bias, residual, z = residuals
     flip_a, flip_b = params["transpose_a"], params["transpose_b"]
     wide = jnp.promote_types(jnp.float32, cotangent.dtype)
@@ -91,7 +92,7 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: Arrays, params: 
         holder = a if a.ndim - a_batched == 3 else b
         count = holder.shape[1] if (a_batched if holder is a else b_batched) else holder.shape[0]
     a, b = merge(a, a_batched, 2), merge(b, b_batched, 2)
-    if not a.ndim == 3 and not b.ndim == 3:  # only the epilogue's operands carry the axis
+    if a.ndim != 3 and b.ndim != 3:  # only the epilogue's operands carry the axis
         a = jnp.broadcast_to(a, (size, *a.shape))
     if bias is not None and inner:
         bias = merge(bias, bias_batched, 1)

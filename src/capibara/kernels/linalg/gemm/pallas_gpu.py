@@ -214,7 +214,7 @@ def mosaic_gpu(
         operands.append(bias)
     if residual is not None:
         operands.append(residual)
-    return kernel(*operands)  # type: ignore[no-any-return]
+    return kernel(*operands)
 
 
 def _program(
@@ -316,7 +316,7 @@ def _program(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     fetch_residual(0)
 
-                @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((tile_m, tile_n), jnp.float32))
+                @functools.partial(pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
                 def _contract(accumulator: Any) -> None:
                     @pl.loop(0, steps)
                     def _step(step: Any) -> None:

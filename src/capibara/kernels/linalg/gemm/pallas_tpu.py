@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from capibara import hardware
 from capibara.errors import rule_error
-from capibara.kernels.context import current_interpret
+from capibara.kernels.context import current_interpret, matmul_precision
 from capibara.kernels.linalg.gemm.reference import epilogue
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
@@ -114,7 +114,7 @@ def matrix_precision(call_dtype: Any, precision: str | None) -> jax.lax.Precisio
     """What the matrix units are told: float32 operands take one bfloat16 pass, or six for the full precision."""
     if jnp.dtype(call_dtype) != jnp.float32:
         return None
-    asked = precision or jax.config.jax_default_matmul_precision or "default"
+    asked = precision or matmul_precision() or "default"
     return jax.lax.Precision.HIGHEST if asked in ("highest", "float32") else jax.lax.Precision.DEFAULT
 
 
@@ -130,7 +130,7 @@ def refuses(call: Call) -> str | None:
         return "an operand is empty"
     if bias is not None and len(bias.shape) == 2:
         return "the bias differs from one batch element to the next"
-    asked = call.params["precision"] or jax.config.jax_default_matmul_precision
+    asked = call.params["precision"] or matmul_precision()
     if a.dtype == jnp.float32 and asked in ("high", "tensorfloat32", "bfloat16_3x"):
         return f"Mosaic has no {asked!r} precision between one pass and the full six"
     if not candidates(call):
@@ -234,6 +234,7 @@ def pallas_tpu(
     shape = (count, m, n) if batched else (m, n)
     out = out_struct(shape, jnp.dtype(out_dtype) if out_dtype else a.dtype, a)
     lead = (count,) if batched else ()
+    semantics: Any = ("parallel",) * (len(lead) + 2) + ("arbitrary",)
     body = functools.partial(
         _body, steps=steps, tail=k - (steps - 1) * bk if k % bk else 0, a_axis=0 if transpose_a else 1,
         b_axis=1 if transpose_b else 0, activation=activation, precision=matrix_precision(a.dtype, precision),
@@ -246,9 +247,7 @@ def pallas_tpu(
         in_specs=specs,
         out_specs=spec(out, (bm, bn), lambda i, j, s: (i, j)),
         scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)] if steps > 1 else [],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (len(lead) + 2) + ("arbitrary",),
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         cost_estimate=pl.CostEstimate(
             flops=2 * count * m * n * k,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in operands) + count * m * n * out.dtype.itemsize,
@@ -257,7 +256,7 @@ def pallas_tpu(
         interpret=current_interpret().pallas_argument(),
         name="capibara_gemm",
     )
-    return call(*operands)  # type: ignore[no-any-return]
+    return call(*operands)
 
 
 IMPLEMENTATION = Implementation(

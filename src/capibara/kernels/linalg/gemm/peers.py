@@ -15,11 +15,11 @@ from capibara.kernels.op import Case
 
 def xla_two_step(case: Case) -> Callable[..., Any] | None:
     """The product by XLA, then the epilogue as a second program that reads it back: what unfused code does."""
-    a, b, bias, residual = case.args()
+    _, _, bias, residual = case.args()
     activation = case.params.get("activation")
     if bias is None and residual is None and activation is None:
         return None
-    bare = {k: v for k, v in case.params.items() if k != "activation"}
+    bare: dict[str, Any] = {k: v for k, v in case.params.items() if k != "activation"}
     product = jax.jit(lambda a, b: xla(a, b, **bare))
     wide = jnp.float32
 

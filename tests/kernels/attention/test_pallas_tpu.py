@@ -1,0 +1,369 @@
+"""The TPU attention kernels by emulation against a plain float64 form, their tables of live blocks, and lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.compile import lower_for
+from capibara.kernels import interpret, prng, target
+from capibara.kernels.attention import pallas_tpu, pallas_tpu_common, pallas_tpu_grad
+from capibara.kernels.attention.pallas_tpu_common import DEAD, PARTIAL, WHOLE, FlashConfig
+from capibara.kernels.attention.pallas_tpu_grad import FlashGradConfig
+from capibara.kernels.attention.reference import reference, reference_grad
+from capibara.kernels.op import Call, Op
+
+OPTIONAL = ("bias", "mask", "q_segments", "kv_segments", "block_mask", "dropout_seed")
+PARAMS: dict[str, Any] = {
+    "causal": False, "q_offset": 0, "window": None, "scale": None, "softcap": None, "dropout_rate": 0.0,
+    "block_size": None,
+}  # fmt: skip
+FORWARD = Op(
+    "attention", family="attention", reference=reference, operands=("q", "k", "v", *OPTIONAL),
+    params={**PARAMS, "return_lse": False},
+)  # fmt: skip
+BACKWARD = Op(
+    "attention_grad", family="attention", reference=reference_grad, params=PARAMS,
+    operands=("q", "k", "v", *OPTIONAL, "out", "lse", "d_out", "d_lse"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Case:
+    """A call: sizes, features, the extra operands, and keys that are NaN because no query may see them."""
+
+    heads: tuple[int, int] = (2, 2)
+    lengths: tuple[int, int] = (200, 200)
+    depth: int = 64
+    dtype: str = "float32"
+    config: tuple[int, int, int, int] = (128, 128, 128, 128)
+    fused: bool = True
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    nan_keys: slice = dataclasses.field(default_factory=lambda: slice(0, 0))
+    batch: int = 1
+
+    def arrays(self) -> tuple[Any, ...]:
+        """q, k, v, d_out, d_lse; the keys that nothing sees are NaN."""
+        rng = np.random.default_rng(0)
+        (rows, columns), (heads, kv_heads) = self.lengths, self.heads
+        of_queries, of_keys = (self.batch, heads, rows, self.depth), (self.batch, kv_heads, columns, self.depth)
+        q, k, v, do = (
+            jnp.asarray(rng.standard_normal(shape), self.dtype) for shape in (of_queries, of_keys, of_keys, of_queries)
+        )
+        k, v = (x.at[:, :, self.nan_keys].set(jnp.nan) for x in (k, v))
+        return q, k, v, do, jnp.asarray(rng.standard_normal((self.batch, heads, rows)), "float32")
+
+
+def draw(seed: int, *shape: int, p: float | None = None) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal(shape).astype(np.float32) if p is None else rng.random(shape) < p
+
+
+SEGMENTS = np.array([[0] * 40 + [1] * 70 + [3] * 90], np.int32)
+CASES = {
+    "causal-gqa-offset-tails": Case(
+        (4, 2), (200, 300), 128, params={"causal": True, "q_offset": 60}, nan_keys=slice(260, None)
+    ),
+    "two-kernels-gqa": Case((4, 2), (200, 300), 128, fused=False, params={"causal": True, "q_offset": 100}),
+    "chunks-in-a-block": Case(
+        (1, 1), (512, 384), 128, config=(256, 384, 128, 128), params={"causal": True, "q_offset": -100}
+    ),
+    "window-odd-depth": Case((1, 1), (300, 190), 40, fused=False, params={"window": (30, 20)}),
+    "bfloat16-softcap-scale": Case(lengths=(130, 250), dtype="bfloat16", params={"softcap": 3.0, "scale": 0.3}),
+    "segments": Case(
+        extra={"q_segments": SEGMENTS, "kv_segments": np.where(SEGMENTS == 1, 7, SEGMENTS)}, nan_keys=slice(40, 110)
+    ),
+    "mask-by-pair-causal": Case((2, 1), params={"causal": True}, extra={"mask": draw(1, 1, 2, 200, 200, p=0.5)}),
+    "mask-by-key-bias": Case(
+        extra={"mask": (np.arange(200) < 150)[None, None, None], "bias": draw(2, 1, 2, 200, 200)},
+        nan_keys=slice(150, None),
+    ),
+    "block-mask-by-head": Case(
+        (2, 1), (300, 300), params={"block_size": (128, 128)}, extra={"block_mask": draw(7, 1, 2, 3, 3, p=0.5)}
+    ),
+    "dropout": Case(
+        (2, 1), (130, 200), batch=2, params={"dropout_rate": 0.3},
+        extra={"dropout_seed": np.array([3, 4], np.uint32)},
+    ),
+    "one-query": Case((4, 1), (1, 77), 64, params={"causal": True, "q_offset": 76}),
+}  # fmt: skip
+
+
+def allowed_pairs(case: Case) -> np.ndarray:
+    (rows, columns), p, extra = case.lengths, {**PARAMS, **case.params}, case.extra
+    i, j = np.arange(rows)[:, None] + p["q_offset"], np.arange(columns)[None]
+    allowed = np.ones((case.batch, case.heads[0], rows, columns), bool)
+    left, right = p["window"] or (None, None)
+    if p["causal"]:
+        allowed &= j <= i
+    allowed &= True if left is None else j >= i - left
+    allowed &= True if right is None else j <= i + right
+    if "mask" in extra:
+        allowed &= extra["mask"]
+    if "q_segments" in extra:
+        allowed &= (extra["q_segments"][:, :, None] == extra["kv_segments"][:, None])[:, None]
+    if "block_mask" in extra:
+        wide = extra["block_mask"].repeat(p["block_size"][0], 2).repeat(p["block_size"][1], 3)
+        allowed &= wide[:, :, :rows, :columns]
+    return allowed
+
+
+def plain(case: Case) -> dict[str, np.ndarray]:
+    """Everything in float64 by the textbook, pair by pair."""
+    p = {**PARAMS, **case.params}
+    q, k, v, do, d_lse = (np.nan_to_num(np.asarray(x.astype(jnp.float32)).astype(np.float64)) for x in case.arrays())
+    groups = case.heads[0] // case.heads[1]
+    k, v = k.repeat(groups, 1), v.repeat(groups, 1)
+    scale = case.depth**-0.5 if p["scale"] is None else p["scale"]
+    s = q @ k.swapaxes(2, 3) * scale + case.extra.get("bias", 0.0)
+    slope = 1.0
+    if p["softcap"]:
+        t = np.tanh(s / p["softcap"])
+        s, slope = p["softcap"] * t, 1 - t * t
+    allowed = allowed_pairs(case)
+    weights = np.where(allowed, np.exp(s), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    prob = weights / np.where(total > 0, total, 1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total)[..., 0]
+    keep = np.ones_like(prob)
+    if p["dropout_rate"]:
+        flat = np.arange(np.prod(q.shape[:3]), dtype=np.uint32).reshape(*q.shape[:3], 1)
+        kept = prng.keep_mask(case.extra["dropout_seed"], flat, np.arange(k.shape[2], dtype=np.uint32), 0.3)
+        keep = np.asarray(kept) / (1 - p["dropout_rate"])
+    out = (prob * keep) @ v
+    dp = (do @ v.swapaxes(2, 3)) * keep
+    delta = (out * do).sum(-1) - np.where(np.isneginf(lse), 0, d_lse)
+    ds = prob * (dp - delta[..., None]) * slope
+    summed = lambda x: x.reshape(case.batch, case.heads[1], groups, *x.shape[2:]).sum(2)  # noqa: E731
+    dk, dv = summed(ds.swapaxes(2, 3) @ q * scale), summed((prob * keep).swapaxes(2, 3) @ do)
+    return {"out": out, "lse": lse, "dq": ds @ k * scale, "dk": dk, "dv": dv}
+
+
+def emulated(case: Case, mode: str = "hlo") -> dict[str, np.ndarray]:
+    params = {**PARAMS, **case.params}
+    extra = [None if case.extra.get(n) is None else jnp.asarray(case.extra[n]) for n in OPTIONAL]
+
+    def both(q: Any, k: Any, v: Any, do: Any, d_lse: Any, *extra: Any) -> dict[str, Any]:
+        config = FlashConfig(*case.config)
+        out, lse = pallas_tpu.pallas_tpu(q, k, v, *extra, config=config, return_lse=True, **params)
+        found = {"out": out, "lse": lse}
+        if extra[0] is None:
+            grad_config = FlashGradConfig(*case.config, fused=case.fused)
+            flow = jnp.where(jnp.isneginf(lse), 0.0, d_lse)
+            grads = pallas_tpu_grad.pallas_tpu_grad(q, k, v, *extra, out, lse, do, flow, config=grad_config, **params)
+            found |= dict(zip(("dq", "dk", "dv"), grads, strict=False))
+        return found
+
+    with interpret(mode, detect_races=mode == "machine"), jax.default_matmul_precision("highest"):
+        found = jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})(*case.arrays(), *extra)
+    return {name: np.asarray(x.astype(jnp.float32)) for name, x in found.items()}
+
+
+def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], dtype: str) -> None:
+    for name, got in found.items():
+        expected = wanted[name]
+        dead = np.isneginf(expected)
+        np.testing.assert_array_equal(np.isneginf(got), dead, err_msg=name)
+        error = np.abs(np.where(dead, 0, got) - np.where(dead, 0, expected)).max()
+        # bfloat16: probabilities, outputs and score gradients are each rounded once, half a unit in 2^8.
+        limit = 2e-5 if dtype == "float32" or name == "lse" else 2.0**-6
+        assert error <= limit * max(np.abs(expected[~dead]).max(initial=0.0), 1.0), (name, error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name: str) -> None:
+    assert_close(emulated(CASES[name]), plain(CASES[name]), CASES[name].dtype)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("fused", [True, False])
+def test_memory_that_starts_as_nan_and_no_races(fused: bool) -> None:
+    """Reads past the operands see NaN here, so tails are cleared; every access is ordered."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    case = Case((2, 1), (200, 140), 64, fused=fused, params={"causal": True, "q_offset": -30})
+    assert_close(emulated(case, "machine"), plain(case), case.dtype)
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+
+
+def shapes(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def calls(
+    b: int, h: int, kv: int, t: int, d: int, s: int = 0, *, extra: Any = None, **params: Any
+) -> tuple[Call, Call]:
+    """The forward and the backward call of these sizes, for a v4."""
+    q, k = shapes(b, h, t, d), shapes(b, kv, s or t, d)
+    optional = [(extra or {}).get(n) for n in OPTIONAL]
+    with target("tpu", "TPU v4"):
+        forward = FORWARD.call(q, k, k, *optional, return_lse=True, **params)
+        saved = (q, shapes(b, h, t, dtype=jnp.float32), q, None)
+        return forward, BACKWARD.call(q, k, k, *optional, *saved, **params)
+
+
+REAL = {
+    "4k": ((4, 16, 16, 4096, 128), {"causal": True}),
+    "8k": ((2, 16, 16, 8192, 128), {"causal": True}),
+    "8k-full": ((2, 16, 16, 8192, 128), {}),
+    "gqa": ((4, 32, 8, 4096, 128), {"causal": True}),
+    "depth-64": ((4, 32, 32, 4096, 64), {"causal": True}),
+    "depth-256": ((2, 8, 8, 4096, 256), {"causal": True}),
+    "window": ((1, 8, 8, 32768, 128), {"causal": True, "window": (1023, 0)}),
+    "odd": ((1, 2, 2, 100, 40, 77), {"softcap": 5.0}),
+    "segments": (
+        (2, 2, 1, 1000, 64),
+        {"extra": {"q_segments": shapes(2, 1000, dtype=jnp.int32), "kv_segments": shapes(2, 1000, dtype=jnp.int32)}},
+    ),
+    "mask": ((2, 2, 1, 1000, 64), {"extra": {"mask": shapes(2, 1, 1000, 1000, dtype=jnp.bool_)}}),
+    "mask-by-key": ((2, 2, 1, 1000, 64), {"extra": {"mask": shapes(2, 1, 1, 1000, dtype=jnp.bool_)}}),
+    "blocks": (
+        (2, 2, 1, 1000, 64),
+        {"extra": {"block_mask": shapes(1, 2, 2, 2, dtype=jnp.bool_)}, "block_size": (512, 512)},
+    ),
+    "dropout": ((2, 2, 1, 1000, 64), {"extra": {"dropout_seed": shapes(2, dtype=jnp.uint32)}, "dropout_rate": 0.1}),
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", REAL)
+def test_lowers_for_tpu(name: str) -> None:
+    sizes, params = REAL[name]
+    for call, made in zip(calls(*sizes, **params), (pallas_tpu, pallas_tpu_grad), strict=True):
+        assert made.refuses(call) is None  # type: ignore[attr-defined]
+        implementation = made.IMPLEMENTATION  # type: ignore[attr-defined]
+        configs = [implementation.default_config(call), implementation.candidates(call)[-1]]
+        if sizes[3] > 8192:  # the smallest blocks make a long table here, which is not what is looked at
+            configs.pop()
+        for config in configs:
+
+            def fn(*present: Any, call: Call = call, config: Any = config, impl: Any = implementation) -> Any:
+                given = iter(present)
+                full = [None if x is None else next(given) for x in call.args]
+                return [x for x in jax.tree.leaves(impl.fn(*full, config=config, **call.params))]
+
+            result = lower_for(fn, [x for x in call.args if x is not None], "tpu")
+            assert result.ok, result.error
+            assert "tpu_custom_call" in result.custom_calls
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "params", "blocks", "most"),
+    [
+        # causal: q block i sees key blocks up to the diagonal: 1 + 2 + 3 + 4 of 16, the diagonal ones masked
+        (4096, 4096, {"causal": True}, (1024, 1024), (10, 4, 4)),
+        (4096, 4096, {}, (1024, 1024), (16, 0, 4)),
+        # a window of 1024 back: two or three blocks of 512 for each of 64, whatever the length
+        (32768, 32768, {"causal": True, "window": (1023, 0)}, (512, 512), (189, 126, 3)),
+        (1024, 1000, {}, (512, 512), (4, 2, 2)),
+        (128, 4096, {"causal": True, "q_offset": 128}, (128, 128), (2, 1, 2)),
+    ],
+)  # fmt: skip
+def test_work_is_proportional_to_the_live_blocks(
+    t: int, s: int, params: dict[str, Any], blocks: tuple[int, int], most: tuple[int, int, int]
+) -> None:
+    rules = pallas_tpu_common.rules_of(shapes(1, 1, t, 128), shapes(1, 1, s, 128), {**PARAMS, **params})
+    kinds = pallas_tpu_common.block_kinds(rules, *blocks)
+    live, partial, steps = most
+    assert (int((kinds != DEAD).sum()), int((kinds == PARTIAL).sum())) == (live, partial)
+    assert pallas_tpu_common.most_live(kinds) == steps
+    table = pallas_tpu_common.live_table(kinds[None, None], steps).reshape(kinds.shape[0], steps)
+    for row, line in zip(kinds, table, strict=True):
+        alive = np.flatnonzero(row)
+        np.testing.assert_array_equal(line[: len(alive)], alive * 4 + row[alive])
+        # Past the end the last live block is named again, so no copy starts, and its kind says to do nothing.
+        np.testing.assert_array_equal(line[len(alive) :], alive[-1] * 4)
+
+
+def test_block_kinds_against_every_pair() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        t, s, offset = (int(x) for x in rng.integers((1, 1, -60), (90, 90, 60)))
+        sides = [None if rng.random() < 0.5 else int(rng.integers(1, 40)) for _ in range(2)]
+        params = {**PARAMS, "causal": bool(rng.random() < 0.5), "q_offset": offset, "window": tuple(sides)}
+        bq, bk = (int(x) for x in rng.integers(1, 40, 2))
+        rules = pallas_tpu_common.rules_of(shapes(1, 1, t, 8), shapes(1, 1, s, 8), params)
+        kinds = pallas_tpu_common.block_kinds(rules, bq, bk, ragged_rows=True)
+        pairs = np.zeros((kinds.shape[0] * bq, kinds.shape[1] * bk), bool)
+        pairs[:t, :s] = allowed_pairs(Case((1, 1), (t, s), params=params))[0, 0]
+        blocks = pairs.reshape(kinds.shape[0], bq, kinds.shape[1], bk)
+        some, every = blocks.any((1, 3)), blocks.all((1, 3))
+        np.testing.assert_array_equal(kinds == WHOLE, every)
+        # Positions alone may keep a block whose few pairs are outside; they never lose one.
+        assert not (some & (kinds == DEAD)).any()
+
+
+def test_segments_and_block_masks_make_dead_blocks() -> None:
+    rules = pallas_tpu_common.rules_of(shapes(1, 1, 512, 64), shapes(1, 1, 512, 64), PARAMS)
+    kinds = pallas_tpu_common.block_kinds(rules, 128, 128)
+    segments = jnp.asarray(np.repeat([[0, 1, 1, 2]], 128, axis=1).reshape(1, -1))
+    refined = pallas_tpu_common.refine_kinds(
+        kinds, (128, 128), None, None, (segments, segments.at[0, 300].set(2)), masked=False
+    )
+    np.testing.assert_array_equal(refined[0, 0], [[1, 0, 0, 0], [0, 1, 2, 0], [0, 1, 2, 0], [0, 0, 2, 1]])
+    alive = jnp.asarray([[[[True, False], [False, True]]]])
+    refined = pallas_tpu_common.refine_kinds(kinds, (128, 128), alive, (256, 256), (None, None), masked=False)
+    np.testing.assert_array_equal(refined[0, 0], np.kron([[1, 0], [0, 1]], np.ones((2, 2))))
+    table = pallas_tpu_common.live_table(refined, 4).reshape(4, 4)
+    np.testing.assert_array_equal(table[0], [0 * 4 + WHOLE, 1 * 4 + WHOLE, 4, 4])
+
+
+def test_refuses_with_a_reason() -> None:
+    def reasons(*sizes: int, **params: Any) -> tuple[str | None, str | None]:
+        forward, backward = calls(*sizes, **params)
+        return pallas_tpu.refuses(forward), pallas_tpu_grad.refuses(backward)
+
+    bias = {"bias": shapes(1, 1, 256, 256)}
+    assert reasons(1, 1, 1, 256, 64, extra=bias) == (None, "it has no gradient of the bias")
+    for reason in reasons(1, 1, 1, 256, 512):
+        assert reason == "it takes a head_dim from 8 to 256, not 512"
+    small = {"extra": {"block_mask": shapes(1, 1, 4, 4, dtype=jnp.bool_)}, "block_size": (64, 64)}
+    for reason in reasons(1, 1, 1, 256, 64, **small):
+        assert reason == "blocks of its block mask are multiples of 128; these are 64 by 64"
+    for reason in reasons(1, 1, 1, 0, 64, 0):
+        assert reason == "an operand is empty"
+
+
+def test_candidates_fit_vmem_and_divide_the_block_mask() -> None:
+    forward, backward = calls(1, 8, 2, 4096, 128, causal=True)
+    limit = pallas_tpu_common.vmem_limit(forward)
+    assert all(pallas_tpu.vmem_bytes(forward, c) <= limit for c in pallas_tpu.candidates(forward))
+    made = pallas_tpu_grad.candidates(backward)
+    assert all(pallas_tpu_grad.vmem_bytes(backward, c) <= limit for c in made)
+    assert made[0].fused
+    long, long_backward = calls(1, 8, 8, 32768, 128, causal=True)
+    assert not any(c.fused for c in pallas_tpu_grad.candidates(long_backward))  # a head's gradient is 16 MiB
+    blocks = {"extra": {"block_mask": shapes(1, 1, 16, 8, dtype=jnp.bool_)}, "block_size": (256, 512)}
+    masked, _ = calls(1, 8, 2, 4096, 128, **blocks)
+    assert pallas_tpu.candidates(masked)
+    assert all(256 % c.block_q == 0 and 512 % c.block_k == 0 for c in pallas_tpu.candidates(masked))
+
+
+def test_config_says_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="block_q is a positive multiple of 128"):
+        FlashConfig(block_q=100)
+    with pytest.raises(ValueError, match="chunk_k divides block_k"):
+        FlashConfig(block_k=384, chunk_k=256)
+    assert FlashGradConfig(1024, 512, 512, 512, fused=False).fit(300, 77) == FlashGradConfig(
+        384, 128, 128, 128, fused=False
+    )
+
+
+def test_inside_shard_map_lowers_for_tpu() -> None:
+    """The kernel's tables vary over the mesh as its operands do, so a checked shard_map takes it."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    spec = jax.sharding.PartitionSpec("data")
+    fn = functools.partial(pallas_tpu.pallas_tpu, config=FlashConfig(), **{**PARAMS, "causal": True})
+    mapped = jax.shard_map(lambda q, k, v: fn(q, k, v), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    x = shapes(2, 2, 256, 64)
+    with target("tpu", "TPU v4"):
+        assert "tpu_custom_call" in jax.export.export(jax.jit(mapped), platforms=["tpu"])(x, x, x).mlir_module()
