@@ -145,6 +145,8 @@ def test_interrupting_leaves_nothing_behind(tmp_path):
     temporary.mkdir()
     (tmp_path / "pool_targets.py").write_text(TARGETS)
     script = (
+        # A shell's background job ignores the interrupt, and its children inherit that.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from capibara.compile import CompileJob, compile_many\n"
         f"compile_many([CompileJob('pool_targets:hang', {{'pid_file': {str(pids)!r}}})], None)\n"
     )

@@ -118,9 +118,10 @@ def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:
         )
     screen.print(made)
     screen.print(
-        "bundles: length of a kernel body's schedule, one bundle a cycle of one core; a Pallas body is one "
-        "grid step, XLA's figure adds up its fusions with each loop counted once. at least: cycles the "
-        "matrix units need for a step.",
+        "bundles: length of a kernel body's schedule, one bundle a cycle of one core. A Pallas body is one grid step "
+        "with every branch of it (a step clears or writes back only at its ends), XLA's figure adds up its fusions; a "
+        "loop inside a body counts once, so a figure can lie under the next one. at least: cycles the matrix units "
+        "need for a step.",
         markup=False,
     )
 
