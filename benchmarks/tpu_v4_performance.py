@@ -25,9 +25,7 @@ from capibara.kernels.op import lookup, registry
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", help="ops; all by default")
     parser.add_argument("--against", default="xla", help="implementations or peers, separated by commas")
     parser.add_argument("--case", action="append", help="a case by name; may be repeated")

@@ -220,9 +220,7 @@ def test_a_case_that_fails_to_compile_fails_the_command(monkeypatch: pytest.Monk
 
     def broken(jobs: list[Any], slice_name: str, **_: Any) -> list[CompileReport]:
         return [
-            CompileReport(
-                job.name, "pallas" not in job.name, "a test", error_kind="vmem_oom", error="too large"
-            )
+            CompileReport(job.name, "pallas" not in job.name, "a test", error_kind="vmem_oom", error="too large")
             for job in jobs
         ]
 

@@ -64,9 +64,7 @@ def test_figures_are_read_back(stand_in):
     report = compile_for(*xla_matmul(256, "float32"), "v4-32", name="matmul")
     assert report.ok, report.error
     assert report.compiled
-    assert (
-        report.evidence == "compiled by the TPU compiler libtpu 9.9 for v4-32; predicted, not run on a chip"
-    )
+    assert report.evidence == "compiled by the TPU compiler libtpu 9.9 for v4-32; predicted, not run on a chip"
     assert report.hbm_argument_bytes == 2 * 256 * 256 * 4
     assert report.hbm_output_bytes == 256 * 256 * 4
     assert report.flops == pytest.approx(2 * 256**3, rel=0.01)

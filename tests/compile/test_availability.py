@@ -19,9 +19,7 @@ def on(monkeypatch, system, machine, *, libtpu):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    ("system", "machine"), [("Linux", "aarch64"), ("Darwin", "arm64"), ("Windows", "AMD64")]
-)
+@pytest.mark.parametrize(("system", "machine"), [("Linux", "aarch64"), ("Darwin", "arm64"), ("Windows", "AMD64")])
 def test_elsewhere_than_x86_linux(monkeypatch, system, machine):
     on(monkeypatch, system, machine, libtpu=True)
     found = tpu_compiler()

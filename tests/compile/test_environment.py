@@ -14,9 +14,7 @@ from capibara.compile.environment import compiler_environment, dump_dir_in, dump
 def test_flags_name_the_directory_and_the_passes():
     flags = dump_flags("/d")
     assert "--xla_jf_dump_to=/d" in flags
-    assert flags[-1].startswith(
-        "--xla_jf_dump_llo_pass_label_regex=^(schedule-analysis_final_bundles|final_bundles|"
-    )
+    assert flags[-1].startswith("--xla_jf_dump_llo_pass_label_regex=^(schedule-analysis_final_bundles|final_bundles|")
     assert not any(character in flag for flag in flags for character in " '\"\\")  # libtpu splits on blanks
     assert len(dump_flags("/d", passes=None)) == len(flags) - 1
 
@@ -37,9 +35,7 @@ def test_without_a_dump_no_flags():
 def test_the_directory_is_read_back():
     assert dump_dir_in({}) is None
     assert dump_dir_in({"LIBTPU_INIT_ARGS": "--xla_jf_dump_to=/old"}) == Path("/old")
-    assert dump_dir_in(compiler_environment("/new", {"LIBTPU_INIT_ARGS": "--xla_jf_dump_to=/old"})) == Path(
-        "/new"
-    )
+    assert dump_dir_in(compiler_environment("/new", {"LIBTPU_INIT_ARGS": "--xla_jf_dump_to=/old"})) == Path("/new")
 
 
 @pytest.mark.newest

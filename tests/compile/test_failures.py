@@ -66,9 +66,7 @@ def test_no_sizes():
 
 
 def test_useful_lines_drops_noise_and_the_long_tail():
-    text = "Traceback (most recent call last):\nfirst\n\n--------------------\n" + "\n".join(
-        map(str, range(50))
-    )
+    text = "Traceback (most recent call last):\nfirst\n\n--------------------\n" + "\n".join(map(str, range(50)))
     lines = useful_lines(text, limit=3).splitlines()
     assert lines == ["first", "0", "1", "… and 48 more lines"]
 

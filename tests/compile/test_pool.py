@@ -61,17 +61,13 @@ def job(name, **kwargs):
 @pytest.mark.newest
 def test_reports_come_in_order_and_as_they_are_done(targets):
     jobs = [
-        CompileJob(
-            "capibara.compile.selfcheck:stock_pallas_matmul", {"size": 512, "block": 256}, name="good"
-        ),
+        CompileJob("capibara.compile.selfcheck:stock_pallas_matmul", {"size": 512, "block": 256}, name="good"),
         job("crash"),
         job("refuse", n=1),
         CompileJob("capibara.compile.selfcheck:xla_matmul", {"size": 8}, mesh=None, vmem_static_bytes=5),
     ]
     seen = []
-    reports = compile_many(
-        jobs, None, workers=2, timeout_s=100, on_result=lambda i, report: seen.append((i, report))
-    )
+    reports = compile_many(jobs, None, workers=2, timeout_s=100, on_result=lambda i, report: seen.append((i, report)))
     assert [report.ok for report in reports] == [True, False, False, True]
     assert reports[0].name == "good"
     assert reports[0].custom_calls == ("tpu_custom_call",)
@@ -81,9 +77,7 @@ def test_reports_come_in_order_and_as_they_are_done(targets):
 
 @pytest.mark.newest
 def test_crashes_cost_their_own_job_only(targets):
-    reports = compile_many(
-        [job("crash"), job("refuse", n=1), job("segfault"), job("refuse", n=2)], None, workers=1
-    )
+    reports = compile_many([job("crash"), job("refuse", n=1), job("segfault"), job("refuse", n=2)], None, workers=1)
     assert [report.error_kind for report in reports] == ["crash", "target", "crash", "target"]
     assert "exit status 3" in reports[0].error
     assert "the last words" in reports[0].error
@@ -114,9 +108,7 @@ def test_a_worker_that_cannot_start_is_a_report(targets, monkeypatch):
 def test_workers_are_replaced_after_a_while(targets, monkeypatch):
     monkeypatch.setattr("capibara.compile.pool._JOBS_A_WORKER", 1)
     reports = compile_many([job("refuse", n=n) for n in range(3)], None, workers=1)
-    assert [report.error.splitlines()[-1] for report in reports] == [
-        f"ValueError: case {n}" for n in range(3)
-    ]
+    assert [report.error.splitlines()[-1] for report in reports] == [f"ValueError: case {n}" for n in range(3)]
 
 
 def test_an_error_in_the_callback_reaches_the_caller(targets):
@@ -155,9 +147,7 @@ def test_interrupting_leaves_nothing_behind(tmp_path):
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
         "TMPDIR": str(temporary),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (pids.exists() and len(pids.read_text().split()) == 2):
         assert time.monotonic() < deadline

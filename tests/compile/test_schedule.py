@@ -89,9 +89,7 @@ def test_without_the_analysis_the_listing_is_counted(tmp_path):
     assert kernel.slots == {}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a format that nobody has seen yet\n", "0x: {\n", "== UTILIZATION:\n 1 2\n"]
-)
+@pytest.mark.parametrize("text", ["", "a format that nobody has seen yet\n", "0x: {\n", "== UTILIZATION:\n 1 2\n"])
 def test_what_is_not_found_is_none(tmp_path, text):
     for label in (
         "schedule-analysis_final_bundles",

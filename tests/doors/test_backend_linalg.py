@@ -79,17 +79,13 @@ def test_waiting_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waited) == 1
     assert got.is_ready()
     # Inside of a trace there is nothing to wait for, and both are the same program.
-    one, other = (
-        jax.make_jaxpr(lambda a, b, w=w: ops.optimized_gemm(a, b, use_async=w))(A, B) for w in (True, False)
-    )
+    one, other = (jax.make_jaxpr(lambda a, b, w=w: ops.optimized_gemm(a, b, use_async=w))(A, B) for w in (True, False))
     assert str(one) == str(other)
 
 
 def test_batches_an_epilogue_and_gradients() -> None:
     batch = jnp.stack([A, A + 1])
-    got = ops.optimized_gemm(
-        batch, B, precision="float32", chunk_size=128, bias=jnp.ones(32), activation="silu"
-    )
+    got = ops.optimized_gemm(batch, B, precision="float32", chunk_size=128, bias=jnp.ones(32), activation="silu")
     z = np.asarray(batch, np.float64) @ np.asarray(B, np.float64) + 1
     assert error(got, z / (1 + np.exp(-z))) < 2 * LIMITS["float32"]
     grad = jax.grad(lambda a: ops.optimized_gemm(a, B, precision="float32", chunk_size=100).sum())(A)
@@ -99,16 +95,12 @@ def test_batches_an_epilogue_and_gradients() -> None:
 
 @pytest.mark.newest
 def test_mistakes_and_what_is_not_there() -> None:
-    with pytest.raises(
-        ValueError, match=r"Unknown precision 'float8'.*'bfloat16', 'float32', 'mixed', 'fp8'"
-    ):
+    with pytest.raises(ValueError, match=r"Unknown precision 'float8'.*'bfloat16', 'float32', 'mixed', 'fp8'"):
         ops.optimized_gemm(A, B, precision="float8")
     with pytest.raises(TypeError, match="no_such"):
         ops.optimized_gemm(A, B, no_such=1)
     assert not hasattr(ops, "fast_svd")
-    with pytest.raises(
-        AttributeError, match="TpuV4AttentionOps is not in this version; it has TpuV4LinalgOps"
-    ):
+    with pytest.raises(AttributeError, match="TpuV4AttentionOps is not in this version; it has TpuV4LinalgOps"):
         _ = backend.TpuV4AttentionOps
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         _ = backend.Nothing

@@ -185,10 +185,7 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "one.py").touch()
-    states = [
-        tool.state(tool.Entry(issue="x", file=name), tmp_path)
-        for name in ("empty", "full", "full/one.py", "no")
-    ]
+    states = [tool.state(tool.Entry(issue="x", file=name), tmp_path) for name in ("empty", "full", "full/one.py", "no")]
     assert states == ["missing", "there", "there", "missing"]
 
 

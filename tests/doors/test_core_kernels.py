@@ -59,9 +59,7 @@ def test_used_as_documented() -> None:
         equation="bhnd,bhkd->bhnk", operands=[Q, K], optimize="optimal", memory_efficient=True
     )
     assert scores.dtype == jnp.bfloat16
-    assert (
-        error(scores, np.einsum("bhnd,bhkd->bhnk", *(np.asarray(x, np.float64) for x in (Q, K)))) < BFLOAT16
-    )
+    assert error(scores, np.einsum("bhnd,bhkd->bhnk", *(np.asarray(x, np.float64) for x in (Q, K)))) < BFLOAT16
     assert capibara.core.kernels.tpu_v4_wrappers.TPUv4Kernels is capibara.core.kernels.TPUv4Kernels
     assert capibara.core.kernels is capibara.core.__getattr__("kernels")
 
@@ -90,10 +88,7 @@ def test_a_level_decides_what_runs(level: str, implementation: str) -> None:
     assert found.implementation == implementation
     asked = "it was asked for by name" in str(found)
     assert asked == (level in ("none", "basic"))
-    assert (
-        explain(lambda a, b: kernels.einsum_optimize("ij,kj->ik", [a, b]), A, B).implementation
-        == implementation
-    )
+    assert explain(lambda a, b: kernels.einsum_optimize("ij,kj->ik", [a, b]), A, B).implementation == implementation
     assert error(product(kernels)(A, B)) < FLOAT32
     # "none" is not compiled as one program.
     outer = [e.primitive.name for e in jax.make_jaxpr(product(kernels))(A, B).eqns]
@@ -114,9 +109,7 @@ def test_aggressive_tunes_a_shape_at_first_sight(monkeypatch: pytest.MonkeyPatch
     from capibara.kernels import tuning
 
     tuned: list[Any] = []
-    monkeypatch.setattr(
-        tuning, "autotune", lambda op, *arrays, params: tuned.append((op.name, arrays, params))
-    )
+    monkeypatch.setattr(tuning, "autotune", lambda op, *arrays, params: tuned.append((op.name, arrays, params)))
     monkeypatch.setattr(levels, "_SEEN", set())
     monkeypatch.setattr(levels, "_TUNED", [])
     for level in ("none", "basic", "balanced"):
@@ -158,14 +151,12 @@ def test_fusion_off_puts_barriers_around_a_product() -> None:
     epilogue = {"bias": jnp.ones(32), "activation": "gelu"}
     for options in ({}, epilogue):
         on, off = (
-            str(jax.make_jaxpr(product(TPUv4Kernels(enable_xla_fusion=f), **options))(A, B))
-            for f in (True, False)
+            str(jax.make_jaxpr(product(TPUv4Kernels(enable_xla_fusion=f), **options))(A, B)) for f in (True, False)
         )
         assert "optimization_barrier" not in on
         assert off.count("optimization_barrier") == 2
     with_it, without = (
-        product(TPUv4Kernels(precision="float32", enable_xla_fusion=f), **epilogue)(A, B)
-        for f in (True, False)
+        product(TPUv4Kernels(precision="float32", enable_xla_fusion=f), **epilogue)(A, B) for f in (True, False)
     )
     np.testing.assert_allclose(with_it, without, rtol=1e-5, atol=1e-5)
 
@@ -246,9 +237,7 @@ def test_mistakes_and_what_is_not_there() -> None:
         with pytest.raises(ValueError, match=said):
             TPUv4Kernels(**options)  # type: ignore[arg-type]
     kernels = TPUv4Kernels()
-    with pytest.raises(
-        ValueError, match=r"Unknown algorithm 'tpu'.*'tpu_optimized', 'xla', 'pallas', 'reference'"
-    ):
+    with pytest.raises(ValueError, match=r"Unknown algorithm 'tpu'.*'tpu_optimized', 'xla', 'pallas', 'reference'"):
         kernels.optimized_matmul(A, B, algorithm="tpu")
     with pytest.raises(ValueError, match="Unknown precision 'int8'"):
         kernels.optimized_matmul(A, B, precision="int8")
@@ -256,9 +245,7 @@ def test_mistakes_and_what_is_not_there() -> None:
         kernels.optimized_matmul(A, B)
     for name in ("flash_attention", "get_tflops", "nothing"):
         assert not hasattr(kernels, name)
-    with pytest.raises(
-        AttributeError, match="'flash_attention' in this version; it has optimized_matmul, einsum"
-    ):
+    with pytest.raises(AttributeError, match="'flash_attention' in this version; it has optimized_matmul, einsum"):
         kernels.flash_attention(Q, K, K)
     assert not hasattr(capibara.core, "ModularCapibaraModel")
     assert copy.deepcopy(kernels).settings == kernels.settings

@@ -162,9 +162,7 @@ def test_a_benchmark_is_a_median_of_waited_for_calls() -> None:
 
 @pytest.mark.newest
 def test_what_is_not_there_says_so() -> None:
-    with pytest.raises(
-        AttributeError, match="flash_attention is not in this version; it has PrecisionConfig"
-    ):
+    with pytest.raises(AttributeError, match="flash_attention is not in this version; it has PrecisionConfig"):
         _ = tpu.flash_attention
     assert not hasattr(tpu, "layer_norm")
     with pytest.raises(ImportError):

@@ -204,9 +204,7 @@ def test_host_callbacks(quiet: None, capfd: pytest.CaptureFixture[str]) -> None:
     def function(x: jax.Array) -> jax.Array:
         x = callback.id_print(x, what="here")
         x = callback.id_tap(lambda value, transforms: seen.append(int(value)), x)
-        return callback.call(
-            lambda value: np.asarray(value) * 2, x, result_shape=jax.ShapeDtypeStruct((), jnp.int32)
-        )
+        return callback.call(lambda value: np.asarray(value) * 2, x, result_shape=jax.ShapeDtypeStruct((), jnp.int32))
 
     assert function(jnp.int32(21)) == 42
     jax.effects_barrier()

@@ -46,9 +46,7 @@ def test_it_behaves_as_jax_config() -> None:
 
 
 def test_unknown_option_says_the_nearest() -> None:
-    with pytest.raises(
-        AttributeError, match=r"Unrecognized config option: jax_enable_x65. Nearest: jax_enable_x64"
-    ):
+    with pytest.raises(AttributeError, match=r"Unrecognized config option: jax_enable_x65. Nearest: jax_enable_x64"):
         config.update("jax_enable_x65", True)
     with pytest.raises(AttributeError, match="Nearest: enable_tpu_optimizations"):
         config.update("enable_tpu_optimisations", True)

@@ -80,9 +80,7 @@ def mismatches(paths: list[str]) -> tuple[list[str], int]:
 def test_every_public_name_is_jax_s_own(record_property: pytest.RecordProperty) -> None:
     paths, absent = public_modules()
     wrong, names = mismatches(paths)
-    report = (
-        f"jax {jax.__version__}: {len(paths)} modules, {names} names, {len(absent)} modules not importable"
-    )
+    report = f"jax {jax.__version__}: {len(paths)} modules, {names} names, {len(absent)} modules not importable"
     record_property("walk", report)
     print(report, *(f"  {path}: needs {package}" for path, package in absent.items()), sep="\n")
     assert wrong == []

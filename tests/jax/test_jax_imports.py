@@ -16,9 +16,7 @@ import capibara.jax
 
 def fresh(code: str) -> str:
     """Run in a new interpreter, where nothing is imported yet."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error::ImportWarning", "-c", code], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -73,9 +71,7 @@ def test_import_module_and_find_spec() -> None:
 
 @pytest.mark.newest
 def test_jax_s_modules_keep_their_identity() -> None:
-    before = {
-        name: getattr(jax.scipy.stats, name) for name in ("__name__", "__spec__", "__loader__", "__path__")
-    }
+    before = {name: getattr(jax.scipy.stats, name) for name in ("__name__", "__spec__", "__loader__", "__path__")}
     assert capibara.jax.scipy.stats is jax.scipy.stats
     importlib.import_module("capibara.jax.scipy.stats.norm")
     for name, value in before.items():
@@ -118,9 +114,7 @@ def test_star_import() -> None:
 def test_a_name_in_neither_says_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'capibara.jax' has no attribute 'jitt'. Nearest: jit"):
         _ = capibara.jax.jitt
-    with pytest.raises(
-        AttributeError, match=r"'capibara.jax.numpy' has no attribute 'matmull'. Nearest: matmul"
-    ):
+    with pytest.raises(AttributeError, match=r"'capibara.jax.numpy' has no attribute 'matmull'. Nearest: matmul"):
         _ = capibara.jax.numpy.matmull
     with pytest.raises(AttributeError, match="Nearest: tree_map"):  # removed names count as near
         _ = capibara.jax.treemap

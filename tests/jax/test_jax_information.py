@@ -121,9 +121,7 @@ def test_a_wrong_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_an_unseen_gpu_is_missing_the_plugin(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unseen_gpu_is_missing_the_plugin(has_gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver = tmp_path / "version"
     if has_gpu:
         driver.write_text("NVRM version")
@@ -135,9 +133,7 @@ def test_an_unseen_gpu_is_missing_the_plugin(
     assert not any("cuda" in one.command for one in _installation._missing({"gpu"}))
 
 
-@pytest.mark.parametrize(
-    ("machine", "system", "expected"), [("x86_64", "Linux", True), ("aarch64", "Linux", False)]
-)
+@pytest.mark.parametrize(("machine", "system", "expected"), [("x86_64", "Linux", True), ("aarch64", "Linux", False)])
 def test_libtpu_is_missing_only_where_it_installs(
     machine: str, system: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,9 +119,7 @@ def test_complex_numbers() -> None:
 
 @pytest.mark.parametrize("how", ["float64 on the host", "float32 at highest precision on the device"])
 @pytest.mark.parametrize("elements", [1 << 22, 8])
-def test_large_outputs_are_compared_on_the_device(
-    how: str, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_outputs_are_compared_on_the_device(how: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "HOST_ELEMENTS", elements)
     gemm = lookup("gemm")
     case = gemm.case("wide-output")

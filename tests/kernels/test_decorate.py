@@ -84,9 +84,7 @@ def test_its_name_is_in_the_program() -> None:
 
 
 def test_under_transformations_and_jits_own_options() -> None:
-    kernel = decorate.tpu_kernel(context=Entered(), static_argnames="power")(
-        lambda a, power=2: jnp.sum(a**power)
-    )
+    kernel = decorate.tpu_kernel(context=Entered(), static_argnames="power")(lambda a, power=2: jnp.sum(a**power))
     np.testing.assert_allclose(kernel(X, power=3), jnp.sum(X**3), rtol=1e-6)
     np.testing.assert_allclose(jax.grad(kernel)(X), 2 * X, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(jax.vmap(kernel))(X), jnp.sum(X**2, 1), rtol=1e-6)

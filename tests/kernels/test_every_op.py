@@ -26,12 +26,17 @@ from capibara.kernels.op import Case, Op, registry
 OPS = registry()
 
 
-def _pairs(*tags: str, kernels_only: bool = False, platform: str | None = None) -> list[Any]:
-    """(op, implementation, case) for the cases with one of these tags, one pytest parameter each."""
+def _pairs(*tags: str, kernels_only: bool = False, platform: str | None = None, reference: bool = True) -> list[Any]:
+    """(op, implementation, case) for the cases with one of these tags, one pytest parameter each.
+
+    The reference is plain JAX: without `reference`, how JAX itself transforms it is left out.
+    """
     made = []
     for op in OPS.values():
         for name, impl in op.implementations.items():
             if (kernels_only and not impl.kernel) or (platform and impl.platforms != (platform,)):
+                continue
+            if not reference and impl.fn is op.reference:
                 continue
             for case in op.cases:
                 if case.tags & set(tags):
@@ -56,7 +61,7 @@ def _configs(op: Op, name: str, case: Case) -> list[Any]:
     call = op.call(*case.args(), **case.params)
     if impl.config_type is None:
         return [None]
-    return [impl.default_config(call), impl.candidates(call)[-1]]
+    return list(dict.fromkeys([impl.default_config(call), impl.candidates(call)[-1]]))
 
 
 def _races() -> bool:
@@ -87,7 +92,7 @@ def test_values_on_the_shardable_cases(op: Op, name: str, case: Case) -> None:
     assert result.ok, result.why
 
 
-@pytest.mark.parametrize(("op", "name", "case"), _pairs("test"))
+@pytest.mark.parametrize(("op", "name", "case"), _pairs("test", reference=False))
 def test_gradients_against_float64(op: Op, name: str, case: Case) -> None:
     _on_this_machine(op, name, case)
     from capibara.kernels.check import cotangents, with_gradient
@@ -107,11 +112,12 @@ def test_the_same_bits_twice(op: Op, name: str, case: Case) -> None:
     arrays = case.arrays()
     with interpret("hlo"):
         first, second = (op(*arrays, implementation=name, **case.params) for _ in range(2))
-    np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in (first, second)))
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in (one, other)))
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("op", "name", "case"), _pairs("shard"))
+@pytest.mark.parametrize(("op", "name", "case"), _pairs("shard", reference=False))
 def test_vmap_of_each_operand(op: Op, name: str, case: Case) -> None:
     """Mapping over any one operand, or over all, equals calling element by element."""
     _on_this_machine(op, name, case)
@@ -119,26 +125,44 @@ def test_vmap_of_each_operand(op: Op, name: str, case: Case) -> None:
     present = [i for i, x in enumerate(case.shapes) if x is not None]
     with interpret("hlo"):
         fn = functools.partial(op, implementation=name, **case.params)
+        done: list[list[int]] = []
         for mapped in [*([i] for i in present), present]:
+            chosen = [tuple(stack[i] if i in mapped else x for i, x in enumerate(stacks[0])) for stack in stacks]
+            if case.complete is not None:  # what follows from the mapped operands is mapped with them
+                made = [case.complete(one) for one in chosen]
+                changed = [i for i, (x, y) in enumerate(zip(chosen[0], made[0], strict=True)) if x is not y]
+                chosen, mapped = made, sorted({*mapped, *changed})
+            if mapped in done:
+                continue
+            done.append(mapped)
             axes = tuple(0 if i in mapped else None for i in range(len(case.shapes)))
             stacked = tuple(
-                None if x is None else jnp.stack([s[i] for s in stacks]) if i in mapped else x
-                for i, x in enumerate(stacks[0])
+                x if axes[i] is None else jnp.stack([one[i] for one in chosen]) for i, x in enumerate(chosen[0])
             )
             got = jax.jit(jax.vmap(fn, in_axes=axes))(*stacked)
-            for element in range(3):
-                one = tuple(x[element] if axes[i] == 0 else x for i, x in enumerate(stacked))
-                result = check_output(got[element], expected(op, one, case.params))
+            for element, one in enumerate(chosen):
+                mine = jax.tree.map(lambda x, e=element: x[e], got)
+                result = check_output(mine, expected(op, one, case.params))
                 assert result.ok, f"mapped over {mapped}: {result.why}"
 
 
-def _factor_specs(op: Op, case: Case, chosen: dict[str, str]) -> tuple[list[Any], P]:
-    """PartitionSpecs of the operands and the output that put the mesh axes `chosen` on the op's factors."""
+def _factor_specs(op: Op, case: Case, chosen: dict[str, str]) -> tuple[list[Any], list[P]]:
+    """PartitionSpecs of the operands and the outputs that put the mesh axes `chosen` on the op's factors."""
     assert op.partition is not None
-    left, right = op.partition.rule(op.call(*case.args(), **case.params)).split("->")
-    specs = iter([P(*(chosen.get(f) for f in part.split())) for part in left.split(",")])
-    operands = [None if x is None else next(specs) for x in case.shapes]
-    return operands, P(*(chosen.get(f) for f in right.split()))
+
+    def specs(terms: Any) -> list[P]:
+        # An axis made of several factors is split along the first of them.
+        return [P(*(chosen.get(axis[0]) if axis else None for axis in term)) for term in terms]
+
+    left, right = op.partition.factors(op.call(*case.args(), **case.params))
+    given = iter(specs(left))
+    return [None if x is None else next(given) for x in case.shapes], specs(right)
+
+
+def _out_specs(op: Op, case: Case, specs: list[P]) -> Any:
+    """The outputs' specs in the shape of what the op returns."""
+    shapes = jax.eval_shape(functools.partial(op.reference, **case.params), *case.args())
+    return jax.tree.unflatten(jax.tree.structure(shapes), specs)
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh:
@@ -149,16 +173,18 @@ def _mesh(devices: int) -> jax.sharding.Mesh:
 
 
 def _layouts(op: Op, case: Case) -> list[dict[str, str]]:
-    """Every assignment of the two mesh axes to two different factors of the op."""
+    """Every assignment of the two mesh axes to two different factors of the op that may be split."""
     assert op.partition is not None
-    rule = op.partition.rule(op.call(*case.args(), **case.params))
-    factors = sorted(set(rule.replace("->", " ").replace(",", " ").split()))
+    call = op.call(*case.args(), **case.params)
+    whole = op.partition.replicated(call)
+    named = {f for side in op.partition.factors(call) for term in side for axis in term for f in axis}
+    factors = sorted(named - set(whole))
     return [{f: "data", g: "model"} for f in factors for g in factors if f != g]
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("devices", [8, 32])
-@pytest.mark.parametrize(("op", "name", "case"), _pairs("shard"))
+@pytest.mark.parametrize(("op", "name", "case"), _pairs("shard", reference=False))
 def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     """Under jit on a mesh, whatever the layout, contraction included; and the output stays sharded."""
     if op.partition is None:
@@ -171,7 +197,7 @@ def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devic
     mesh = _mesh(devices)
     with interpret("hlo"):
         for layout in _layouts(op, case):
-            specs, out_spec = _factor_specs(op, case, layout)
+            specs, out_specs = _factor_specs(op, case, layout)
             placed = [
                 None if x is None else jax.device_put(x, NamedSharding(mesh, s))
                 for x, s in zip(arrays, specs, strict=True)
@@ -180,14 +206,16 @@ def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devic
             got = fn(*placed)
             result = check_output(got, wanted)
             assert result.ok, f"{layout}: {result.why}"
-            assert got.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), got.ndim), (layout, got.sharding)
-            if op.implementations[name].kernel and set(layout) <= set("mn"):
-                # The rows and columns of the output are split: nothing is gathered.
+            for leaf, spec in zip(jax.tree.leaves(got), out_specs, strict=True):
+                split = NamedSharding(mesh, spec)
+                assert leaf.sharding.is_equivalent_to(split, leaf.ndim), (layout, leaf.sharding)
+            if op.implementations[name].kernel and not set(layout) & set(op.partition.reduced):
+                # Only what the outputs keep is split: nothing is gathered.
                 assert "all-gather" not in fn.lower(*placed).compile().as_text(), layout
 
 
 @pytest.mark.parametrize("devices", [8, 32])
-@pytest.mark.parametrize(("op", "name", "case"), _pairs("shard"))
+@pytest.mark.parametrize(("op", "name", "case"), _pairs("shard", reference=False))
 def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     """Values and gradients inside shard_map, the operands split along a factor that is not summed away."""
     if op.partition is None:
@@ -198,7 +226,7 @@ def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     arrays = case.arrays()
     mesh = _mesh(devices)
     free = [f for f in _layouts(op, case)[0] if f not in op.partition.reduced]
-    specs, out_spec = _factor_specs(op, case, {free[0]: "data"})
+    specs, out_specs = _factor_specs(op, case, {free[0]: "data"})
     wanted = expected(op, arrays, case.params)
 
     def local(*shards: Any) -> Any:
@@ -208,7 +236,11 @@ def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
         # The HLO emulation of a kernel does not carry the types that check_vma checks; they are checked by
         # lowering, below.
         mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=tuple(specs), out_specs=out_spec, check_vma=not op.implementations[name].kernel
+            local,
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=_out_specs(op, case, out_specs),
+            check_vma=not op.implementations[name].kernel,
         )
         result = check_output(jax.jit(mapped)(*arrays), wanted)
     assert result.ok, result.why
@@ -218,26 +250,27 @@ def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
 @pytest.mark.parametrize(("op", "name", "case"), _pairs("shard", kernels_only=True, platform="tpu"))
 def test_shard_map_with_a_gradient_lowers_for_tpu(op: Op, name: str, case: Case) -> None:
     """Inside a checked shard_map, a replicated operand's gradient is summed over the mesh: it lowers for tpu."""
-    if op.partition is None:
-        pytest.skip("it has no mesh rule to choose a split by")
+    if op.partition is None or op.gradient is None:
+        pytest.skip("it has no mesh rule to choose a split by, or no gradient of its own")
     mesh = _mesh(8)
     free = [f for f in _layouts(op, case)[0] if f not in op.partition.reduced]
-    specs, out_spec = _factor_specs(op, case, {free[0]: "data"})
+    specs, out_specs = _factor_specs(op, case, {free[0]: "data"})
     arrays = case.arrays()
-    inputs = tuple(i for i, x in enumerate(arrays) if x is not None)
+    inputs = tuple(i for i, x in enumerate(arrays) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact))
 
     def loss(*full: Any) -> Any:
         mapped = jax.shard_map(
             functools.partial(op, implementation=name, **case.params),
-            mesh=mesh, in_specs=tuple(specs), out_specs=out_spec,
+            mesh=mesh, in_specs=tuple(specs), out_specs=_out_specs(op, case, out_specs),
         )  # fmt: skip
-        return mapped(*full).astype(jnp.float32).sum()
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(mapped(*full)))
 
     with target("tpu", "TPU v4"):
         exported = jax.export.export(jax.jit(jax.grad(loss, argnums=inputs)), platforms=["tpu"])(*arrays)
     text = exported.mlir_module()
     assert "tpu_custom_call" in text
-    assert "all_reduce" in text  # the replicated operands' gradients are summed over the devices
+    replicated = any(specs[i] is not None and "data" not in specs[i] for i in inputs)
+    assert ("all_reduce" in text) == replicated, "a replicated operand's gradient is summed over the devices"
 
 
 def _lowered(op: Op, name: str, case: Case, platform: str) -> None:

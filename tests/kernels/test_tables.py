@@ -35,9 +35,7 @@ def op() -> Op:
     made = Op("tabled", family="test", reference=_fn, operands=("x", "y"), params={"flag": False})
     made.implement(Implementation("plain", lambda x, y=None, *, flag=False: x, rank=lambda call: 9))
     made.implement(
-        Implementation(
-            "blocked", _fn, config_type=Block, default_config=lambda call: Block(1), rank=lambda c: 5
-        )
+        Implementation("blocked", _fn, config_type=Block, default_config=lambda call: Block(1), rank=lambda c: 5)
     )
     return made
 

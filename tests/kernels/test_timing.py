@@ -127,8 +127,6 @@ def test_no_samples_is_refused() -> None:
         timing.measure(lambda x: x, jnp.ones(8), samples=0)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (45.6e-6, "45.6 µs"), (7e-9, "7 ns")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (45.6e-6, "45.6 µs"), (7e-9, "7 ns")])
 def test_format_seconds(seconds: float, text: str) -> None:
     assert timing.format_seconds(seconds) == text

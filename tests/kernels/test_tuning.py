@@ -133,9 +133,7 @@ def test_the_default_is_always_tried_and_among_the_finalists(op: Op) -> None:
             candidates=lambda call: [Steps(n) for n in (1, 2, 3, 4, 5, 6)],
         )
     )
-    report = autotune(
-        op, "small", implementations=["tunable", "slower"], max_configs=3, finalists=1, save=False
-    )
+    report = autotune(op, "small", implementations=["tunable", "slower"], max_configs=3, finalists=1, save=False)
     assert {c.config.count for c in report.candidates if c.config} == {3000, 1, 2}
     careful = {c.name for c in report.candidates if c.careful}
     assert careful >= {"tunable Steps(count=3000)", "slower"}
@@ -151,15 +149,11 @@ def test_nothing_right_stores_nothing(op: Op) -> None:
 
 
 def test_operands_instead_of_a_case_and_a_table_elsewhere(op: Op, tmp_path: Path) -> None:
-    report = autotune(
-        op, jax.ShapeDtypeStruct((256,), jnp.float32), implementations=["slow"], save=tmp_path / "tuned"
-    )
+    report = autotune(op, jax.ShapeDtypeStruct((256,), jnp.float32), implementations=["slow"], save=tmp_path / "tuned")
     assert report.path == tmp_path / "tuned" / "cpu" / "doubling.json"
     assert report.entry is not None
     assert report.entry.operands == ("f32[256]",)
-    assert dispatch.select(op.call(*op.case("small").args())).implementation == "wrong", (
-        "not the user's table"
-    )
+    assert dispatch.select(op.call(*op.case("small").args())).implementation == "wrong", "not the user's table"
     again = autotune(op, jnp.ones(64), implementations=["slow"], save=str(tmp_path / "one.json"))
     assert again.path == tmp_path / "one.json"
 

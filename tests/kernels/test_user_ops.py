@@ -130,9 +130,7 @@ def test_more_implementations() -> None:
     def halve(x: jax.Array) -> jax.Array:
         return x / 2
 
-    @halve.implement(
-        "by_product", refuses=lambda call: "one axis only" if len(call.args[0].shape) > 1 else None
-    )  # type: ignore[union-attr]
+    @halve.implement("by_product", refuses=lambda call: "one axis only" if len(call.args[0].shape) > 1 else None)  # type: ignore[union-attr]
     def _(x: jax.Array) -> jax.Array:
         return x * 0.5
 

@@ -101,9 +101,7 @@ def test_dimension_that_does_not_divide_stays_whole_and_is_said_once(
 
 def test_a_pytree_of_arrays() -> None:
     with jax.set_mesh(MESH.build()):
-        tree = with_sharding_constraint(
-            {"a": jnp.ones((8, 16)), "b": jnp.ones((4, 8, 2))}, ("batch", "hidden")
-        )
+        tree = with_sharding_constraint({"a": jnp.ones((8, 16)), "b": jnp.ones((4, 8, 2))}, ("batch", "hidden"))
     assert {leaf.sharding.spec for leaf in tree.values()} == {P("data", "model")}
 
 

@@ -26,9 +26,7 @@ OUTSIDE = (False, None, {})
 INSIDE = (True, "bfloat16", {})
 Traced = tuple[Callable[[float], jax.Array], list[bool]]
 
-quiet = pytest.mark.filterwarnings(
-    "ignore:tpu_v4_optimization_context was entered in a coroutine:RuntimeWarning"
-)
+quiet = pytest.mark.filterwarnings("ignore:tpu_v4_optimization_context was entered in a coroutine:RuntimeWarning")
 
 
 @quiet

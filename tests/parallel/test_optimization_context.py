@@ -65,9 +65,7 @@ def test_one_object_enters_itself() -> None:
         assert seen() == INSIDE
 
 
-@pytest.mark.parametrize(
-    ("name", "passes"), [("float32", "float32"), ("mixed", "bfloat16"), ("bfloat16", "bfloat16")]
-)
+@pytest.mark.parametrize(("name", "passes"), [("float32", "float32"), ("mixed", "bfloat16"), ("bfloat16", "bfloat16")])
 def test_precisions(name: str, passes: str) -> None:
     with tpu_v4_optimization_context(precision=name):
         assert seen() == (True, passes, {})

@@ -14,9 +14,7 @@ def overrides() -> Overrides:
 
 
 def test_applied_and_put_back(overrides: Overrides) -> None:
-    with jax.default_matmul_precision(
-        "tensorfloat32"
-    ):  # this thread's, which must not be taken for the process's
+    with jax.default_matmul_precision("tensorfloat32"):  # this thread's, which must not be taken for the process's
         overrides.apply()
         overrides.apply()
         assert overrides.applied

@@ -25,9 +25,7 @@ def console(*, error: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if error else sys.stdout
-    return Console(
-        file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False
-    )
+    return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False)
 
 
 def show_json(document: Any) -> None:

@@ -92,9 +92,7 @@ def _run_ops(screen: Console, clock: _Clock) -> _Section:
         left += len(skipped)
         todo.append([(op, case) for case in kept])
     right = ("error / tolerance", "time", "reaches", "limit", "of limit")
-    made = output.table(
-        "op / case", "runs on", *right, "why", title="Every op against its reference", right=right
-    )
+    made = output.table("op / case", "runs on", *right, "why", title="Every op against its reference", right=right)
     wrong: list[str] = []
     why: dict[str, int] = {}
     done = 0

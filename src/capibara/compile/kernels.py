@@ -68,9 +68,7 @@ def implementation_program(
         arrays = tuple(None if x is None else next(given) for x in operands)
         with context.target(chip.platform, device_kind):
             # One chip's program: there is no mesh to split it over.
-            return dispatch.run(
-                op, arrays, dict(case.params), implementation=implementation, config=config, local=True
-            )
+            return dispatch.run(op, arrays, dict(case.params), implementation=implementation, config=config, local=True)
 
     return fn, tuple(x for x in operands if x is not None)
 
@@ -168,9 +166,7 @@ def compile_kernels(
         if on_result is not None:
             on_result(done, len(names), report)
 
-    reports = compile_many(
-        list(jobs.values()), slice_name, workers=workers, timeout_s=timeout_s, on_result=tell
-    )
+    reports = compile_many(list(jobs.values()), slice_name, workers=workers, timeout_s=timeout_s, on_result=tell)
     by_name = dict(zip(names, reports, strict=True))
     return [draft.row(by_name) for draft in drafts]
 
@@ -243,14 +239,10 @@ def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool) -> It
                 if XLA in op.implementations and op.implementations[XLA].refusal(call) is None:
                     names["xla"] = name = f"{op.name}/{case.name}/xla"
                     jobs[name] = _job(name, op, case, XLA, None, kind)
-            yield _Draft(
-                op.name, case.name, impl.name, config, refusal or "", jobs, names, steps, cycles, stock_cycles
-            )
+            yield _Draft(op.name, case.name, impl.name, config, refusal or "", jobs, names, steps, cycles, stock_cycles)
 
 
-def _job(
-    name: str, op: Op, case: Case, implementation: str, config: Mapping[str, Any] | None, kind: str
-) -> CompileJob:
+def _job(name: str, op: Op, case: Case, implementation: str, config: Mapping[str, Any] | None, kind: str) -> CompileJob:
     given = {
         "op": op.name,
         "case": case.name,

@@ -106,9 +106,7 @@ def compile_many(
     return [reports[index] for index in range(len(jobs))]
 
 
-def _next(
-    results: queue.SimpleQueue[tuple[int, CompileReport]], crew: Sequence[_Member]
-) -> tuple[int, CompileReport]:
+def _next(results: queue.SimpleQueue[tuple[int, CompileReport]], crew: Sequence[_Member]) -> tuple[int, CompileReport]:
     """Waits for a result, but not for threads that are gone."""
     while True:
         alive = any(member.is_alive() for member in crew)  # asked first: a last result may be on its way
@@ -255,9 +253,7 @@ class _Worker:
         self._process.wait()
         # What the worker detached from itself may still hold the pipe; closing it under the reader blocks.
         self._reader.join(timeout=5)
-        streams = (
-            [self._process.stdin] if self._reader.is_alive() else [self._process.stdin, self._process.stdout]
-        )
+        streams = [self._process.stdin] if self._reader.is_alive() else [self._process.stdin, self._process.stdout]
         for stream in streams:
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):

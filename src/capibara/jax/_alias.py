@@ -81,9 +81,7 @@ class AliasModule(ModuleType):
 
     def __dir__(self) -> list[str]:
         state: _State = self.__dict__["__alias__"]
-        return sorted(
-            {*dir(state.real), *state.own, *state.lazy} if state.real is not None else _names(state)
-        )
+        return sorted({*dir(state.real), *state.own, *state.lazy} if state.real is not None else _names(state))
 
 
 class _State:
@@ -112,9 +110,7 @@ def _public(module: AliasModule) -> list[str]:
     if state.real is None:
         return sorted(_names(state))
     listed = getattr(state.real, "__all__", None)
-    public = (
-        [name for name in vars(state.real) if not name.startswith("_")] if listed is None else list(listed)
-    )
+    public = [name for name in vars(state.real) if not name.startswith("_")] if listed is None else list(listed)
     return sorted({*public, *state.own, *state.lazy})
 
 

@@ -99,16 +99,10 @@ _NAMES = (
     ),
     Gone("core.get_aval", "jax:typeof", "0.10.0"),
     _adapted("core.raise_to_shaped", "0.6.0", "the aval as it is"),
-    *_moved(
-        "core", "jax.extend.core", "0.10.0", "AbstractToken TraceTag mapped_aval unmapped_aval subjaxprs"
-    ),
+    *_moved("core", "jax.extend.core", "0.10.0", "AbstractToken TraceTag mapped_aval unmapped_aval subjaxprs"),
     *_moved("core", "jax.extend.core", "0.10.0", "set_current_trace take_current_trace"),
-    *_moved(
-        "core", "jax.extend.core", "0.11.0", "DebugInfo DropVar Effect Effects check_jaxpr concrete_or_error"
-    ),
-    *_moved(
-        "core", "jax.extend.core", "0.11.0", "find_top_trace gensym get_opaque_trace_state jaxprs_in_params"
-    ),
+    *_moved("core", "jax.extend.core", "0.11.0", "DebugInfo DropVar Effect Effects check_jaxpr concrete_or_error"),
+    *_moved("core", "jax.extend.core", "0.11.0", "find_top_trace gensym get_opaque_trace_state jaxprs_in_params"),
     *_moved("core", "jax.extend.core", "0.11.0", "new_jaxpr_eqn no_effects valid_jaxtype"),
     *_moved("core", "jax.extend.core", "0.11.0", "primal_dtype_to_tangent_dtype"),
     *_moved("core", "jax.errors", "0.11.0", "InconclusiveDimensionOperation JaxprTypeError"),
@@ -148,10 +142,7 @@ _NAMES = (
     _adapted("lax.pvary", "0.10.0", 'jax.lax.pcast(x, axis_name, to="varying")'),
     Gone("lax.dtypes", "jax.dtypes", "0.4.24"),
     Gone("nn.normalize", "jax.nn:standardize", "0.4.29"),
-    *(
-        _adapted(f"ops.index{how}", "0.3.2", "x.at[...]")
-        for how in ("", "_update", "_add", "_mul", "_min", "_max")
-    ),
+    *(_adapted(f"ops.index{how}", "0.3.2", "x.at[...]") for how in ("", "_update", "_add", "_mul", "_min", "_max")),
     Gone("scipy.linalg.tril", "jax.numpy:tril", "0.4.24"),
     Gone("scipy.linalg.triu", "jax.numpy:triu", "0.4.24"),
     _adapted("scipy.special.sph_harm", "0.10.0", "jax.scipy.special.sph_harm_y"),
@@ -174,9 +165,7 @@ _NAMES = (
     _adapted("experimental.disable_x64", _BEFORE, "jax.enable_x64(False)"),
     Gone("experimental.layout.DeviceLocalLayout", "jax.experimental.layout:Layout", "0.7.0"),
     Gone("experimental.global_device_array.GlobalDeviceArray", "jax:Array", _BEFORE),
-    _adapted(
-        "experimental.host_callback.call", "0.4.35", "jax.pure_callback or jax.experimental.io_callback"
-    ),
+    _adapted("experimental.host_callback.call", "0.4.35", "jax.pure_callback or jax.experimental.io_callback"),
     _adapted("experimental.host_callback.id_print", "0.4.35", "jax.debug.print"),
     _adapted("experimental.host_callback.id_tap", "0.4.35", "jax.debug.callback"),
     Gone("experimental.pallas.tpu.TPUCompilerParams", "jax.experimental.pallas.tpu:CompilerParams", _BEFORE),

@@ -32,9 +32,7 @@ _TREE = {
     "lax": "linalg",
     "nn": "initializers",
     "numpy": "fft linalg",
-    "scipy": (
-        "cluster fft integrate interpolate linalg ndimage optimize signal sparse spatial special stats"
-    ),
+    "scipy": ("cluster fft integrate interpolate linalg ndimage optimize signal sparse spatial special stats"),
     "scipy.cluster": "vq",
     "scipy.sparse": "linalg",
     "scipy.spatial": "transform",

@@ -143,9 +143,7 @@ def bench(
       on_progress: called with the case's name before each.
     """
     op = lookup(op) if isinstance(op, str) else op
-    chosen = [
-        op.case(c) if isinstance(c, str) else c for c in (cases if cases is not None else bench_cases(op))
-    ]
+    chosen = [op.case(c) if isinstance(c, str) else c for c in (cases if cases is not None else bench_cases(op))]
     for name in against:
         if name not in peer_names(op):
             raise unknown_name(f"implementation or peer of {op.name}", name, peer_names(op))
@@ -165,9 +163,7 @@ def peer_names(op: Op) -> list[str]:
     return [*op.implementations, *op.peers]
 
 
-def affordable(
-    op: Op, cases: Sequence[Case], seconds: float = HOST_CALL_SECONDS
-) -> tuple[list[Case], list[Case]]:
+def affordable(op: Op, cases: Sequence[Case], seconds: float = HOST_CALL_SECONDS) -> tuple[list[Case], list[Case]]:
     """The cases fit for the attached chip (any accelerator; small ones on a host CPU), and the others."""
     if hardware.default().platform != "cpu":
         return list(cases), []

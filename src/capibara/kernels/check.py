@@ -111,9 +111,7 @@ def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     return both
 
 
-def cotangents(
-    op: Op, arrays: Sequence[Any], params: Mapping[str, Hashable], seed: int = 1
-) -> list[jax.Array]:
+def cotangents(op: Op, arrays: Sequence[Any], params: Mapping[str, Hashable], seed: int = 1) -> list[jax.Array]:
     """Standard normal cotangents of the op's float outputs: what `with_gradient` takes first."""
     out = jax.tree.leaves(jax.eval_shape(functools.partial(op.reference, **params), *arrays))
     floats = [x for x in out if _is_float(x)]
@@ -149,8 +147,7 @@ def expected(
         tolerance = GRADIENT_TOLERANCES * max(tolerance, rounding)
 
     def reference(out_dtype: str | None) -> Callable[..., Any]:
-        bound = functools.partial(op.reference, **_with_output(params, out_dtype))
-        return with_gradient(bound) if grad else bound
+        return _bound(op.reference, tuple(sorted(_with_output(params, out_dtype).items())), grad)
 
     structs = tuple(jax.tree.leaves(jax.eval_shape(reference(None), *inputs)))
     host = _host_device()
@@ -180,15 +177,18 @@ def check_output(out: Any, wanted: Expected) -> Check:
             return wrong(f"{name} is {describe(x)} where the reference gives {describe(struct)}")
         error, misplaced = _error(x, value)
         if misplaced:
-            return wrong(
-                f"{misplaced} elements of {name} are NaN or infinite where the reference's are not, or differ"
-            )
+            return wrong(f"{misplaced} elements of {name} are NaN or infinite where the reference's are not, or differ")
         worst = max(worst, error)
     ok = worst <= tolerance
     sign = "≤" if ok else ">"
-    return Check(
-        ok, worst, tolerance, f"error {worst:.2e} {sign} tolerance {tolerance:.2e} (reference: {wanted.how})"
-    )
+    return Check(ok, worst, tolerance, f"error {worst:.2e} {sign} tolerance {tolerance:.2e} (reference: {wanted.how})")
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(reference: Callable[..., Any], params: tuple[tuple[str, Hashable], ...], grad: bool) -> Callable[..., Any]:
+    """One function object for each set of parameters, so that jit compiles a reference once for each shape."""
+    bound = functools.partial(reference, **dict(params))
+    return with_gradient(bound) if grad else bound
 
 
 def _is_float(x: Any) -> bool:

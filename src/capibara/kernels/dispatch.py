@@ -171,6 +171,8 @@ def run(
 
     `local` says the arrays are one device's shards already, so nothing is to be partitioned again.
     """
+    if len(arrays) < len(op.operands):  # the op's rules are written for all of its operands
+        arrays = (*arrays, *(None,) * (len(op.operands) - len(arrays)))
     traced = False
     operands: list[Any] = []
     device: Any = None

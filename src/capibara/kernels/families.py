@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-FAMILIES = ("linalg",)
+FAMILIES = ("linalg", "attention")
 
 
 def load() -> None:

@@ -26,9 +26,7 @@ def tile_layout(x: Shaped[Array, "b h w c"], block: int = BLOCK) -> Shaped[Array
     x = jnp.asarray(x)
     _check_block(block)
     if x.ndim != 4:
-        raise rule_error(
-            "tile_layout takes [batch, height, width, channels]", f"{x.ndim} axes {x.shape}", "reshape it"
-        )
+        raise rule_error("tile_layout takes [batch, height, width, channels]", f"{x.ndim} axes {x.shape}", "reshape it")
     batch, height, width, channels = x.shape
     rows, columns = -(-height // block), -(-width // block)
     padded = jnp.pad(x, ((0, 0), (0, rows * block - height), (0, columns * block - width), (0, 0)))
@@ -36,9 +34,7 @@ def tile_layout(x: Shaped[Array, "b h w c"], block: int = BLOCK) -> Shaped[Array
     return split.transpose(0, 1, 3, 2, 4, 5)
 
 
-def untile_layout(
-    tiled: Shaped[Array, "b I J block block c"], shape: Sequence[int]
-) -> Shaped[Array, "b h w c"]:
+def untile_layout(tiled: Shaped[Array, "b I J block block c"], shape: Sequence[int]) -> Shaped[Array, "b h w c"]:
     """The array of this shape that `tile_layout` made the tiles of; what was filled up is cut off.
 
     >>> x = jnp.arange(24.0).reshape(1, 3, 4, 2)
@@ -54,9 +50,7 @@ def untile_layout(
             "pass tile_layout's result",
         )
     if len(shape) != 4:
-        raise rule_error(
-            "The shape is (batch, height, width, channels)", shape, "pass the shape before tiling"
-        )
+        raise rule_error("The shape is (batch, height, width, channels)", shape, "pass the shape before tiling")
     batch, rows, columns, block, _, channels = tiled.shape
     _check_block(block)
     expected = (shape[0], -(-shape[1] // block), -(-shape[2] // block), block, block, shape[3])

@@ -135,6 +135,10 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
         reduced = op.partition.reduced
         sizes = dict(op.partition.sizes(call))
 
+    # The partitioner wants special factors in the order in which the rule first names them.
+    order = rule.replace("->", " ").translate(str.maketrans("(),", "   ")).split()
+    whole, reduced = (tuple(sorted(factors, key=order.index)) for factors in (whole, reduced))
+
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         arg_shardings = jax.tree.map(lambda s: s.sharding, arg_shapes)
         out_shardings = jax.tree.map(lambda s: s.sharding, result_shape)

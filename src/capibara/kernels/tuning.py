@@ -184,9 +184,7 @@ def autotune(
     """
     op = lookup(op) if isinstance(op, str) else op
     if context.current_interpret().mode != "off":
-        raise rule_error(
-            "Tuning measures kernels on their chip", "an emulated run", "leave the interpret() context"
-        )
+        raise rule_error("Tuning measures kernels on their chip", "an emulated run", "leave the interpret() context")
     arrays, params = _arrays(op, operands, params, seed)
     call = call_of(op, arrays, params)
     if call.target.device_kind != context.target_of(_device_of(arrays)).device_kind:
@@ -211,9 +209,7 @@ def autotune(
             told(Progress(index, total, f"checking and timing {candidate.name}"))
             made[index] = _try(candidate, functions[index], arrays, wanted)
 
-    order = sorted(
-        (i for i in range(total) if made[i].rejected is None), key=lambda i: made[i].seconds or 0.0
-    )
+    order = sorted((i for i in range(total) if made[i].rejected is None), key=lambda i: made[i].seconds or 0.0)
     chosen = _finalists(made, order, finalists)
     if chosen:
         told(Progress(total, total, f"timing the best {len(chosen)} side by side"))
@@ -256,9 +252,7 @@ def _arrays(
 
     drawn = tuple(concrete(index, x) for index, x in enumerate(operands))
     if not any(isinstance(x, jax.Array) for x in drawn):
-        raise rule_error(
-            "Tuning needs a case or operands", "none", f"pass a case of {op.name}, or its operands"
-        )
+        raise rule_error("Tuning needs a case or operands", "none", f"pass a case of {op.name}, or its operands")
     return drawn, dict(params or {})
 
 
@@ -269,9 +263,7 @@ def _device_of(arrays: Sequence[Any]) -> jax.Device:
 def _candidates(
     op: Op, call: Call, implementations: Sequence[str] | None, max_configs: int | None
 ) -> tuple[list[Candidate], dict[str, str]]:
-    names = (
-        [n for n in op.implementations if n not in LEFT_OUT] if implementations is None else implementations
-    )
+    names = [n for n in op.implementations if n not in LEFT_OUT] if implementations is None else implementations
     made: list[Candidate] = []
     refused: dict[str, str] = {}
     for name in names:
@@ -281,9 +273,7 @@ def _candidates(
             refused[name] = why
             continue
         default = impl.default_config(call)
-        configs = (
-            dict.fromkeys([default, *impl.candidates(call)]) if impl.config_type is not None else {None: None}
-        )
+        configs = dict.fromkeys([default, *impl.candidates(call)]) if impl.config_type is not None else {None: None}
         made += [Candidate(name, config, config == default) for config in list(configs)[:max_configs]]
     return made, refused
 
@@ -321,9 +311,7 @@ def _try(candidate: Candidate, fn: Callable[..., Any], arrays: Sequence[Any], wa
         return dataclasses.replace(candidate, rejected=f"it does not run: {first_line(error)}")
     verdict = check_output(out, wanted)
     if not verdict.ok:
-        return dataclasses.replace(
-            candidate, error=verdict.finite_error, rejected=f"wrong result: {verdict.why}"
-        )
+        return dataclasses.replace(candidate, error=verdict.finite_error, rejected=f"wrong result: {verdict.why}")
     quick = timing.measure(
         fn,
         *arrays,

@@ -37,9 +37,7 @@ class UserOp:
         self.op = op
         self.signature = signature
 
-    def __call__(
-        self, *args: Any, implementation: str | None = None, config: Any = None, **kwargs: Any
-    ) -> Any:
+    def __call__(self, *args: Any, implementation: str | None = None, config: Any = None, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arrays = tuple(self._operand(name, bound.arguments[name]) for name in self.op.operands)
@@ -63,9 +61,7 @@ class UserOp:
 
         def add(fn: Callable[..., Any]) -> Callable[..., Any]:
             self.op.implement(
-                Implementation(
-                    name, fn, platforms=tuple(platforms), refuses=refuses, rank=rank, kernel=kernel
-                )
+                Implementation(name, fn, platforms=tuple(platforms), refuses=refuses, rank=rank, kernel=kernel)
             )
             return fn
 
@@ -149,9 +145,7 @@ def register_tpu_op(
         "cost": None if cost is None else _cost(cost),
     }
     rules = {rule: value for rule, value in given.items() if value is not None}
-    runs = {"platforms": tuple(platforms), "kernel": kernel} | (
-        {} if refuses is None else {"refuses": refuses}
-    )
+    runs = {"platforms": tuple(platforms), "kernel": kernel} | ({} if refuses is None else {"refuses": refuses})
 
     def decorate(fn: Callable[..., Any]) -> UserOp:
         return _registered(fn, name, reference, operands, rules, runs)
@@ -200,9 +194,7 @@ def _roles(
             raise rule_error(f"{' and '.join(_RESERVED)} are dispatch's own arguments", one.name, "rename it")
     if operands is None:
         required = inspect.Parameter.empty
-        arrays = tuple(
-            a.name for a in arguments.values() if a.kind in _POSITIONAL and a.default in (required, None)
-        )
+        arrays = tuple(a.name for a in arguments.values() if a.kind in _POSITIONAL and a.default in (required, None))
     else:
         arrays = tuple(operands)
         for one_name in arrays:
@@ -212,9 +204,7 @@ def _roles(
         raise rule_error(f"An op has one operand or more: {name}", str(signature), "take an array first")
     leading = tuple(list(arguments)[: len(arrays)])
     if leading != arrays:
-        raise rule_error(
-            f"The operands of {name} come first, in order", f"{arrays} of {signature}", "move them"
-        )
+        raise rule_error(f"The operands of {name} come first, in order", f"{arrays} of {signature}", "move them")
     params = {a.name: a for a in arguments.values() if a.name not in arrays}
     for one in params.values():
         if one.default is inspect.Parameter.empty or one.kind is inspect.Parameter.POSITIONAL_ONLY:

@@ -12,9 +12,7 @@ from capibara.errors import rule_error, unknown_name
 __all__ = ["validate_sharding"]
 
 
-def validate_sharding(
-    array: jax.Array, mesh: Mesh, spec: PartitionSpec | tuple[Any, ...] | None
-) -> jax.Array:
+def validate_sharding(array: jax.Array, mesh: Mesh, spec: PartitionSpec | tuple[Any, ...] | None) -> jax.Array:
     """The array itself, when it is laid out on `mesh` as `spec` says; else an error that shows both layouts.
 
     Layouts are compared by which part of the array each device holds, so that another way to write the same
@@ -41,9 +39,7 @@ def _checked(spec: Any, mesh: Any, array: Any) -> PartitionSpec:
             "call it on the function's arguments or result, or write a sharding constraint inside",
         )
     if not isinstance(array, jax.Array):
-        raise rule_error(
-            "validate_sharding takes a jax array", type(array).__name__, "jax.device_put it first"
-        )
+        raise rule_error("validate_sharding takes a jax array", type(array).__name__, "jax.device_put it first")
     if not isinstance(mesh, Mesh):
         raise rule_error("mesh is a jax.sharding.Mesh", type(mesh).__name__, "build one over the devices")
     if spec is not None and not isinstance(spec, PartitionSpec | tuple | list):
@@ -63,9 +59,7 @@ def _checked(spec: Any, mesh: Any, array: Any) -> PartitionSpec:
             if name not in mesh.shape:
                 raise unknown_name("mesh axis", name, mesh.axis_names)
             if name in used:
-                raise rule_error(
-                    "A mesh axis splits one dimension", f"{name!r} twice in {made}", "use it once"
-                )
+                raise rule_error("A mesh axis splits one dimension", f"{name!r} twice in {made}", "use it once")
             used.append(name)
             parts *= mesh.shape[name]
         if array.shape[position] % parts:

@@ -38,9 +38,7 @@ def loops(fn: Any, *args: Any) -> list[int]:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    ("chunk", "whole"), [(64, [4]), (100, [3]), (1, [300]), (299, [1]), (300, []), (5000, [])]
-)
+@pytest.mark.parametrize(("chunk", "whole"), [(64, [4]), (100, [3]), (1, [300]), (299, [1]), (300, []), (5000, [])])
 def test_blocks_are_a_loop_that_adds_up_in_float32(chunk: int, whole: list[int]) -> None:
     assert loops(lambda a, b: gemm_chunked(a, b, chunk), A, B) == whole
     assert error(gemm_chunked(A, B, chunk)) < FLOAT32
@@ -81,9 +79,7 @@ def test_gradients_vmap_and_shard_map() -> None:
         return lambda a, b: jnp.sum(jnp.sin(product(a, b)))
 
     cut = lambda a, b: gemm_chunked(a, b, 64)  # noqa: E731
-    for got, want in zip(
-        jax.grad(loss(cut), (0, 1))(A, B), jax.grad(loss(jnp.matmul), (0, 1))(A, B), strict=True
-    ):
+    for got, want in zip(jax.grad(loss(cut), (0, 1))(A, B), jax.grad(loss(jnp.matmul), (0, 1))(A, B), strict=True):
         # sin's argument is ~17 and carries FLOAT32 of it; its slope is at most 1.
         np.testing.assert_allclose(got, want, atol=20 * FLOAT32 * 17)
     stacked = jnp.stack([A, 2 * A])

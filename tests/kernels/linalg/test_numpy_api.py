@@ -39,9 +39,7 @@ def close(got: Any, exact: np.ndarray, summed: int) -> None:
     assert error <= tolerance * max(np.linalg.norm(exact), 1e-30), error
 
 
-def agrees(
-    mine: Callable[..., Any], theirs: Callable[..., Any], a: jax.Array, b: jax.Array, **options: Any
-) -> None:
+def agrees(mine: Callable[..., Any], theirs: Callable[..., Any], a: jax.Array, b: jax.Array, **options: Any) -> None:
     want = jax.eval_shape(functools.partial(theirs, **options), a, b)
     exact = getattr(np, theirs.__name__)  # numpy has the same two functions
     for call in (mine, jax.jit(mine, static_argnums=0, static_argnames=tuple(options))):
@@ -252,9 +250,7 @@ def test_gradients_and_vmap() -> None:
         return lambda a, b: jnp.sum(jnp.sin(matmul(a, b)))
 
     mine = lambda a, b: numpy_api.matmul(never, a, b)  # noqa: E731
-    for got, want in zip(
-        jax.grad(loss(mine), (0, 1))(a, b), jax.grad(loss(jnp.matmul), (0, 1))(a, b), strict=True
-    ):
+    for got, want in zip(jax.grad(loss(mine), (0, 1))(a, b), jax.grad(loss(jnp.matmul), (0, 1))(a, b), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     mapped = jax.vmap(mine, in_axes=(0, None))(a, b[0])
     np.testing.assert_allclose(mapped, jnp.matmul(a, b[0]), rtol=1e-5, atol=1e-6)
@@ -272,8 +268,7 @@ def test_axes_split_over_a_mesh_are_not_moved() -> None:
 
     compiled = jax.jit(scores).lower(q, k).compile()
     assert not any(
-        word in compiled.as_text()
-        for word in ("all-gather", "all-reduce", "collective-permute", "all-to-all")
+        word in compiled.as_text() for word in ("all-gather", "all-reduce", "collective-permute", "all-to-all")
     )
     got = compiled(q, k)
     assert got.sharding.is_equivalent_to(split, 4)

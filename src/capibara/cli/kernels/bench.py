@@ -28,9 +28,7 @@ def bench(
     against: Annotated[
         str, typer.Option(metavar="NAMES", help="Implementations or peers of the op, separated by commas.")
     ] = "xla",
-    grad: Annotated[
-        bool, typer.Option("--grad", help="Time the forward and backward pass together.")
-    ] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="Time the forward and backward pass together.")] = False,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples of each program.")] = None,
     json: Json = False,
 ) -> None:
@@ -118,9 +116,7 @@ def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
     notes += [f"{text} ({', '.join(cases)})" for text, cases in missing.items()]
     if any(row.ours.timing is not None and row.ours.timing.launch_bound for row in rows):
         notes.append("* the launch takes longer than the kernel: the time is the host's.")
-    notes.append(
-        "vs: how many times as fast as that peer, and its time, in the same run; = is the same program."
-    )
+    notes.append("vs: how many times as fast as that peer, and its time, in the same run; = is the same program.")
     for note in notes:
         screen.print(note, markup=False)
 

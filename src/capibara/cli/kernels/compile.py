@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def compile_(
-    slice_name: Annotated[
-        str, typer.Option("--for", metavar="SLICE", help="A TPU slice: v4-32, v5e-16, ...")
-    ],
+    slice_name: Annotated[str, typer.Option("--for", metavar="SLICE", help="A TPU slice: v4-32, v5e-16, ...")],
     op: OpName = None,
     case: CaseNames = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compilers side by side; one a core.")] = None,
@@ -40,9 +38,7 @@ def compile_(
         def tell(done: int, total: int, report: CompileReport) -> None:
             bar.update(task, completed=done, total=total, description=report.name)
 
-        rows = compile_kernels(
-            ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell
-        )
+        rows = compile_kernels(ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell)
     if json:
         document = {
             "slice": wanted.name,
@@ -67,16 +63,12 @@ def _show(screen: Console, rows: list[KernelRow], named: str, compiler: str, com
     for row in rows:
         for label, report in (("", row.ours), ("stock ", row.stock), ("XLA ", row.xla)):
             if report is not None and not report.ok:
-                text = (
-                    f"{row.op} {row.case} {label or row.implementation}: {report.error_kind}: {report.error}"
-                )
+                text = f"{row.op} {row.case} {label or row.implementation}: {report.error_kind}: {report.error}"
                 screen.print(text, markup=False)
     failed = sum(not row.ok for row in rows)
     taken = sum(row.ours is not None for row in rows)
     verb = "compile" if compiled else "lower for TPU"
-    screen.print(
-        f"{taken - failed} of {taken} kernel cases {verb}; {len(rows) - taken} are refused by design."
-    )
+    screen.print(f"{taken - failed} of {taken} kernel cases {verb}; {len(rows) - taken} are refused by design.")
 
 
 def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:

@@ -32,9 +32,7 @@ def list_(on: On = None, json: Json = False) -> None:
                     }
                 )
     if json:
-        output.show_json(
-            {"device_kind": target.device_kind, "platform": target.platform, "implementations": rows}
-        )
+        output.show_json({"device_kind": target.device_kind, "platform": target.platform, "implementations": rows})
         return
     made = output.table(
         "op", "family", "implementation", "for", "takes", "tuned", "refuses, e.g.",

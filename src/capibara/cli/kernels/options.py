@@ -17,9 +17,7 @@ CaseNames = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 On = Annotated[
     str | None,
-    typer.Option(
-        "--on", metavar="CHIP", help="Decide as on this chip: v4, v5e, h200, cpu, ... Nothing runs."
-    ),
+    typer.Option("--on", metavar="CHIP", help="Decide as on this chip: v4, v5e, h200, cpu, ... Nothing runs."),
 ]
 
 

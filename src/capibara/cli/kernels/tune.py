@@ -26,9 +26,7 @@ def tune(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH", help="A table (.json) or a folder of tables, instead of the user's own."
-        ),
+        typer.Option(metavar="PATH", help="A table (.json) or a folder of tables, instead of the user's own."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -32,9 +32,7 @@ class TPUv4Kernels:
         enable_xla_fusion: bool = True,
         memory_layout_optimization: bool = True,
     ) -> None:
-        self.settings = levels.Settings(
-            precision, optimization_level, enable_xla_fusion, memory_layout_optimization
-        )
+        self.settings = levels.Settings(precision, optimization_level, enable_xla_fusion, memory_layout_optimization)
 
     def __repr__(self) -> str:
         inner = repr(self.settings).partition("(")[2]

@@ -6,7 +6,18 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
-from capibara.kernels.attention import gradient, inputs, mesh, rules, xla_chunked, xla_chunked_grad
+from capibara.kernels.attention import (
+    cudnn,
+    gradient,
+    inputs,
+    mesh,
+    pallas_gpu,
+    pallas_tpu,
+    pallas_tpu_grad,
+    rules,
+    xla_chunked,
+    xla_chunked_grad,
+)
 from capibara.kernels.attention.block_mask import MaskFn
 from capibara.kernels.attention.cases import CASES, GRAD_CASES
 from capibara.kernels.attention.reference import reference, reference_grad
@@ -56,10 +67,14 @@ ATTENTION = Op(
 # Every implementation, forward and backward. The backward pass prefers the one that has the forward's name.
 IMPLEMENTATIONS = (
     xla_chunked.IMPLEMENTATION,
+    pallas_tpu.IMPLEMENTATION,
+    pallas_gpu.IMPLEMENTATION,
+    cudnn.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 )
 GRAD_IMPLEMENTATIONS = (
     xla_chunked_grad.IMPLEMENTATION,
+    pallas_tpu_grad.IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1),
 )
 

@@ -12,6 +12,7 @@ from capibara.kernels.op import Case
 
 REAL = frozenset({"bench", "tpu", "gpu", "tune"})
 HOSTILE = frozenset({"test", "tpu"})
+LOWERED = frozenset({"tpu", "gpu"})  # compiled for the accelerators, and run by this family's own tests
 _DTYPES = {4: "bool", 5: "int32", 6: "int32", 7: "bool", 8: "uint32"}
 
 
@@ -72,34 +73,37 @@ CASES = (
     # Hostile: one, odd, prime, more keys than queries and fewer, odd head sizes, and every feature.
     _case("one", 1, 1, 1, 32, HOSTILE, causal=True),
     _case("one-query", 2, 4, 1, 64, HOSTILE, kv=2, s=67, causal=True, q_offset=66, return_lse=True),
-    _case("prime", 1, 2, 131, 64, HOSTILE, dtype="float32"),
-    _case("prime-causal", 2, 2, 127, 80, HOSTILE, causal=True),
-    _case("more-keys", 1, 2, 33, 32, HOSTILE, s=157, causal=True, q_offset=124, return_lse=True),
-    _case("fewer-keys", 1, 2, 150, 64, HOSTILE, s=35, dtype="float32"),
-    _case("wide-heads", 1, 2, 65, 256, HOSTILE, causal=True),
-    _case("grouped", 2, 6, 70, 64, HOSTILE, kv=2, causal=True, dtype="float32"),
-    _case("one-key-head", 1, 4, 64, 128, HOSTILE, kv=1, causal=True),
-    _case("packed", 2, 2, 129, 64, HOSTILE, causal=True, segments=True),
-    _case("windowed", 1, 2, 200, 64, HOSTILE, causal=True, window=(31, 0), dtype="float32"),
-    _case("window-both-sides", 1, 2, 140, 64, HOSTILE, window=(17, 5)),
+    _case("prime", 1, 2, 131, 64, LOWERED, dtype="float32"),
+    _case("prime-causal", 2, 2, 127, 80, HOSTILE | {"gpu"}, causal=True),
+    _case("more-keys", 1, 2, 33, 32, LOWERED, s=157, causal=True, q_offset=124, return_lse=True),
+    _case("fewer-keys", 1, 2, 150, 64, LOWERED, s=35, dtype="float32"),
+    _case("wide-heads", 1, 2, 65, 256, HOSTILE | {"gpu"}, causal=True),
+    _case("grouped", 2, 6, 70, 64, LOWERED, kv=2, causal=True, dtype="float32"),
+    _case("one-key-head", 1, 4, 64, 128, LOWERED, kv=1, causal=True),
+    _case("packed", 2, 2, 129, 64, HOSTILE | {"gpu"}, causal=True, segments=True),
+    _case("windowed", 1, 2, 200, 64, HOSTILE | {"gpu"}, causal=True, window=(31, 0), dtype="float32"),
+    _case("window-both-sides", 1, 2, 140, 64, LOWERED, window=(17, 5)),
     _case("biased", 2, 2, 66, 64, HOSTILE, bias=(1, 2, 66, 66), dtype="float32"),
-    _case("biased-row", 2, 4, 40, 64, HOSTILE, kv=2, bias=(2, 1, 1, 40), causal=True),
-    _case("masked", 2, 2, 72, 64, HOSTILE, mask=(2, 1, 72, 72)),
-    _case("block-sparse", 1, 2, 256, 64, HOSTILE, blocks=(1, 2, 64, 64), dtype="float32"),
+    _case("biased-row", 2, 4, 40, 64, LOWERED, kv=2, bias=(2, 1, 1, 40), causal=True),
+    _case("masked", 2, 2, 72, 64, LOWERED, mask=(2, 1, 72, 72)),
+    _case("block-sparse", 1, 2, 256, 64, LOWERED, blocks=(1, 2, 64, 64), dtype="float32"),
     _case("block-sparse-ragged", 2, 2, 150, 64, HOSTILE, blocks=(1, 1, 64, 32), causal=True),
-    _case("capped", 1, 2, 90, 64, HOSTILE, softcap=1.5, scale=0.5, causal=True),
-    _case("dropped", 2, 2, 64, 64, HOSTILE, dropout_rate=0.3, dtype="float32", return_lse=True),
+    _case("capped", 1, 2, 90, 64, HOSTILE | {"gpu"}, softcap=1.5, scale=0.5, causal=True),
+    _case("dropped", 2, 2, 64, 64, LOWERED, dropout_rate=0.3, dtype="float32", return_lse=True),
     _case("dropped-grouped", 1, 4, 75, 64, HOSTILE, kv=2, dropout_rate=0.1, causal=True),
     # The first 20 queries come before every key.
-    _case("dead-rows", 1, 2, 64, 64, HOSTILE, causal=True, q_offset=-20, return_lse=True, dtype="float32"),
+    _case("dead-rows", 1, 2, 64, 64, HOSTILE | {"gpu"}, causal=True, q_offset=-20, return_lse=True, dtype="float32"),
     _case(
         "everything", 2, 4, 100, 64, HOSTILE, kv=2, s=120, bias=(1, 4, 100, 120), mask=(2, 1, 1, 120), segments=True,
         blocks=(1, 4, 32, 64), causal=True, q_offset=20, window=(50, 3), softcap=4.0, scale=0.2, dropout_rate=0.2,
         return_lse=True, dtype="float32",
     ),
-    # Divides over 32 devices, as 8 x 4: nothing but the batch and the heads is split.
-    _case("shardable", 8, 8, 24, 32, HOSTILE | {"shard"}, kv=4, causal=True, bias=(1, 8, 1, 24), dtype="float32"),
+    # Divides over 32 devices, as 8 x 4 or 4 x 8: nothing but the batch and the heads is split.
+    _case("shardable", 8, 16, 12, 32, LOWERED | {"shard"}, kv=8, causal=True, dtype="float32"),
 )  # fmt: skip
+
+
+GRAD_TESTED = ("one-query",)
 
 
 def grad_case(case: Case) -> Case:
@@ -111,12 +115,17 @@ def grad_case(case: Case) -> Case:
     shapes = (*case.shapes, q, q[:3], q, q[:3] if wants_lse else None)
     dtypes = {**case.dtypes, 10: "float32", 12: "float32"}
 
+    forward = jax.jit(lambda *xs: reference(*xs, **params, return_lse=True))  # type: ignore[arg-type]
+
     def complete(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        out, lse = jax.jit(lambda *xs: reference(*xs, **params, return_lse=True))(*arrays[:9])
+        out, lse = forward(*arrays[:9])
         return (*arrays[:9], out, lse, *arrays[11:])
 
-    # Only the backward's own programs are benchmarked through the forward op; here they are tested and compiled.
+    # The forward op's cases are tested and benchmarked with their gradients, which run these programs; a few are
+    # also tested on their own.
     tags = case.tags - {"bench"}
+    if case.name not in GRAD_TESTED:
+        tags -= {"test"}
     return Case(case.name, shapes, case.dtype, params, tags, dtypes, case.draw, complete)
 
 

@@ -7,6 +7,7 @@ before is masked out, so nothing is padded or copied.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -55,9 +56,21 @@ def default_config(call: Call) -> ChunkConfig:
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
+    """The sizes worth timing, less those that are the same for lengths as short as this call's."""
     upcast = call.target.platform == "cpu"
-    blocks = ((512, 512), (256, 1024), (1024, 1024), (256, 256), (128, 128))
-    return [ChunkConfig(q, k, upcast) for q, k in blocks]
+    _, _, _, rows, columns, _ = sizes(call)
+    chosen = default_config(call)
+    distinct = {(min(chosen.block_q, rows), min(chosen.block_k, columns)): chosen}
+    for q, k in ((512, 512), (256, 1024), (1024, 1024), (256, 256), (128, 128)):
+        distinct.setdefault((min(q, rows), min(k, columns)), ChunkConfig(q, k, upcast))
+    return list(distinct.values())
+
+
+def loop(first: Any, end: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
+    """A loop over chunks; one chunk or none is no loop, which compiles in half the time."""
+    if isinstance(first, int) and isinstance(end, int) and end - first <= 1:
+        return body(first, start) if end > first else start
+    return jax.lax.fori_loop(first, end, body, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +126,8 @@ class Chunked:
         return first // self.cq, (end + self.cq - 1) // self.cq
 
     def _start(self, chunk: Any, size: int, length: int) -> Any:
+        if isinstance(chunk, int):
+            return min(chunk * size, length - size)
         return jnp.minimum(chunk * size, length - size)
 
     def row_start(self, chunk: Any) -> Any:

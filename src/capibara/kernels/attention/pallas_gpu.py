@@ -118,7 +118,9 @@ def mosaic_gpu(
         tiles=math.ceil(length / tile),
     )
     out = out_struct(q.shape, q.dtype, q)
-    lse = out_struct((batch, heads, length), jnp.float32, q) if return_lse else None
+    # One number a row is stored without a TMA descriptor, so nothing drops what lies past the last row: the array is
+    # made long enough for whole tiles and cut afterwards.
+    lse = out_struct((batch, heads, tile * math.ceil(length / tile)), jnp.float32, q) if return_lse else None
     kernel = plgpu.kernel(
         body,
         out_type=[out, lse] if return_lse else [out],
@@ -129,7 +131,7 @@ def mosaic_gpu(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     made = kernel(q, k, v)
-    return tuple(made) if return_lse else made[0]
+    return (made[0], made[1][:, :, :length]) if return_lse else made[0]
 
 
 def _swizzled() -> tuple[Any, ...]:
@@ -199,9 +201,7 @@ def _program(
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             start = first_row + warpgroup * block_q
             rows = pl.ds(start, block_q)
-            plgpu.copy_gmem_to_smem(
-                q_hbm.at[batch, head, rows], q_smem.at[warpgroup], q_arrived.at[warpgroup]
-            )
+            plgpu.copy_gmem_to_smem(q_hbm.at[batch, head, rows], q_smem.at[warpgroup], q_arrived.at[warpgroup])
             plgpu.barrier_wait(q_arrived.at[warpgroup])
 
             def hand_over() -> None:

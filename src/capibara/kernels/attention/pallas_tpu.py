@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from capibara.kernels.attention import pallas_tpu_common as common
+from capibara.kernels.attention import pallas_tpu_config as limits
 from capibara.kernels.attention import pallas_tpu_tile as tile
 from capibara.kernels.attention.pallas_tpu_common import (
     FLOOR,
@@ -80,8 +81,8 @@ def _scores(plan: _Plan, refs: dict[str, Any], at: tuple[Any, ...], q0: int, k0:
     if not plan.folded:
         x = x * plan.factor
     if "bias" in refs:
-        bias = refs["bias"][queries if refs["bias"].shape[0] > 1 else slice(None), keys].astype(jnp.float32)
-        x = x + jnp.broadcast_to(bias * (1 / rules.softcap if rules.softcap else LOG2_E), (cq, ck)).T
+        bias = tile.bias_tile(refs, (q0, k0), (ck, cq))
+        x = x + bias * (1 / rules.softcap if rules.softcap else LOG2_E)
     if rules.softcap:
         x = jnp.tanh(x) * (rules.softcap * LOG2_E)
     if not masked:
@@ -176,7 +177,7 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
     depth = q.shape[3]
     fitted = config.fit(q.shape[2], k.shape[2])
     bq, bk = fitted.block_q, fitted.block_k
-    size = common.tile_bytes
+    size = limits.tile_bytes
     used = 2 * (2 * size(bq, depth, q.dtype) + 2 * size(bk, depth, q.dtype))
     for name in ("bias", "mask"):
         extra = call[name]
@@ -191,11 +192,11 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
 
 def candidates(call: Call) -> Sequence[FlashConfig]:
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first."""
-    return common.candidates(call, FlashConfig(), vmem_bytes)
+    return limits.candidates(call, FlashConfig(), vmem_bytes)
 
 
 def refuses(call: Call) -> str | None:
-    reason = common.refuses(call)
+    reason = limits.refuses(call)
     if reason is not None:
         return reason
     return None if candidates(call) else "no block of it fits the core's VMEM and the block mask"
@@ -221,16 +222,14 @@ def pallas_tpu(
     batch, heads, rows, depth = q.shape
     config = config.fit(rows, rules.columns)
     bq, bk = config.block_q, config.block_k
-    static = common.block_kinds(rules, bq, bk)
-    segments = (q_segments, kv_segments)
-    kinds = common.refine_kinds(static, (bq, bk), block_mask, params["block_size"], segments, masked=mask is not None)
-    steps = common.most_live(static)
-    segmented = q_segments is not None
-    visible = tile.visible_keys(q, k, mask, segments, params)
+    blocks = common.Blocks(rules, (bq, bk), masked=mask is not None)
+    table, table_shape = blocks.table(block_mask, params["block_size"], q_segments, kv_segments)
+    steps = blocks.steps
+    visible = tile.visible_keys(q, k, mask, (q_segments, kv_segments), params)
     plan = _Plan(
-        rules, config, steps, kinds.shape[:2], static.shape[0],
-        whole_blocks=mask is None and bool((static == common.WHOLE).any()),
-        partial_blocks=mask is not None or segmented or bool((static == PARTIAL).any()),
+        rules, config, steps, table_shape, blocks.outer,
+        whole_blocks=mask is None and blocks.has(common.WHOLE),
+        partial_blocks=mask is not None or q_segments is not None or blocks.has(PARTIAL),
         folded=q.dtype == jnp.float32 or math.frexp(rules.scale * LOG2_E)[0] == 0.5,
     )  # fmt: skip
 
@@ -238,14 +237,13 @@ def pallas_tpu(
         return b, h, i, common.entry(table, plan.table_shape, plan.query_blocks, steps, (b, h, i, s)) >> 2
 
     given = tile.Operands(walk, rules, (bq, bk))
-    prefetched = {"table": common.live_table(kinds, steps)}
-    if rules.dropout_rate:
+    prefetched = {"table": table}
+    if rules.dropout_rate and dropout_seed is not None:
         prefetched["seed"] = jax.lax.bitcast_convert_type(dropout_seed, jnp.int32)
     given.add("q", q, given.by_query)
     given.add("k", k, given.by_key)
     given.add("v", v, given.by_key)
-    if bias is not None:
-        given.add_pairs("bias", bias)
+    given.add_bias(bias)
     given.add_masks(mask, q_segments, kv_segments, visible)
     outs, out_specs = {"out": out_struct(q.shape, q.dtype, q)}, [given.by_query]
     if return_lse:
@@ -261,13 +259,13 @@ def pallas_tpu(
     if depth % LANES:
         scratch["pad"] = pltpu.VMEM((max(bq, bk), common.round_up(depth)), q.dtype)
         scratch["wide"] = pltpu.VMEM((common.round_up(depth), bq), jnp.float32)
-    pairs = int((static != common.DEAD).sum()) * bq * bk
+    pairs = int((blocks.kinds != common.DEAD).sum()) * bq * bk
     call = pl.pallas_call(
         functools.partial(_body, plan=plan, names=(*prefetched, *given.arrays, *outs, *scratch)),
         out_shape=tuple(outs.values()),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
-            grid=(batch, heads, static.shape[0], steps),
+            grid=(batch, heads, blocks.outer, steps),
             in_specs=given.specs,
             out_specs=tuple(out_specs),
             scratch_shapes=tuple(scratch.values()),

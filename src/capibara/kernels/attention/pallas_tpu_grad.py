@@ -7,6 +7,8 @@ kernels that compute the probabilities twice, seven products:
 - dkv: a block of keys stays, the grid walks the live blocks of queries, of every head that shares the keys;
 - dq: a block of queries stays, the grid walks the live blocks of keys.
 
+A bias has its gradient from a kernel of its own, which visits every pair and sums over the axes the bias lacks.
+
 The probabilities are computed again from the log-sum-exp. delta = sum(out * d_out) - d_lse is one number a query and
 is computed outside in plain JAX.
 """
@@ -25,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from capibara.kernels.attention import pallas_tpu_common as common
+from capibara.kernels.attention import pallas_tpu_config as limits
 from capibara.kernels.attention import pallas_tpu_grad_bodies as bodies
 from capibara.kernels.attention import pallas_tpu_tile as tile
 from capibara.kernels.attention.pallas_tpu_common import LANES, LOG2_E, PARTIAL, FlashConfig
@@ -49,7 +52,7 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
     """VMEM of the fused kernel, or of the larger of the two; see the forward pass's."""
     assert isinstance(config, FlashGradConfig)
     q, k = call.need("q"), call.need("k")
-    (_, heads, rows, depth), columns, size = q.shape, k.shape[2], common.tile_bytes
+    (_, heads, rows, depth), columns, size = q.shape, k.shape[2], limits.tile_bytes
     bq, bk = config.block_q, config.block_k
     used = 2 * (2 * size(bq, depth, q.dtype) + 2 * size(bk, depth, q.dtype))
     used += 2 * (3 * size(1, bq, np.float32) + 2 * size(1, bk, np.float32))
@@ -67,19 +70,22 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
     else:
         dq = 2 * size(bq, depth, q.dtype) + 2 * size(depth, bq, q.dtype) + turned
         used += max(dkv, dq + 2 * size(depth, bq, np.float32))
+    bias = call["bias"]
+    if bias is not None:
+        block = min(bias.shape[2], bq), bk
+        # In the third kernel the bias's gradient takes the place of the others'; all three are held to the sum.
+        used += 4 * size(*block, bias.dtype) + size(*block, np.float32)
     return used + 8 * size(config.chunk_k, config.chunk_q, np.float32)
 
 
 def candidates(call: Call) -> Sequence[FlashGradConfig]:
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first; fused ones before."""
-    fused = common.candidates(call, FlashGradConfig(fused=True), vmem_bytes)
-    return [*fused, *common.candidates(call, FlashGradConfig(fused=False), vmem_bytes)]
+    fused = limits.candidates(call, FlashGradConfig(fused=True), vmem_bytes)
+    return [*fused, *limits.candidates(call, FlashGradConfig(fused=False), vmem_bytes)]
 
 
 def refuses(call: Call) -> str | None:
-    if call["bias"] is not None:
-        return "it has no gradient of the bias"
-    reason = common.refuses(call)
+    reason = limits.refuses(call)
     if reason is not None:
         return reason
     if call.need("d_out").dtype != call.need("q").dtype:
@@ -97,6 +103,7 @@ def _call(
     `parallel` counts the leading grid axes that may run in any order, `products` the matrix products of a block.
     """
     batch, pairs = given.arrays["q"].shape[0], plan.rules.rows * plan.rules.columns
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel)
     call = pl.pallas_call(
         functools.partial(body, plan=plan, names=(*prefetched, *given.arrays, *outs, *scratch)),
         out_shape=tuple(shape for shape, _ in outs.values()),
@@ -107,9 +114,7 @@ def _call(
             out_specs=tuple(spec for _, spec in outs.values()),
             scratch_shapes=tuple(scratch.values()),
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel),
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * batch * plan.rules.heads * pairs * plan.rules.depth,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in given.arrays.values()),
@@ -138,8 +143,8 @@ def pallas_tpu_grad(
     *,
     config: FlashGradConfig,
     **params: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """(dq, dk, dv, None) as one or two Pallas calls; see the module's text."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(dq, dk, dv, dbias) as one to three Pallas calls; see the module's text."""
     rules = common.rules_of(q, k, params)
     config = config.fit(rules.rows, rules.columns)
     blocks, depth = (config.block_q, config.block_k), rules.depth
@@ -150,21 +155,27 @@ def pallas_tpu_grad(
     exponent = jnp.where(jnp.isneginf(lse), jnp.inf, lse.astype(jnp.float32) * LOG2_E)
     segments = (q_segments, kv_segments)
     visible = tile.visible_keys(q, k, mask, segments, params)
-    seed = {"seed": jax.lax.bitcast_convert_type(dropout_seed, jnp.int32)} if rules.dropout_rate else {}
+    seed = {}
+    if rules.dropout_rate and dropout_seed is not None:
+        seed["seed"] = jax.lax.bitcast_convert_type(dropout_seed, jnp.int32)
 
     def prepare(body: str) -> tuple[GradPlan, tile.Operands, dict[str, Any]]:
-        """The plan and operands of the kernel "dq", "dkv" or "fused"."""
+        """The plan and operands of the kernel "dq", "dkv", "fused" or "dbias"."""
         # Where queries are summed over, a block that reaches past the last one has to be masked.
         ragged = body != "dq"
-        static = common.block_kinds(rules, *blocks, ragged_rows=ragged)
-        kinds = common.refine_kinds(static, blocks, block_mask, params["block_size"], segments, masked=mask is not None)
-        if ragged:
-            static, kinds = static.T, kinds.swapaxes(2, 3)
+        walked = common.Blocks(
+            rules, blocks, by_key=body in ("dkv", "fused"), masked=mask is not None, ragged_rows=ragged
+        )
+        table, table_shape = walked.table(block_mask, params["block_size"], *segments)
+        live = walked.steps
+        if body == "dbias":  # every block is written, so the table is the kinds themselves
+            kinds = walked.refined(block_mask, params["block_size"], *segments)
+            table, table_shape, live = kinds.reshape(-1), (kinds.shape[0], kinds.shape[1]), kinds.shape[3]
         plan = GradPlan(
             rules, config,
-            whole_blocks=mask is None and bool((static == common.WHOLE).any()),
-            partial_blocks=mask is not None or q_segments is not None or bool((static == PARTIAL).any()),
-            table_shape=kinds.shape[:2], outer_blocks=static.shape[0], live=common.most_live(static),
+            whole_blocks=mask is None and walked.has(common.WHOLE),
+            partial_blocks=mask is not None or q_segments is not None or walked.has(PARTIAL),
+            table_shape=table_shape, outer_blocks=walked.outer, live=live,
             tails=(ragged and bool(rules.rows % blocks[0]), bool(rules.columns % blocks[1])),
         )  # fmt: skip
 
@@ -179,16 +190,40 @@ def pallas_tpu_grad(
             head = kv * rules.groups + g
             return b, head, plan.entry(table, (b, head, j, s)) >> 2, j
 
-        given = tile.Operands({"dq": walk_dq, "dkv": walk_dkv, "fused": walk_fused}[body], rules, blocks)
+        def walk_dbias(b: Any, h: Any, i: Any, j: Any, sb: Any, sh: Any, si: Any, *_: Any) -> tuple[Any, ...]:
+            return b + sb, h + sh, i + si, j
+
+        walks: dict[str, Any] = {"dq": walk_dq, "dkv": walk_dkv, "fused": walk_fused, "dbias": walk_dbias}
+        given = tile.Operands(walks[body], rules, blocks)
         for name, x in (("q", q), ("do", d_out)):
             given.add(name, x, given.by_query)
         for name, x in (("k", k), ("v", v)):
             given.add(name, x, given.by_key)
         for name, x in (("lse", exponent), ("delta", delta)):
             given.add(name, x[:, :, None], given.query_row)
-        given.add_masks(mask, q_segments, kv_segments, None if body == "dkv" else visible)
-        return plan, given, {"table": common.live_table(kinds, plan.live)} | seed
+        given.add_bias(bias)
+        given.add_masks(mask, q_segments, kv_segments, visible if body in ("dq", "fused") else None)
+        return plan, given, {"table": table} | seed
 
+    dbias = None
+    if bias is not None:
+        # A kernel of its own: where nothing asks for the bias's gradient, the compiler drops it.
+        plan, given, prefetched = prepare("dbias")
+        counts = (q.shape[0], rules.heads, plan.outer_blocks)
+        whole_axes = [have == full for have, full in zip(bias.shape[:3], q.shape[:3], strict=True)]
+        walked_out = [n if kept else 1 for n, kept in zip(counts, whole_axes, strict=True)]
+        summed = [1 if kept else n for n, kept in zip(counts, whole_axes, strict=True)]
+        block = (blocks[0] if whole_axes[2] else 1, blocks[1])
+        (dbias,) = _call(
+            bodies.dbias_body, plan, given, prefetched, (*walked_out, plan.live, *summed),
+            {
+                "dbias": (
+                    out_struct(bias.shape, bias.dtype, q),
+                    pl.BlockSpec((None, None, *block), lambda b, h, i, j, *_: (b, h, i, j)),
+                )
+            },
+            {"dbias_sum": pltpu.VMEM(block, jnp.float32)}, parallel=4, products=2,
+        )  # fmt: skip
     shapes = {name: out_struct(x.shape, x.dtype, x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     turned = {"kt": pltpu.VMEM((depth, blocks[1]), k.dtype)}
     if depth % LANES:
@@ -219,7 +254,7 @@ def pallas_tpu_grad(
             } | turned,
             parallel=2, products=5,
         )  # fmt: skip
-        return dq, dk, dv, None
+        return dq, dk, dv, dbias
     plan, given, prefetched = prepare("dkv")
     dk, dv = _call(
         bodies.dkv_body, plan, given, prefetched,
@@ -238,7 +273,7 @@ def pallas_tpu_grad(
         bodies.dq_body, plan, given, prefetched, (*q.shape[:2], plan.outer_blocks, plan.live),
         {"dq": (shapes["dq"], given.by_query)}, scratch | turned, parallel=3, products=3,
     )  # fmt: skip
-    return dq, dk, dv, None
+    return dq, dk, dv, dbias
 
 
 IMPLEMENTATION = Implementation(

@@ -62,11 +62,14 @@ def _tile(
     head, row, column = place[0], place[1] + q0, place[2] + k0
     queries = pl.ds(q0, shape[1])
     slope = None
+    bias = tile.bias_tile(refs, (q0, k0), shape) if "bias" in refs else 0.0
     if rules.softcap:
-        capped = jnp.tanh(x * (rules.scale / rules.softcap))
+        capped = jnp.tanh(x * (rules.scale / rules.softcap) + bias * (1 / rules.softcap))
         x, slope = capped * (rules.softcap * LOG2_E), 1.0 - capped * capped
     else:
         x = x * rules.log2_scale
+        if "bias" in refs:
+            x = x + bias * LOG2_E
     p = jnp.exp2(x - refs["lse"][:, queries])
     spread = p
     if rules.dropout_rate:
@@ -249,3 +252,40 @@ def dq_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
     def _finish() -> None:
         dq = refs["dq_sum"][...] * rules.scale
         refs["dq"][...] = tile.transposed_back(dq, refs.get("wide")).astype(refs["dq"].dtype)
+
+
+def dbias_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
+    """Grid (batch, head, query block, key block, and the first three again): an axis that the bias does not have is
+    walked by its second place, innermost, and summed over.
+    """
+    refs = dict(zip(names, given, strict=True))
+    rules, config = plan.rules, plan.config
+    *kept, key_block, batch, head, block = (pl.program_id(axis) for axis in range(7))
+    first = (batch == 0) & (head == 0) & (block == 0)
+    last = functools.reduce(jnp.logical_and, (pl.program_id(a) == pl.num_programs(a) - 1 for a in (4, 5, 6)))
+    batch, head, block = kept[0] + batch, kept[1] + head, kept[2] + block
+    place = (batch * rules.heads + head, block * config.block_q, key_block * config.block_k)
+    _, dot_t = _products(rules)
+    by_row = refs["dbias_sum"].shape[0] > 1
+
+    @pl.when(first)
+    def _start() -> None:
+        refs["dbias_sum"][...] = jnp.zeros_like(refs["dbias_sum"])
+
+    def work(q_starts: Sequence[int], k_starts: Sequence[int], masked: bool) -> None:
+        for k0 in k_starts:
+            keys = pl.ds(k0, config.chunk_k)
+            for q0 in q_starts:
+                q, do = (_rows(plan, refs[name], q0, place[1] + q0, masked) for name in ("q", "do"))
+                x, dp = dot_t(refs["k"][keys, :], q), dot_t(refs["v"][keys, :], do)
+                ds = _tile(plan, refs, place, q0, k0, x, dp, masked)[1].T
+                if by_row:
+                    refs["dbias_sum"][pl.ds(q0, config.chunk_q), keys] += ds
+                else:
+                    refs["dbias_sum"][:, keys] += jnp.sum(ds, axis=0, keepdims=True)
+
+    _run_block(plan, plan.entry(refs["table"], (batch, head, block, key_block)), place[1], place[2], work)
+
+    @pl.when(last)
+    def _finish() -> None:
+        refs["dbias"][...] = refs["dbias_sum"][...].astype(refs["dbias"].dtype)

@@ -58,6 +58,11 @@ class Operands:
         pick = lambda b, h, i, j: (*(0 if o else at for o, at in zip(one, (b, h, i), strict=True)), j)  # noqa: E731
         self.add(name, x, self.spec((None, None, 1 if one[2] else self.blocks[0], self.blocks[1]), pick))
 
+    def add_bias(self, bias: jax.Array | None) -> None:
+        if bias is not None:
+            # One row is not worth packing.
+            self.add_pairs("bias", bias.astype(jnp.float32) if bias.shape[2] == 1 else bias)
+
     def add_masks(self, mask: Any, q_segments: Any, kv_segments: Any, visible: Any) -> None:
         if mask is not None:
             # One row is not worth packing; a whole mask is, and four to a word is how bytes lie in VMEM.
@@ -76,7 +81,7 @@ def transposed(x: jax.Array, pad: Any) -> jax.Array:
     if depth % LANES == 0:
         return x.T
     pad[:rows, :depth] = x
-    return pad[:rows, :].T[:depth]  # type: ignore[no-any-return]
+    return pad[:rows, :].T[:depth]
 
 
 def transposed_back(x: jax.Array, wide: Any) -> jax.Array:
@@ -85,7 +90,7 @@ def transposed_back(x: jax.Array, wide: Any) -> jax.Array:
     if depth % LANES == 0:
         return x.T
     wide[:depth, :] = x
-    return wide[...].T[:, :depth]  # type: ignore[no-any-return]
+    return wide[...].T[:, :depth]
 
 
 def only_seen(rules: Rules, block: int, visible: Any, key_block: Any, x: jax.Array) -> jax.Array:
@@ -159,6 +164,13 @@ def pairs_allowed(
     return found
 
 
+def bias_tile(refs: dict[str, Any], starts: tuple[int, int], shape: tuple[int, int]) -> jax.Array:
+    """The bias of a tile [keys, queries] that starts at (query, key) of the block, in float32."""
+    queries, keys = pl.ds(starts[0], shape[1]), pl.ds(starts[1], shape[0])
+    bias = refs["bias"][queries if refs["bias"].shape[0] > 1 else slice(None), keys].astype(jnp.float32)
+    return jnp.broadcast_to(bias, shape[::-1]).T
+
+
 def keep_pairs(rules: Rules, seed: Any, head: Any, row: Any, column: Any, shape: tuple[int, int]) -> jax.Array:
     """Which pairs of a tile [keys, queries] dropout keeps; `head` counts heads over the whole batch."""
     keys = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + column
@@ -185,4 +197,4 @@ def visible_keys(q: jax.Array, k: jax.Array, mask: Any, segments: tuple[Any, Any
 
 def _by_position(rows: int, columns: int, params: Any) -> jax.Array | None:
     i, j = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
-    return by_position(i, j, params["causal"], params["q_offset"], params["window"])  # type: ignore[no-any-return]
+    return by_position(i, j, params["causal"], params["q_offset"], params["window"])

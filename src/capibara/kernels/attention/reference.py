@@ -110,9 +110,7 @@ def pairs_allowed(
     return jnp.broadcast_to(allowed, (*allowed.shape[:2], rows, columns))
 
 
-def dropped_out(
-    seed: jax.Array | None, batch: int, heads: int, rows: int, columns: int, rate: float
-) -> jax.Array:
+def dropped_out(seed: jax.Array | None, batch: int, heads: int, rows: int, columns: int, rate: float) -> jax.Array:
     """Which probabilities dropout keeps, [B, H, T, S]: row (b·H + h)·T + i of the counter PRNG, column j."""
     flat = jnp.arange(batch * heads * rows, dtype=jnp.uint32).reshape(batch, heads, rows, 1)
     return prng.keep_mask(seed, flat, jnp.arange(columns, dtype=jnp.uint32), rate)

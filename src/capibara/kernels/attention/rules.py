@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.attention.masking import Window, live_pairs
+from capibara.kernels.context import matmul_precision
 from capibara.kernels.op import Call, Cost, describe, unit_roundoff
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -74,9 +74,7 @@ def check(call: Call) -> None:
     if k.shape != v.shape:
         raise rule_error("The key and the value have one shape", f"{describe(k)} and {describe(v)}", "check them")
     if q.shape[0] != k.shape[0]:
-        raise rule_error(
-            "The query and the key have one batch size", f"{q.shape[0]} and {k.shape[0]}", "broadcast one"
-        )
+        raise rule_error("The query and the key have one batch size", f"{q.shape[0]} and {k.shape[0]}", "broadcast one")
     if q.shape[3] != k.shape[3] or q.shape[3] == 0:
         raise rule_error(
             "The query and the key have one head_dim, of 1 or more",
@@ -264,7 +262,7 @@ def tolerance(call: Call) -> float:
     unit = unit_roundoff(dtype)
     summed = unit_roundoff(jnp.promote_types(jnp.float32, dtype)) * (depth**0.5 + max(columns, 1) ** 0.5)
     rounded = 0.0
-    if dtype == jnp.float32 and jax.config.jax_default_matmul_precision not in ("highest", "float32"):
+    if dtype == jnp.float32 and matmul_precision() not in ("highest", "float32"):
         rounded = {"gpu": 2.0**-11, "tpu": 2.0**-8}.get(call.target.platform, 0.0)
     return 3 * unit + 4 * summed + 4 * rounded
 

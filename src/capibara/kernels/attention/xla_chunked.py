@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels.attention.chunks import ChunkConfig, Chunked, candidates, default_config, dot
+from capibara.kernels.attention.chunks import ChunkConfig, Chunked, candidates, default_config, dot, loop
 from capibara.kernels.attention.reference import reference
 from capibara.kernels.op import Implementation
 from capibara.kernels.transforms import vary_like
@@ -54,7 +54,7 @@ def xla_chunked(*operands: Any, config: ChunkConfig, return_lse: bool, **params:
             live = whole.live(row_chunk, column_chunk)
             return jax.lax.cond(live, lambda c: step(row_chunk, column_chunk, c), lambda c: c, carry)
 
-        highest, total, summed = jax.lax.fori_loop(*whole.key_chunks(row_chunk), columns, start)
+        highest, total, summed = loop(*whole.key_chunks(row_chunk), columns, start)
         alive = total > 0
         safe = jnp.where(alive, total, 1)
         out = jnp.where(alive[..., None], summed / (safe * (1 - whole.rate))[..., None], 0)
@@ -65,7 +65,7 @@ def xla_chunked(*operands: Any, config: ChunkConfig, return_lse: bool, **params:
 
     empty = (jnp.zeros((*shape, whole.rows, whole.depth), q.dtype), jnp.zeros((*shape, whole.rows), whole.wide))
     empty = (vary_like(empty[0], q), vary_like(empty[1], q))
-    out, lse = jax.lax.fori_loop(0, whole.row_chunks, rows, empty)
+    out, lse = loop(0, whole.row_chunks, rows, empty)
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:3])
     return (out, lse) if return_lse else out
 

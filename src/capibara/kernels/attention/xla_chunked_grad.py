@@ -18,6 +18,7 @@ from capibara.kernels.attention.chunks import (
     candidates,
     default_config,
     dot,
+    loop,
     slice_of,
 )
 from capibara.kernels.attention.reference import reference_grad
@@ -63,10 +64,10 @@ def xla_chunked_grad(*operands: Any, config: ChunkConfig, **params: Any) -> tupl
             dropped = jnp.where(keep, weights / (1 - whole.rate), 0)
         dv = dv + dot("bhgts,bhgtd->bhsd", dropped.astype(whole.product), cotangent, wide)
         d_scores = weights * (d_weights - slice_of(level, at, whole.cq, 3)[..., None])
-        if chunk.allowed is not None:
-            d_scores = jnp.where(chunk.allowed, d_scores, 0)
         if whole.softcap is not None:
             d_scores = d_scores * (1 - jnp.square(chunk.scores / whole.softcap))
+        if chunk.allowed is not None:
+            d_scores = jnp.where(chunk.allowed, d_scores, 0)  # last: a score that nothing sees may be NaN
         if dbias is not None:
             dbias = _add_tile(whole, dbias, d_scores, chunk)
         small = d_scores.astype(whole.product)
@@ -86,7 +87,7 @@ def xla_chunked_grad(*operands: Any, config: ChunkConfig, **params: Any) -> tupl
 
         nothing = zeros((whole.batch, whole.kv_heads, whole.ck, whole.depth))
         start = (dq, nothing, nothing, dbias)
-        dq, dk_part, dv_part, dbias = jax.lax.fori_loop(*whole.query_chunks(column_chunk), rows, start)
+        dq, dk_part, dv_part, dbias = loop(*whole.query_chunks(column_chunk), rows, start)
         at = whole.column_start(column_chunk)
         return dq, _add_slice(dk, dk_part, at, 2), _add_slice(dv, dv_part, at, 2), dbias
 
@@ -96,7 +97,7 @@ def xla_chunked_grad(*operands: Any, config: ChunkConfig, **params: Any) -> tupl
         summed = bias.shape[:3] != (whole.batch, whole.heads, whole.rows)
         d_bias = zeros(bias.shape, wide if summed else bias.dtype)
     start = (zeros(whole.grouped.shape), zeros(k.shape), zeros(v.shape), d_bias)
-    dq, dk, dv, d_bias = jax.lax.fori_loop(0, whole.column_chunks, columns, start)
+    dq, dk, dv, d_bias = loop(0, whole.column_chunks, columns, start)
     dq = (dq * whole.scale).astype(q.dtype).reshape(q.shape)
     dk = (dk * whole.scale).astype(k.dtype)
     return dq, dk, dv.astype(v.dtype), None if bias is None else d_bias.astype(bias.dtype)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels import tables, transforms
+from capibara.kernels import tables, transforms, vmem
 from capibara.kernels.dispatch import select
 from capibara.kernels.linalg.gemm import pallas_tpu
 from capibara.kernels.linalg.gemm.api import DTYPES, GEMM, gemm
@@ -79,9 +79,7 @@ def gemm_tiled(
     operands promote to either way. `block_size` is a multiple of 128, the width of the chip's registers.
     """
     if not isinstance(block_size, int | np.integer) or block_size <= 0 or block_size % LANES:
-        raise rule_error(
-            f"block_size is a positive multiple of {LANES}", repr(block_size), f"use {LANES} or 256"
-        )
+        raise rule_error(f"block_size is a positive multiple of {LANES}", repr(block_size), f"use {LANES} or 256")
     block = int(block_size)
     a, b = jnp.asarray(a), jnp.asarray(b)
     out = jnp.result_type(a, b)
@@ -186,7 +184,7 @@ def _kernel_takes(call: Call, implementation: str | None) -> bool:
 
 def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> pallas_tpu.TileConfig:
     """The kernel's best predicted tile with a contraction of `block`, or the nearest below that fits."""
-    limit = pallas_tpu.vmem_limit(call)
+    limit = vmem.limit(call)
     if tile is not None:
         if pallas_tpu.vmem_bytes(call, tile) > limit:
             raise rule_error(
@@ -210,9 +208,7 @@ def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> 
 
 @functools.cache
 def _say_rounded(block: int, legal: int) -> None:
-    logger.warning(
-        "chunk_size=%d is block_k=%d for the TPU kernel: a multiple of %d (said once)", block, legal, LANES
-    )
+    logger.warning("chunk_size=%d is block_k=%d for the TPU kernel: a multiple of %d (said once)", block, legal, LANES)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))

@@ -72,8 +72,7 @@ def plan(equation: str, shapes: tuple[tuple[int, ...], ...], optimize: str | boo
         for term, shape in zip(terms, shapes, strict=True)
     )
     kept = tuple(
-        "".join(x for i, x in enumerate(term) if i not in gone)
-        for term, gone in zip(terms, squeezed, strict=True)
+        "".join(x for i, x in enumerate(term) if i not in gone) for term, gone in zip(terms, squeezed, strict=True)
     )
     return Plan(equation, kept, squeezed, output, tuple(_steps(kept, output, sizes, optimize)))
 
@@ -99,9 +98,7 @@ def _sizes(equation: str, terms: Sequence[str], shapes: Sequence[tuple[int, ...]
     return sizes
 
 
-def _order(
-    terms: Sequence[str], output: str, sizes: dict[str, int], optimize: str | bool
-) -> list[tuple[int, ...]]:
+def _order(terms: Sequence[str], output: str, sizes: dict[str, int], optimize: str | bool) -> list[tuple[int, ...]]:
     in_turn: list[tuple[int, ...]] = [(0, 1), *((0, len(terms) - 1 - i) for i in range(1, len(terms) - 1))]
     if len(terms) == 1:
         return [(0,)]
@@ -137,8 +134,7 @@ def _steps(terms: Sequence[str], output: str, sizes: dict[str, int], optimize: s
                 terms=tuple(names),
                 result=result,
                 shape=tuple(sizes[x] for x in result),
-                flops=float(math.prod(sizes[x] for x in set(found)))
-                * (2 if summed and len(names) == 2 else 1),
+                flops=float(math.prod(sizes[x] for x in set(found))) * (2 if summed and len(names) == 2 else 1),
                 by="gemm" if product else "einsum",
             )
         )

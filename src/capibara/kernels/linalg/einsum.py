@@ -85,9 +85,7 @@ def typed(how: How, operands: tuple[Any, ...]) -> How:
     return dataclasses.replace(how, out_dtype=np.dtype(jnp.result_type(*operands)).name)
 
 
-def planned(
-    equation: str, operands: tuple[Any, ...], how: How, optimize: str | bool, limit: int | None
-) -> Plan:
+def planned(equation: str, operands: tuple[Any, ...], how: How, optimize: str | bool, limit: int | None) -> Plan:
     whole = plan(equation, tuple(tuple(x.shape) for x in operands), optimize)
     return whole if limit is None else chunked(whole, np.dtype(how.out_dtype).itemsize, limit)
 
@@ -187,8 +185,7 @@ def _run(step: Step, values: dict[int, Any], how: How) -> jax.Array:
     if len(step.inputs) == 1:
         return _reduced(values[step.inputs[0]], step.terms[0], step.result, how.out_dtype)
     left, right = (
-        _reduced(values[number], step.terms[i], reduced_term(i, step), None)
-        for i, number in enumerate(step.inputs)
+        _reduced(values[number], step.terms[i], reduced_term(i, step), None) for i, number in enumerate(step.inputs)
     )
     return contract_pair(left, reduced_term(0, step), right, reduced_term(1, step), step.result, how)
 
@@ -227,11 +224,7 @@ class PathReport:
         largest, output = self.largest_intermediate_bytes, self.output_bytes
         lines.append(f"  largest intermediate {largest:,} bytes, output {output:,} bytes")
         if self.memory_limit_bytes is not None:
-            cut = (
-                f"{self.chunks} chunks along {self.chunked_index!r}"
-                if self.chunked_index
-                else "no chunks needed"
-            )
+            cut = f"{self.chunks} chunks along {self.chunked_index!r}" if self.chunked_index else "no chunks needed"
             lines.append(f"  limit {self.memory_limit_bytes:,} bytes a step: {cut}")
         return "\n".join(lines)
 

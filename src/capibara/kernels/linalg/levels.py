@@ -92,9 +92,7 @@ def matmul(
     `algorithm`: "tpu_optimized" is what the level says; "xla", "pallas" (this platform's Pallas kernel, an
     error where there is none) and "reference" are that implementation at any level.
     """
-    arrays = tuple(
-        x if x is None or isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b, bias, residual)
-    )
+    arrays = tuple(x if x is None or isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b, bias, residual))
     product = _Product(
         transpose_a=bool(transpose_a),
         transpose_b=bool(transpose_b),
@@ -158,9 +156,7 @@ def _implementation(settings: Settings, algorithm: str, arrays: Sequence[Any]) -
 
 
 @functools.partial(jax.jit, static_argnames=("product", "tuned"))
-def _optimized_matmul(
-    a: Any, b: Any, bias: Any, residual: Any, *, product: _Product, tuned: int
-) -> jax.Array:
+def _optimized_matmul(a: Any, b: Any, bias: Any, residual: Any, *, product: _Product, tuned: int) -> jax.Array:
     # `tuned` is part of jit's key: a choice that was traced before a table changed is made again.
     return _product(a, b, bias, residual, product=product)
 
@@ -229,9 +225,7 @@ def _choices(call: Call) -> int:
     """How many ways there are to run it; with one, as on a CPU, there is nothing to time."""
     if any(0 in x.shape for x in call.args if x is not None):
         return 0
-    taking = [
-        i for i in call.op.implementations.values() if i.name != "reference" and i.refusal(call) is None
-    ]
+    taking = [i for i in call.op.implementations.values() if i.name != "reference" and i.refusal(call) is None]
     return sum(len(i.candidates(call)) for i in taking)
 
 

@@ -69,8 +69,7 @@ def groups(a: tuple[str, ...], b: tuple[str, ...], out: tuple[str, ...]) -> Grou
     # Several summed labels are flattened in the order that leaves more operands where they are.
     orders = (tuple(x for x in a if x in contracted), tuple(x for x in b if x in contracted))
     in_place = lambda order: (  # noqa: E731
-        (a in (batch + left + order, batch + order + left))
-        + (b in (batch + order + right, batch + right + order))
+        (a in (batch + left + order, batch + order + left)) + (b in (batch + order + right, batch + right + order))
     )
     return Groups(batch, left, right, max(orders, key=in_place), swapped)
 
@@ -168,9 +167,7 @@ def _flat_product(
     count = lambda labels: math.prod(sizes[x] for x in labels)  # noqa: E731
     lead = (count(batch),) if batch else ()
 
-    def matrices(
-        x: Any, labels: tuple[str, ...], rows: tuple[str, ...], columns: tuple[str, ...]
-    ) -> tuple[Any, bool]:
+    def matrices(x: Any, labels: tuple[str, ...], rows: tuple[str, ...], columns: tuple[str, ...]) -> tuple[Any, bool]:
         """x as [batch, rows, columns], or transposed in place where that is how it lies."""
         in_place = labels == batch + columns + rows and labels != batch + rows + columns
         if in_place and how.transpose_in_place:

@@ -237,6 +237,5 @@ def _with_leading_axes(
     return out.reshape(*lead, *out.shape[-2:])
 
 
-
 GEMM.public = gemm
 register(GEMM)

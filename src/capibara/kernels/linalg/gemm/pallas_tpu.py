@@ -20,15 +20,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from capibara import hardware
 from capibara.errors import rule_error
+from capibara.kernels import vmem
 from capibara.kernels.context import current_interpret, matmul_precision
 from capibara.kernels.linalg.gemm.reference import epilogue
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
-# What the compiler keeps for itself of a core's VMEM (measured: a gemm planned to the last byte does not compile).
-VMEM_RESERVED = 1024 * 1024
 LANES = 128  # columns of a vector register; tiles of the last axis are multiples of it
 # Fixed cost of one grid step (DMA issue, semaphores), used only to order candidate tiles before any measurement.
 STEP_SECONDS = 0.35e-6
@@ -70,17 +68,12 @@ def vmem_bytes(call: Call, tile: TileConfig) -> int:
     return used + pad(bm, bn) * 4
 
 
-def vmem_limit(call: Call) -> int:
-    chip = hardware.chip_for(call.target.device_kind) or hardware.chip("tpu_v4")
-    return (chip.vmem_bytes or 16 * 1024 * 1024) - VMEM_RESERVED
-
-
 def candidates(call: Call) -> Sequence[TileConfig]:
     """Every tile that fits VMEM, best predicted first."""
     from capibara.kernels.linalg.gemm.api import sizes
 
     _, m, n, k = sizes(call)
-    limit = vmem_limit(call)
+    limit = vmem.limit(call)
     made = [
         TileConfig(bm, bn, bk)
         for bm in (128, 256, 512, 1024)
@@ -96,7 +89,7 @@ def _predicted_seconds(call: Call, tile: TileConfig) -> float:
     from capibara.kernels.linalg.gemm.api import sizes
 
     count, m, n, k = sizes(call)
-    chip = hardware.chip_for(call.target.device_kind) or hardware.chip("tpu_v4")
+    chip = vmem.chip_of(call)
     bm, bn, bk = fit(tile, m, n, k)
     steps_m, steps_n, steps_k = math.ceil(m / bm), math.ceil(n / bn), math.ceil(k / bk)
     whole = lambda block: math.ceil(block / LANES) * LANES  # noqa: E731

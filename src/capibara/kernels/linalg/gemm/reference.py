@@ -38,9 +38,7 @@ def reference(
     return epilogue(z, bias, residual, activation).astype(out)
 
 
-def epilogue(
-    z: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: str | None
-) -> jax.Array:
+def epilogue(z: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: str | None) -> jax.Array:
     """activation(z + bias) + residual, in z's own type."""
     if bias is not None:
         z = z + row_vector(bias, z.ndim).astype(z.dtype)
