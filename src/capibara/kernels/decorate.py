@@ -34,8 +34,8 @@ def tpu_kernel(
       context: called with the name of a dtype policy, gives the context that the function is traced in.
       precision: DEFAULT, HIGH, HIGHEST or FP8 (or their names in small letters): the policy of the context
         and jax's default matrix precision, which products of float32 operands heed.
-      use_efficient_attention: use the attention kernel. There is none in this version, so it means nothing
-        yet, and the first call of such a function says so.
+      use_efficient_attention: send the function's attention through dispatch. jax's own attention is not
+        redirected in this version, so it means nothing yet, and the first call of such a function says so.
       jit_options: static_argnames, donate_argnums and the like, for `jax.jit`.
     """
     config = _config(precision)
@@ -104,7 +104,8 @@ def _config(precision: PrecisionConfig | str) -> PrecisionConfig:
 @functools.cache
 def _say_no_attention() -> None:
     warnings.warn(
-        "use_efficient_attention=True means nothing in this version: it has no attention kernel.",
+        "use_efficient_attention=True means nothing in this version: jax's attention is not redirected yet. "
+        "Call capibara.kernels.attention, which dispatches by itself.",
         UserWarning,
         stacklevel=3,
     )

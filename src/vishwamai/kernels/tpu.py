@@ -61,8 +61,8 @@ def tpu_kernel(
 
     Args:
       precision: the dtype policy, and jax's matrix precision for float32 operands.
-      use_efficient_attention: means nothing in this version, which has no attention kernel: the first call
-        says so.
+      use_efficient_attention: means nothing in this version, which does not redirect jax's attention: the
+        first call says so, and names what does dispatch.
       jit_options: for `jax.jit`.
     """
     return decorate.tpu_kernel(
