@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from capibara.kernels import attention as attention
     from capibara.kernels.context import interpret as interpret
     from capibara.kernels.context import target as target
     from capibara.kernels.dispatch import explain as explain
@@ -32,14 +33,19 @@ _WHERE = {
     "target": "context",
 }
 
-__all__ = sorted(_WHERE)
+# Families that are called by their own name: the folder is the function.
+_CALLED = ("attention",)
+
+__all__ = sorted([*_WHERE, *_CALLED])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _CALLED:
+        return importlib.import_module(f"capibara.kernels.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(f"capibara.kernels.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'capibara.kernels' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    return sorted({*globals(), *_WHERE, *_CALLED})

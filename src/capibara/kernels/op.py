@@ -31,7 +31,7 @@ def short_dtype(dtype: Any) -> str:
     return _SHORT_DTYPES.get(name, name)
 
 
-def describe(x: Operand) -> str:
+def describe(x: Operand | jax.Array) -> str:
     """`bf16[4096,1024]`, the way every message and table writes an operand."""
     return "-" if x is None else f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
 

@@ -6,12 +6,14 @@ gradient (custom_vjp) around batching (custom_vmap) around partitioning over a m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara.kernels.op import Call, Config, Gradient, Implementation
 
@@ -119,18 +121,21 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
     op = call.op
     present = [x for x in call.args if x is not None]
     wrapped = custom_partitioning(fn)
+    terms: tuple[list[Any], list[Any]]  # the factors of each axis of each operand, and of each output
     if op.partition is None:
         # Without a rule every device computes the whole: each dimension is a factor that must not be split.
         names = [[f"d{i}_{j}" for j in range(len(x.shape))] for i, x in enumerate(present)]
         shapes = jax.eval_shape(fn, *present)
         outs = [[f"o{i}_{j}" for j in range(len(x.shape))] for i, x in enumerate(jax.tree.leaves(shapes))]
         rule = ", ".join(map(" ".join, names)) + " -> " + ", ".join(map(" ".join, outs))
+        terms = ([[(f,) for f in term] for term in names], [[(f,) for f in term] for term in outs])
         whole = tuple(factor for group in (*names, *outs) for factor in group)
         reduced: tuple[str, ...] = ()
         sizes: dict[str, int] = {}
     else:
         rule = op.partition.rule(call)
-        named = {f for side in op.partition.factors(call) for term in side for axis in term for f in axis}
+        terms = op.partition.factors(call)
+        named = {f for side in terms for term in side for axis in term for f in axis}
         whole = tuple(f for f in op.partition.replicated(call) if f in named)
         reduced = op.partition.reduced
         sizes = dict(op.partition.sizes(call))
@@ -140,9 +145,15 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
     whole, reduced = (tuple(sorted(factors, key=order.index)) for factors in (whole, reduced))
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
-        arg_shardings = jax.tree.map(lambda s: s.sharding, arg_shapes)
-        out_shardings = jax.tree.map(lambda s: s.sharding, result_shape)
-        split = {} if op.partition is None else _split_axes(op.partition.factors(call)[0], arg_shardings)
+        leaves, tree = jax.tree.flatten(result_shape)
+        split = _split_factors(mesh, (arg_shapes, leaves), terms, whole, sizes)
+
+        def shardings(side: list[list[tuple[str, ...]]]) -> list[NamedSharding]:
+            specs = (PartitionSpec(*(split.get(axis[0]) for axis in term)) for term in side)
+            return [NamedSharding(mesh, spec) for spec in specs]
+
+        arg_shardings = tuple(shardings(terms[0]))
+        out_shardings = jax.tree.unflatten(tree, shardings(terms[1]))
         axes = tuple(dict.fromkeys(a for factor in reduced for a in split.get(factor, ())))
 
         def local(*shards: Any) -> Any:
@@ -165,17 +176,28 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
     return wrapped
 
 
-def _split_axes(terms: list[list[tuple[str, ...]]], shardings: Any) -> dict[str, tuple[str, ...]]:
-    """Each factor that is split over the mesh, with the mesh axes that split it.
+def _split_factors(
+    mesh: Any, shapes: Any, terms: Any, whole: tuple[str, ...], sizes: dict[str, int]
+) -> dict[str, tuple[str, ...]]:
+    """Each factor that is split over the mesh, with the mesh axes that split it: one choice for all arrays.
 
-    An axis made of several factors is split along its first, the others being replicated factors.
+    What the partitioner proposes need not agree between the arrays, nor spare the factors that must be whole. Wishes
+    are granted in order, the outputs' first: a factor is split by the first that asks, if its length divides and no
+    other factor has that mesh axis. An axis made of several factors is split along its first.
     """
     found: dict[str, tuple[str, ...]] = {}
-    for factors, sharding in zip(terms, shardings, strict=True):
-        for axis, entry in zip(factors, sharding.spec, strict=False):
-            if entry is not None and axis:
-                named = entry if isinstance(entry, tuple) else (entry,)
-                found[axis[0]] = tuple(dict.fromkeys((*found.get(axis[0], ()), *named)))
+    taken: set[str] = set()
+    for side in (1, 0):
+        for term, array in zip(terms[side], shapes[side], strict=True):
+            for axis, entry, length in zip(term, array.sharding.spec, array.shape, strict=False):
+                named = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+                if not named or axis[0] in whole or axis[0] in found or taken & set(named):
+                    continue
+                # The first factor's length is what the others leave of the axis.
+                factor = length // math.prod(sizes[f] for f in axis[1:])
+                if factor % math.prod(mesh.shape[name] for name in named) == 0:
+                    found[axis[0]] = named
+                    taken |= set(named)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Attention in numpy and float64, written from the definition one pair at a time and sharing nothing with the library."""
+"""Attention in numpy and float64, written from the definition, sharing nothing with the library."""
 
 from __future__ import annotations
 

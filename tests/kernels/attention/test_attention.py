@@ -19,7 +19,8 @@ from capibara.kernels.attention.api import ATTENTION, attention
 from capibara.kernels.attention.chunks import ChunkConfig
 
 _spec = importlib.util.spec_from_file_location("naive", Path(__file__).with_name("naive.py"))
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 naive = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(naive)
 

@@ -74,6 +74,9 @@ def block_mask_from(
             if pairs is None:
                 pairs = np.ones((1, 1, rows, columns), bool)
             pairs[0, 0, i, j] = asked
+    for made in (blocks, pairs):
+        if made is not None:
+            made.flags.writeable = False  # it is kept for the next call
     return BlockMask(blocks, pairs, block_size)
 
 

@@ -52,12 +52,12 @@ def live_pairs(rows: int, columns: int, causal: bool, q_offset: int, window: Win
 
 def columns_seen(first_row: Any, last_row: Any, columns: int, below: int, above: int) -> tuple[Any, Any]:
     """The columns (first, end) that a run of rows may see by position; python ints or traced ones."""
-    if isinstance(first_row, int) and isinstance(last_row, int):
-        first = 0 if below == -FAR else min(max(first_row + below, 0), columns)
-        end = columns if above == FAR else min(max(last_row + above + 1, 0), columns)
-        return first, end
-    first = 0 if below == -FAR else jnp.clip(first_row + below, 0, columns)
-    end = columns if above == FAR else jnp.clip(last_row + above + 1, 0, columns)
+
+    def clipped(x: Any) -> Any:
+        return min(max(x, 0), columns) if isinstance(x, int) else jnp.clip(x, 0, columns)
+
+    first = 0 if below == -FAR else clipped(first_row + below)
+    end = columns if above == FAR else clipped(last_row + above + 1)
     return first, end
 
 

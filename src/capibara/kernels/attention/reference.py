@@ -144,4 +144,4 @@ def reference_grad(
 
     (made, made_lse), pull = jax.vjp(forward, q, k, v, bias)
     flow_lse = jnp.zeros_like(made_lse) if d_lse is None else d_lse.astype(made_lse.dtype)
-    return pull((d_out.astype(made.dtype), flow_lse))  # type: ignore[no-any-return]
+    return pull((d_out.astype(made.dtype), flow_lse))

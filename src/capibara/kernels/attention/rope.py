@@ -82,7 +82,7 @@ def _scaling(scaling: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
             raise rule_error(f"{kind} rope scaling needs {name!r}", dict(scaling), f"add {name!r}: a number")
     if not merged["factor"] >= 1:
         raise rule_error("A rope scaling factor is 1 or more", merged["factor"], "pass how many times longer")
-    return kind, {name: float(value) for name, value in merged.items()}  # type: ignore[arg-type]
+    return kind, {name: float(value) for name, value in merged.items()}
 
 
 def _by_wavelength(plain: np.ndarray, given: Mapping[str, float]) -> np.ndarray:
@@ -222,7 +222,8 @@ def _traced_angles(positions: jax.Array, turn: np.ndarray, temperature: float) -
             cos, sin = part_cos, part_sin
         else:
             cos, sin = cos * part_cos - sin * part_sin, sin * part_cos + cos * part_sin
-    assert cos is not None and sin is not None
+    assert cos is not None
+    assert sin is not None
     return cos * temperature, sin * temperature
 
 
@@ -235,5 +236,5 @@ def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, style: str) -> jax.Ar
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
     pairs = x_wide.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     first, second = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return turned.reshape(x.shape).astype(x.dtype)
+    stacked = jnp.stack((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return stacked.reshape(x.shape).astype(x.dtype)
