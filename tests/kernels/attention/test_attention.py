@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from capibara.kernels import prng
 from capibara.kernels.attention.api import ATTENTION, attention
 from capibara.kernels.attention.chunks import ChunkConfig
+from capibara.kernels.check import check
+from capibara.kernels.op import Case
 
 _spec = importlib.util.spec_from_file_location("naive", Path(__file__).with_name("naive.py"))
 assert _spec is not None
@@ -124,7 +126,7 @@ def _check(call: dict[str, Any], form: str, config: Any) -> None:
 
 
 @given(calls())
-@settings(max_examples=7, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 def test_any_combination_in_chunks(call: dict[str, Any]) -> None:
     """Chunks of 4 queries and 5 keys: several of each, none dividing the lengths, unaligned with the blocks."""
     _check(call, "xla_chunked", ChunkConfig(4, 5))
@@ -269,3 +271,9 @@ def test_memory_is_linear_at_8k_forward_and_backward() -> None:
             compiled = jax.jit(make(form)).lower(shape, shape, shape).compile()
             used[form] = compiled.memory_analysis().temp_size_in_bytes
         assert used["xla_chunked"] < used["reference"] / 10, used
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION.cases if not c.tags & {"test", "bench"}], ids=lambda c: c.name)
+def test_the_cases_that_the_shared_suite_only_lowers(case: Case) -> None:
+    result = check(ATTENTION, case.arrays(), case.params, "xla_chunked")
+    assert result.ok, result.why

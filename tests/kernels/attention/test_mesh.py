@@ -59,9 +59,10 @@ def _loss(run: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    "op", [OPAQUE, functools.partial(ATTENTION, implementation="xla_chunked")], ids=["kernel", "xla"]
+    ("op", "kv"),
+    [(OPAQUE, 4), (OPAQUE, 2), (OPAQUE, 1), (functools.partial(ATTENTION, implementation="xla_chunked"), 2)],
+    ids=["kernel-heads", "kernel-groups", "kernel-one-key-head", "xla-groups"],
 )
-@pytest.mark.parametrize("kv", [4, 2, 1], ids=["heads", "groups", "one-key-head"])
 def test_batch_and_heads_are_split_and_shared_gradients_summed(op: Any, kv: int) -> None:
     """A bias shared by the batch, and one key head shared by all, get gradients summed over the devices."""
     q, k, v = _normal(0, 4, 4, 6, 8), _normal(1, 4, kv, 6, 8), _normal(2, 4, kv, 6, 8)

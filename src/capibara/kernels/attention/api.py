@@ -14,6 +14,7 @@ from capibara.kernels.attention import (
     pallas_gpu,
     pallas_tpu,
     pallas_tpu_grad,
+    peers,
     rules,
     xla_chunked,
     xla_chunked_grad,
@@ -62,6 +63,8 @@ ATTENTION = Op(
     batch=mesh.batch,
     partition=mesh.PARTITION,
     cases=CASES,
+    peers={"jax.nn": peers.jax_nn},
+    stock_tpu=peers.stock_tpu,
 )
 
 # Every implementation, forward and backward. The backward pass prefers the one that has the forward's name.
