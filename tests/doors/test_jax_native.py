@@ -66,7 +66,6 @@ def test_detection_status_and_diagnosis() -> None:
     import capibara.jax as jax
     from capibara.jax import diagnostics
 
-    pytest.importorskip("capibara.kernels.dispatch")
     info = jax.get_backend_info()
     for key in ("name", "tpu_optimized", "custom_kernels", "memory_limit_gb"):
         assert key in info
