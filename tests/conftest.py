@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 
 # Read by XLA when jax first starts a backend, so it is set before anything imports jax.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=32".strip()
+# Tests compile thousands of small programs and run each once or twice: optimised machine code would cost more than it
+# saves. Memory use is decided before it, and is as it would be.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=32",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
 
 import pytest
 

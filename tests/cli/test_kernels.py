@@ -195,6 +195,9 @@ def test_compile_lowers_where_there_is_no_compiler() -> None:
     assert row["grid_steps"] == 1
     assert row["ours"]["custom_calls"] == ["tpu_custom_call"]
     assert row["xla"]["ok"]
+    assert document["date"]
+    assert document["command"].startswith("capibara ")
+    assert document["versions"]["jax"]
     if not document["compiled"]:
         assert "pip install" in document["compiler"]
         assert row["ours"]["evidence"].startswith("lowered only")

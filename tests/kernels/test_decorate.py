@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,16 +90,28 @@ def test_under_transformations_and_jits_own_options() -> None:
 
 
 @pytest.mark.newest
-def test_what_has_no_meaning_yet_is_said_once_and_when_it_runs() -> None:
-    decorate._say_no_attention.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kernel = decorate.tpu_kernel(lambda a: a, context=Entered(), use_efficient_attention=True)
-    with pytest.warns(UserWarning, match="not redirected yet.*capibara.kernels.attention"):
+def test_the_innermost_function_says_how_attention_runs() -> None:
+    seen: list[bool] = []
+
+    def look(a: jax.Array) -> jax.Array:
+        seen.append(decorate.attention_dispatches())
+        return a
+
+    on, off, unsaid = (
+        decorate.tpu_kernel(look, context=Entered(), **options)
+        for options in ({"use_efficient_attention": True}, {"use_efficient_attention": False}, {})
+    )
+    fresh = decorate.tpu_kernel(look, context=Entered(), use_efficient_attention=False)
+    for kernel in (on, off, unsaid, decorate.tpu_kernel(fresh, context=Entered(), use_efficient_attention=True)):
         kernel(X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kernel(X)
+    assert seen == [True, False, False, False]
+    assert decorate.attention_dispatches()  # outside of any, the context alone decides
+    # One function that is traced for one answer is not reused for the other.
+    shared = jax.jit(look)
+    seen.clear()
+    for flag in (True, False, True):
+        decorate.tpu_kernel(lambda a: shared(a), context=Entered(), use_efficient_attention=flag)(X)
+    assert seen == [True, False]
 
 
 def test_a_mistake_is_named() -> None:

@@ -109,6 +109,8 @@ def test_gradients_against_float64(op: Op, name: str, case: Case) -> None:
 @pytest.mark.parametrize(("op", "name", "case"), _pairs("test", reference=False))
 def test_the_same_bits_twice(op: Op, name: str, case: Case) -> None:
     _on_this_machine(op, name, case)
+    if not op.implementations[name].same_bits:
+        pytest.skip("it says that it sums in no fixed order")
     arrays = case.arrays()
     with interpret("hlo"):
         first, second = (op(*arrays, implementation=name, **case.params) for _ in range(2))

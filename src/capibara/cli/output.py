@@ -28,6 +28,11 @@ def console(*, error: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False)
 
 
+def command_line() -> str:
+    """What was typed, for results that are kept."""
+    return " ".join(["capibara", *sys.argv[1:]])
+
+
 def show_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False, default=str))
 

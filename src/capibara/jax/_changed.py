@@ -19,6 +19,7 @@ CHANGED: dict[str, str] = {
     "numpy.matmul": "capibara.kernels.linalg.numpy_api:matmul",
     "numpy.dot": "capibara.kernels.linalg.numpy_api:dot",
     "numpy.einsum": "capibara.kernels.linalg.numpy_api:einsum",
+    "nn.dot_product_attention": "capibara.kernels.attention.nn_api:dot_product_attention",
 }
 """Path below jax -> what it calls inside a context. Adding a row changes the name everywhere."""
 

@@ -227,8 +227,10 @@ def _row(
     wanted = checks.expected(op, arrays, case.params, grad=grad)
     inputs = (checks.cotangents(op, arrays, case.params), *arrays) if grad else arrays
 
-    ours = selection.implementation
-    programs: dict[str, Callable[..., Any]] = {ours: _implementation(op, case.params, ours, selection.config)}
+    # Nothing is asked for by name: under differentiation dispatch chooses each pass by itself.
+    default = jax.jit(lambda *arrays: dispatch.run(op, arrays, case.params))
+    ours = _chosen(checks.with_gradient(default) if grad else default, inputs)
+    programs: dict[str, Callable[..., Any]] = {ours: default}
     notes: dict[str, str] = {}
     for name in against:
         if name == ours:
@@ -253,7 +255,7 @@ def _row(
     times = timing.compare(programs, *inputs, samples=samples, sample_seconds=sample_seconds, jit=False)
 
     def measured(name: str, config: Config = None) -> Measured:
-        external = name not in op.implementations
+        external = name in op.peers
         return Measured(name, times.get(name), config, verdicts.get(name), notes.get(name, ""), external)
 
     cost = op.cost(call)
@@ -270,6 +272,12 @@ def _row(
         ours=dataclasses.replace(measured(ours, selection.config), note=""),
         peers=tuple(measured(name) for name in against),
     )
+
+
+def _chosen(program: Callable[..., Any], inputs: Sequence[Any]) -> str:
+    """What dispatch takes for each op that the program calls: one name, or several joined by a plus."""
+    found = dispatch.explain(program, *inputs).selections
+    return "+".join(dict.fromkeys(selection.implementation for selection in found))
 
 
 def _implementation(op: Op, params: Mapping[str, Hashable], name: str, config: Config) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 The error is the larger of two relative ones, ‖out − ref‖ / ‖ref‖ and the worst element's against the largest, and
 it is held against the op's own tolerance for the call: the norm sees a small error everywhere, the worst element
 a race that spoils a few numbers of a million. Where float64 on the host would take too long, the reference runs in
-float32 at the highest matrix precision on the device instead, and the result says so.
+float32 at the highest matrix precision on the device instead, on an excerpt of the call where the op has one, and the
+result says so.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Expected:
     structs: tuple[jax.ShapeDtypeStruct, ...]
     tolerance: float
     how: str
+    cut: Callable[[Sequence[Any]], Sequence[Any]] = lambda leaves: leaves
+    """What of a whole call's outputs `values` stands for."""
 
 
 def check(
@@ -156,13 +159,24 @@ def expected(
         exact = _in_float64(reference("float64"), inputs, host)
         kept = tuple(_placed(x, struct, arrays) for x, struct in zip(exact, structs, strict=True))
         return Expected(kept, structs, tolerance, "float64 on the host")
+    how = "float32 at highest precision on the device"
+    part = op.excerpt(op, arrays) if op.excerpt is not None else None
+    if part is None:
+        return Expected(_in_float32(reference("float32"), inputs), structs, tolerance, how)
+    outputs = len(jax.tree.leaves(jax.eval_shape(_bound(op.reference, tuple(sorted(params.items())), False), *arrays)))
+
+    def cut(leaves: Sequence[Any]) -> list[Any]:
+        return [*part.outputs(leaves[:outputs]), *part.gradients(leaves[outputs:])]
+
+    inputs = (part.outputs(inputs[0]), *part.arrays) if grad else part.arrays
     values = _in_float32(reference("float32"), inputs)
-    return Expected(values, structs, tolerance, "float32 at highest precision on the device")
+    structs = tuple(jax.tree.leaves(jax.eval_shape(reference(None), *inputs)))
+    return Expected(values, structs, tolerance, f"{how}, {part.what}", cut)
 
 
 def check_output(out: Any, wanted: Expected) -> Check:
     """Compare any output, a peer's too, with what the reference gave."""
-    leaves = jax.tree.leaves(out)
+    leaves = wanted.cut(jax.tree.leaves(out))
     tolerance = wanted.tolerance
 
     def wrong(why: str) -> Check:
@@ -253,9 +267,11 @@ def _in_float32(reference: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple
         narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
         return x.astype(jnp.float32) if narrow else x
 
+    # XLA would search for the fastest product longer than it takes to run any.
+    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
     with jax.default_matmul_precision("highest"):
         # The upcast is inside, so that it costs no more memory than the compiler wants to give it.
-        out = jax.jit(lambda *xs: reference(*jax.tree.map(upcast, xs)))(*inputs)
+        out = jax.jit(lambda *xs: reference(*jax.tree.map(upcast, xs)), compiler_options=options)(*inputs)
         return tuple(jax.block_until_ready(jax.tree.leaves(out)))
 
 

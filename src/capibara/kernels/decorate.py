@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,6 +11,14 @@ import jax
 
 from capibara.errors import rule_error, unknown_name
 from capibara.precision import PrecisionConfig
+
+# What the innermost decorated function says of attention; None where there is none.
+_efficient_attention = jax.make_user_context(None)
+
+
+def attention_dispatches() -> bool:
+    """Whether jax's attention goes through dispatch here, as far as decorated functions have a say."""
+    return _efficient_attention.value is not False
 
 
 class Context(Protocol):
@@ -34,8 +41,8 @@ def tpu_kernel(
       context: called with the name of a dtype policy, gives the context that the function is traced in.
       precision: DEFAULT, HIGH, HIGHEST or FP8 (or their names in small letters): the policy of the context
         and jax's default matrix precision, which products of float32 operands heed.
-      use_efficient_attention: send the function's attention through dispatch. jax's own attention is not
-        redirected in this version, so it means nothing yet, and the first call of such a function says so.
+      use_efficient_attention: whether `capibara.jax.nn.dot_product_attention` inside the function goes through
+        kernel dispatch, or is jax's own. capibara's own attention always dispatches.
       jit_options: static_argnames, donate_argnums and the like, for `jax.jit`.
     """
     config = _config(precision)
@@ -71,11 +78,10 @@ def _decorated(
     def inside(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if use_efficient_attention:
-                _say_no_attention()
-            # Both are part of jit's cache key: the function is traced once for each precision, never mixed.
+            # All three are part of jit's cache key: what was traced for one is never run for another.
             with (
                 context(precision=config.policy.name),
+                _efficient_attention(bool(use_efficient_attention)),
                 jax.default_matmul_precision(_matrix_precision(config)),
             ):
                 return method(*args, **kwargs)
@@ -99,13 +105,3 @@ def _config(precision: PrecisionConfig | str) -> PrecisionConfig:
     if not isinstance(precision, str) or precision.lower() not in choices:
         raise unknown_name("precision", precision, choices)
     return choices[precision.lower()]
-
-
-@functools.cache
-def _say_no_attention() -> None:
-    warnings.warn(
-        "use_efficient_attention=True means nothing in this version: jax's attention is not redirected yet. "
-        "Call capibara.kernels.attention, which dispatches by itself.",
-        UserWarning,
-        stacklevel=3,
-    )

@@ -18,7 +18,7 @@ import jax
 
 from capibara.errors import ImplementationRefused, rule_error
 from capibara.kernels import context, tables, transforms
-from capibara.kernels.op import Call, Config, Op, lookup
+from capibara.kernels.op import Call, Config, Op, Prefer, Preference, lookup
 
 logger = logging.getLogger("capibara.kernels")
 
@@ -41,6 +41,10 @@ class Selection:
     config: Config
     why: str
     verdicts: tuple[Verdict, ...]
+    pinned: bool = False
+    """The caller named the implementation, so the gradient keeps to it too."""
+    asked_config: Config = None
+    """The config, when the caller asked for it: forward passes under differentiation, vmap and meshes keep it."""
 
     def __str__(self) -> str:
         chosen = f"{self.implementation}" + (f" {self.config}" if self.config is not None else "")
@@ -66,15 +70,19 @@ class Selection:
         }
 
 
-def select(
-    call: Call, implementation: str | None = None, config: Config = None, prefer: str | None = None
-) -> Selection:
+def select(call: Call, implementation: str | None = None, config: Config = None, prefer: Prefer = None) -> Selection:
     """Choose the implementation of one call.
 
     `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
     tuned table for this chip speaks, then the implementations' own rank.
     """
     op = call.op
+    preferred = prefer.implementation if isinstance(prefer, Preference) else prefer
+    by_config = ""
+    if isinstance(prefer, Preference) and prefer.op == op.name and prefer.config is not None:
+        # The config that the surrounding call was given is of one implementation, which must then take this call.
+        implementation, config, by_config = preferred, prefer.config, " by the surrounding call's config"
+    asked_config = config
     if implementation is not None:
         op.implementation(implementation)  # an unknown name is an error before anything is decided
     refusals = {name: impl.refusal(call) for name, impl in op.implementations.items()}
@@ -84,13 +92,13 @@ def select(
     if implementation is not None:
         if refusals[implementation] is not None:
             raise ImplementationRefused(
-                f"{op.name}: the implementation {implementation!r} was asked for and cannot take this call: "
+                f"{op.name}: the implementation {implementation!r} was asked for{by_config} and cannot take this call: "
                 f"{refusals[implementation]}. Got {call.signature} on {call.target.device_kind}. "
                 f"Fix: change the call, or use one that accepts it: {', '.join(accepting) or 'none does'}."
             )
-        chosen, why = implementation, "it was asked for by name"
-    elif prefer is not None and refusals.get(prefer, "absent") is None:
-        chosen, why = prefer, "the surrounding call runs on it"
+        chosen, why = implementation, f"it was asked for{by_config or ' by name'}"
+    elif preferred is not None and refusals.get(preferred, "absent") is None:
+        chosen, why = preferred, "the surrounding call runs on it"
     else:
         if not accepting:
             told = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
@@ -123,7 +131,8 @@ def select(
     )
     if implementation is None:
         _say_fallback(call, chosen, refusals, ranks)
-    return Selection(call, chosen, config, why, verdicts)
+    pinned = chosen in (implementation, preferred)
+    return Selection(call, chosen, config, why, verdicts, pinned=pinned, asked_config=asked_config)
 
 
 _SAID: set[tuple[str, str, str]] = set()
@@ -164,7 +173,7 @@ def run(
     *,
     implementation: str | None = None,
     config: Config = None,
-    prefer: str | None = None,
+    prefer: Prefer = None,
     local: bool = False,
 ) -> Any:
     """Run an op: the decision is made once for each distinct call, then it is a dictionary read.
@@ -219,7 +228,9 @@ def _build(selection: Selection, manual: bool) -> _Runner:
         return _Runner(selection, jax.jit(plain), plain)
     # The machine emulation orders its side effects, which JAX cannot carry through a partitioned computation.
     split = impl.kernel and not manual and context.current_interpret().mode != "machine"
-    eager, traced = transforms.kernel(call, impl, selection.config, split=split)
+    eager, traced = transforms.kernel(
+        call, impl, selection.config, split=split, pinned=selection.pinned, asked_config=selection.asked_config
+    )
     return _Runner(selection, eager, traced)
 
 

@@ -55,8 +55,18 @@ class Call:
 
     @property
     def changed_params(self) -> dict[str, Hashable]:
-        """The parameters that differ from the op's defaults: what a tuned table's key is made of."""
-        return {k: v for k, v in sorted(self.params.items()) if v != self.op.params[k]}
+        """The parameters that differ from the op's defaults. Hints, which change no result, are left out."""
+        return {k: v for k, v in sorted(self.specified.items()) if v != self.op.params[k]}
+
+    @property
+    def specified(self) -> dict[str, Hashable]:
+        """The parameters that the reference takes: all but the hints."""
+        return {k: v for k, v in self.params.items() if k not in self.op.hints}
+
+    @property
+    def tuning_key(self) -> dict[str, Hashable]:
+        """The changed parameters that a tuned table tells calls apart by."""
+        return {k: v for k, v in self.changed_params.items() if k not in self.op.untuned}
 
     @property
     def signature(self) -> str:
@@ -88,7 +98,8 @@ class Implementation:
     None. `rank(call)` orders those that accept where no tuned table speaks. A `kernel` is opaque to JAX's
     transformations, so the op's own gradient, batching and partitioning rules stand in; anything else is
     plain JAX that XLA differentiates and partitions itself. With `own_gradient`, XLA partitions it but the op's
-    gradient and batching rules are used: for plain JAX whose derivative by JAX would keep too much.
+    gradient and batching rules are used: for plain JAX whose derivative by JAX would keep too much. `hints` names
+    the op's hints that `fn` takes; the others are not passed on.
     """
 
     name: str
@@ -98,6 +109,9 @@ class Implementation:
     rank: Callable[[Call], float] = lambda call: 0.0
     kernel: bool = False
     own_gradient: bool = False
+    hints: tuple[str, ...] = ()
+    same_bits: bool = True
+    """Two runs on the same operands give the same bits."""
     config_type: type | None = None
     default_config: Callable[[Call], Config] = lambda call: None
     candidates: Callable[[Call], Sequence[Config]] = lambda call: (None,)
@@ -115,12 +129,30 @@ class Implementation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Preference:
+    """What a call runs on, handed to the op's own rules, which pass it on to the ops that they call.
+
+    The implementation is taken where it accepts. A `config` is one that the caller asked for: it holds for the ops
+    that have this op's name, and there a refusal is an error, since another implementation has other choices.
+    """
+
+    op: str
+    implementation: str
+    config: Config = None
+
+
+Prefer = Preference | str | None
+"""A preference; a name alone has no config. None leaves the choice to dispatch."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Gradient:
     """How a kernel is differentiated: JAX's custom_vjp pair, in terms of ops.
 
     `forward(op, arrays, params, prefer)` returns (output, residuals); `backward(residuals, cotangent, params,
-    prefer)` returns one cotangent for each operand (None for an absent one). `prefer` names the forward's
-    implementation: the ops called inside take it where it accepts.
+    prefer)` returns one cotangent for each operand (None for an absent one). Both pass `prefer`, a `Preference` or
+    None, on to the ops that they call. It holds the implementation that the caller asked for and, in the forward
+    pass, the config; the backward pass, whose shapes are others, chooses its own configs.
     """
 
     forward: Callable[..., tuple[Any, Any]]
@@ -195,6 +227,19 @@ class Case:
         return made if self.complete is None else self.complete(made)
 
 
+@dataclasses.dataclass(frozen=True)
+class Excerpt:
+    """A part of a call that does not depend on the rest: what is checked where the whole would take too long.
+
+    `outputs` and `gradients` cut the same part out of the flat lists that the whole call returns.
+    """
+
+    arrays: tuple[Any, ...]
+    outputs: Callable[[Sequence[Any]], list[Any]]
+    gradients: Callable[[Sequence[Any]], list[Any]]
+    what: str
+
+
 def _compiler_cost(call: Call) -> Cost:
     """The reference's own flops and bytes, by XLA's count: the default cost of a user's op."""
     present = [x for x in call.args if x is not None]
@@ -202,7 +247,7 @@ def _compiler_cost(call: Call) -> Cost:
     def reference(*arrays: Any) -> Any:
         given = iter(arrays)
         full = [None if x is None else next(given) for x in call.args]
-        return call.op.reference(*full, **call.params)
+        return call.op.reference(*full, **call.specified)
 
     counted = jax.jit(reference).lower(*present).cost_analysis() or {}
     dtype = np.dtype(present[0].dtype).name if present else "float32"
@@ -232,6 +277,8 @@ class Op:
         reference: Callable[..., Any],
         operands: Sequence[str],
         params: Mapping[str, Hashable] | None = None,
+        hints: Sequence[str] = (),
+        untuned: Sequence[str] = (),
         check: Callable[[Call], None] = lambda call: None,
         cost: Callable[[Call], Cost] = _compiler_cost,
         tolerance: Callable[[Call], float] = _output_rounding,
@@ -242,12 +289,15 @@ class Op:
         public: Callable[..., Any] | None = None,
         peers: Mapping[str, Callable[[Case], Callable[..., Any] | None]] | None = None,
         stock_tpu: Callable[[Case], tuple[Callable[..., Any], tuple[Any, ...]] | None] | None = None,
+        excerpt: Callable[[Op, Sequence[Any]], Excerpt | None] | None = None,
     ) -> None:
         self.name = name
         self.family = family
         self.reference = reference
         self.operands = tuple(operands)
         self.params: Mapping[str, Hashable] = MappingProxyType(dict(params or {}))
+        self.hints = frozenset(hints)  # parameters that say how, and never change what is computed
+        self.untuned = frozenset(untuned)  # parameters that do not change which implementation is fastest
         self.check = check
         self.cost = cost
         self.tolerance = tolerance
@@ -260,6 +310,7 @@ class Op:
         # does not apply); for TPU compilation, jax's own Pallas program for the same work with its arguments.
         self.peers = MappingProxyType(dict(peers or {}))
         self.stock_tpu = stock_tpu
+        self.excerpt = excerpt
         self.implementations: dict[str, Implementation] = {}
         self.runners: dict[Any, Any] = {}  # filled by dispatch
         self.__doc__ = reference.__doc__

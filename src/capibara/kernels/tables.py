@@ -81,7 +81,7 @@ def slug(device_kind: str) -> str:
 
 def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
     """The table's choice among the implementations that accept this call; None when no entry is near."""
-    operands, params = tuple(map(describe, call.args)), _jsonable(call.changed_params)
+    operands, params = tuple(map(describe, call.args)), _jsonable(call.tuning_key)
     near: list[tuple[float, Entry]] = []
     for entry in entries(call.target.device_kind, call.op.name):
         if entry.implementation in accepting and _jsonable(entry.params) == params:

@@ -15,13 +15,13 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from capibara.kernels.op import Call, Config, Gradient, Implementation
+from capibara.kernels.op import Call, Config, Gradient, Implementation, Prefer, Preference
 
 
 def plain(call: Call, impl: Implementation, config: Config) -> Callable[..., Any]:
     """An implementation in plain JAX: its parameters bound, nothing else."""
     extra = {} if impl.config_type is None else {"config": config}
-    params = dict(call.params)
+    params = {k: v for k, v in call.params.items() if k not in call.op.hints or k in impl.hints}
 
     def implementation(*arrays: Any) -> Any:
         return impl.fn(*arrays, **params, **extra)
@@ -30,19 +30,26 @@ def plain(call: Call, impl: Implementation, config: Config) -> Callable[..., Any
 
 
 def kernel(
-    call: Call, impl: Implementation, config: Config, *, split: bool
+    call: Call, impl: Implementation, config: Config, *, split: bool, pinned: bool, asked_config: Config
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A kernel for concrete arrays, and the same for tracers with the op's rules around it."""
+    """A kernel for concrete arrays, and the same for tracers with the op's rules around it.
+
+    A `pinned` implementation was asked for, and its gradient keeps to it. An `asked_config` is kept by every forward
+    pass that the rules make of this call: differentiated, batched, or on one device's shards.
+    """
+    same = Preference(call.op.name, impl.name, asked_config)
     compute = _skip_absent(plain(call, impl, config), call)
     if split:
-        compute = _partitioned(compute, call, impl)
-    batched = _batched(compute, call, impl)
+        compute = _partitioned(compute, call, same)
+    batched = _batched(compute, call, same)
     inlined = jax.jit(batched, inline=True)
 
     def eager(*arrays: Any) -> Any:
         return inlined(*(x for x in arrays if x is not None))
 
-    return eager, _differentiable(eager, call, impl)
+    forward = same if pinned or asked_config is not None else None
+    backward = Preference(call.op.name, impl.name) if pinned else None
+    return eager, _differentiable(eager, call, forward, backward)
 
 
 def vary_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -87,7 +94,7 @@ def _restore(present: Any, call: Call) -> tuple[Any, ...]:
     return tuple(None if x is None else next(given) for x in call.args)
 
 
-def _batched(fn: Callable[..., Any], call: Call, impl: Implementation) -> Callable[..., Any]:
+def _batched(fn: Callable[..., Any], call: Call, prefer: Preference) -> Callable[..., Any]:
     op = call.op
     wrapped = custom_vmap(fn)
 
@@ -95,7 +102,7 @@ def _batched(fn: Callable[..., Any], call: Call, impl: Implementation) -> Callab
     def rule(axis_size: int, batched: list[bool], *present: Any) -> tuple[Any, Any]:
         if op.batch is not None:
             full_batched = tuple(bool(b) for b in _restore_flags(batched, call))
-            out = op.batch(op, axis_size, full_batched, _restore(present, call), dict(call.params), impl.name)
+            out = op.batch(op, axis_size, full_batched, _restore(present, call), dict(call.params), prefer)
         else:
             # No rule of its own: one element after another, which is right for any op.
             mapped = [x for x, b in zip(present, batched, strict=True) if b]
@@ -115,7 +122,7 @@ def _restore_flags(flags: list[bool], call: Call) -> tuple[bool, ...]:
     return tuple(False if x is None else next(given) for x in call.args)
 
 
-def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Callable[..., Any]:
+def _partitioned(fn: Callable[..., Any], call: Call, prefer: Preference) -> Callable[..., Any]:
     from capibara.kernels.dispatch import run
 
     op = call.op
@@ -159,10 +166,10 @@ def _partitioned(fn: Callable[..., Any], call: Call, impl: Implementation) -> Ca
         def local(*shards: Any) -> Any:
             full = _restore(shards, call)
             if op.partition is not None and op.partition.local is not None:
-                return op.partition.local(op, full, dict(call.params), split, impl.name)
+                return op.partition.local(op, full, dict(call.params), split, prefer)
             if axes and op.partition is not None and op.partition.combine is not None:
-                return op.partition.combine(op, full, dict(call.params), axes, impl.name)
-            return run(op, full, dict(call.params), prefer=impl.name, local=True)
+                return op.partition.combine(op, full, dict(call.params), axes, prefer)
+            return run(op, full, dict(call.params), prefer=prefer, local=True)
 
         return mesh, local, out_shardings, arg_shardings
 
@@ -201,7 +208,9 @@ def _split_factors(
     return found
 
 
-def _differentiable(eager: Callable[..., Any], call: Call, impl: Implementation) -> Callable[..., Any]:
+def _differentiable(
+    eager: Callable[..., Any], call: Call, prefer_forward: Prefer, prefer_backward: Prefer
+) -> Callable[..., Any]:
     op = call.op
     params = dict(call.params)
     gradient = op.gradient or _reference_gradient(call)
@@ -211,10 +220,10 @@ def _differentiable(eager: Callable[..., Any], call: Call, impl: Implementation)
         return eager(*arrays)
 
     def forward(*arrays: Any) -> tuple[Any, Any]:
-        return gradient.forward(op, arrays, params, impl.name)
+        return gradient.forward(op, arrays, params, prefer_forward)
 
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
-        return gradient.backward(residuals, cotangent, params, impl.name)
+        return gradient.backward(residuals, cotangent, params, prefer_backward)
 
     differentiable.defvjp(forward, backward)
     return differentiable
@@ -223,13 +232,13 @@ def _differentiable(eager: Callable[..., Any], call: Call, impl: Implementation)
 def _reference_gradient(call: Call) -> Gradient:
     """For an op that brings no gradient: differentiate its reference."""
 
-    def forward(op: Any, arrays: tuple[Any, ...], params: dict[str, Any], prefer: str) -> tuple[Any, Any]:
+    def forward(op: Any, arrays: tuple[Any, ...], params: dict[str, Any], prefer: Prefer) -> tuple[Any, Any]:
         from capibara.kernels.dispatch import run
 
         return run(op, arrays, params, prefer=prefer), arrays
 
-    def backward(arrays: Any, cotangent: Any, params: dict[str, Any], prefer: str) -> tuple[Any, ...]:
-        _, pull = jax.vjp(lambda *xs: call.op.reference(*xs, **params), *arrays)
+    def backward(arrays: Any, cotangent: Any, params: dict[str, Any], prefer: Prefer) -> tuple[Any, ...]:
+        _, pull = jax.vjp(lambda *xs: call.op.reference(*xs, **call.specified), *arrays)
         return pull(cotangent)
 
     return Gradient(forward, backward)

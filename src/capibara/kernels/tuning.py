@@ -368,7 +368,7 @@ def _entry(call: Call, best: Candidate) -> tables.Entry:
     )
     return tables.Entry(
         operands=tuple(map(describe, call.args)),
-        params=call.changed_params,
+        params=call.tuning_key,
         implementation=best.implementation,
         config=None if best.config is None else dataclasses.asdict(best.config),
         seconds=careful.seconds,

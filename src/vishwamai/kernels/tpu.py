@@ -8,6 +8,8 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from capibara.kernels import decorate
+from capibara.kernels.attention import patterns
+from capibara.kernels.attention.rope import rope, rope_tables
 from capibara.kernels.layout import tile_layout, untile_layout
 from capibara.kernels.linalg.chunked import gemm_tiled
 from capibara.kernels.timing import Timing, measure
@@ -19,8 +21,13 @@ from capibara.precision import PrecisionConfig
 __all__ = [
     "PrecisionConfig",
     "benchmark_kernel",
+    "block_sparse_attention",
+    "flash_attention",
     "gemm",
     "register_tpu_op",
+    "rope",
+    "rope_tables",
+    "sliding_window_attention",
     "tile_layout",
     "tpu_kernel",
     "unregister",
@@ -28,13 +35,69 @@ __all__ = [
     "validate_sharding",
 ]
 
-_PLANNED = (
-    "block_sparse_attention",
-    "flash_attention",
-    "layer_norm",
-    "rope",
-    "sliding_window_attention",
-)
+_PLANNED = ("layer_norm",)
+
+
+def flash_attention(
+    query: Float[Array, "B H T D"],
+    key: Float[Array, "B Hkv S D"],
+    value: Float[Array, "B Hkv S D"],
+    mask: Any = None,
+    block_size: int | None = 128,
+    use_flash: bool = True,
+    **extra: Any,
+) -> Any:
+    """softmax(q kᵀ / sqrt(head_dim)) v in memory linear in the length; the result has the operands' type.
+
+    Args:
+      query, key, value: [batch, heads, length, head_dim]; the query's heads are a multiple of the key's.
+      mask: [batch, keys] for padding, [queries, keys], [batch, queries, keys], or four axes of which the first three
+        may be 1. True, or an integer that is not 0, lets a query see a key; floats are added to the scores.
+      block_size: queries and keys of one tile of the forward pass, as near as the implementation has it, which says
+        where it is not exact; None takes the tuned tile.
+      use_flash: False runs the reference, every pair of query and key at once. It has no tiles, and says so once.
+      extra: causal, window, segment_ids, bias, dropout_rate with dropout_rng, precision, and attention's others.
+    """
+    return patterns.masked(query, key, value, mask, block_size, use_flash, **extra)
+
+
+def sliding_window_attention(
+    query: Float[Array, "B H T D"],
+    key: Float[Array, "B Hkv S D"],
+    value: Float[Array, "B Hkv S D"],
+    window_size: int | tuple[int | None, int | None],
+    mask: Any = None,
+    block_size: int | None = 128,
+    **extra: Any,
+) -> Any:
+    """Attention to near keys alone; blocks outside of the window are not computed.
+
+    Args:
+      window_size: w, for a query's own key and the w - 1 before it, or (left, right): so many before and after its
+        own, None for no limit.
+      mask, block_size, extra: as for flash_attention.
+    """
+    return patterns.masked(query, key, value, mask, block_size, True, window=window_size, **extra)
+
+
+def block_sparse_attention(
+    query: Float[Array, "B H T D"],
+    key: Float[Array, "B Hkv S D"],
+    value: Float[Array, "B Hkv S D"],
+    block_mask: Any,
+    block_size: int | tuple[int, int] = 128,
+    mask: Any = None,
+    **extra: Any,
+) -> Any:
+    """Attention in some blocks of queries and keys; the others are not computed.
+
+    Args:
+      block_mask: booleans, one for each block of block_size = (queries, keys): [blocks, blocks], or four axes of
+        which the first two, batch and heads, may be 1. Or a function of query positions [n, 1] and key positions
+        [1, m], called with numpy arrays, that says which pairs there are; blocks it empties are skipped.
+      mask, extra: as for flash_attention.
+    """
+    return patterns.block_sparse(query, key, value, block_mask, block_size, mask, **extra)
 
 
 def gemm(
@@ -61,8 +124,8 @@ def tpu_kernel(
 
     Args:
       precision: the dtype policy, and jax's matrix precision for float32 operands.
-      use_efficient_attention: means nothing in this version, which does not redirect jax's attention: the
-        first call says so, and names what does dispatch.
+      use_efficient_attention: whether `capibara.jax.nn.dot_product_attention` inside the function goes through
+        kernel dispatch, or is jax's own. The attention functions of this module always dispatch.
       jit_options: for `jax.jit`.
     """
     return decorate.tpu_kernel(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capibara.kernels import prng
+from capibara.kernels import interpret, prng
 from capibara.kernels.attention.api import ATTENTION, attention
 from capibara.kernels.attention.chunks import ChunkConfig
 from capibara.kernels.check import check
@@ -277,3 +277,29 @@ def test_memory_is_linear_at_8k_forward_and_backward() -> None:
 def test_the_cases_that_the_shared_suite_only_lowers(case: Case) -> None:
     result = check(ATTENTION, case.arrays(), case.params, "xla_chunked")
     assert result.ok, result.why
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla_chunked"])
+def test_a_nan_that_a_query_sees_is_not_hidden(implementation: str) -> None:
+    q, k, v = (jnp.ones((1, 1, 6, 32)) for _ in range(3))
+    out, lse = attention(q, k.at[0, 0, 3].set(jnp.nan), v, causal=True, return_lse=True, implementation=implementation)
+    assert np.isfinite(out[0, 0, :3]).all()
+    assert np.isnan(out[0, 0, 3:]).all()
+    assert np.isnan(lse[0, 0, 3:]).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla_chunked", "pallas_tpu"])
+def test_nan_in_padding_reaches_no_gradient(implementation: str) -> None:
+    """Queries that see nothing and keys that nobody sees, all of them NaN: packed sequences are padded with anything."""
+    ids = jnp.where(jnp.arange(40) < 30, 0, -1)[None]
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 2, 40, 32)).at[:, :, 30:].set(jnp.nan) for i in range(3))
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = attention(q, k, v, segment_ids=ids, key_segment_ids=ids - (ids < 0), implementation=implementation)
+        return (out[:, :, :30] ** 2).sum()
+
+    with interpret("hlo"):
+        grads = jax.grad(loss, (0, 1, 2))(q, k, v)
+    for grad in grads:
+        assert np.isfinite(grad[:, :, :30]).all()
+        assert (grad[:, :, 30:] == 0).all()

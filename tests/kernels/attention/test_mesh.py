@@ -25,7 +25,7 @@ from capibara.kernels.op import Gradient, Implementation, Op
 
 
 def _opaque() -> Op:
-    shared = {"family": "attention", "batch": mesh.batch}
+    shared = {"family": "attention", "batch": mesh.batch, "hints": ATTENTION.hints}
     backward = Op(
         "opaque_grad", reference=reference_grad, operands=ATTENTION_GRAD.operands, params=ATTENTION_GRAD.params,
         check=rules.check_grad, partition=mesh.PARTITION_GRAD, **shared,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +61,7 @@ def bench(
     if json:
         output.show_json(
             {
-                **benches.document(rows, command=_command()),
+                **benches.document(rows, command=output.command_line()),
                 "left_out": [{"op": one.name, "case": skip.name} for one, skip in left],
             }
         )
@@ -151,7 +150,3 @@ def _show_left_out(screen: Console, left: Sequence[tuple[Op, Case]]) -> None:
         f"They run on an accelerator, or here with: capibara kernels bench {first} --case {names[0]}",
         markup=False,
     )
-
-
-def _command() -> str:
-    return " ".join(["capibara", *sys.argv[1:]])

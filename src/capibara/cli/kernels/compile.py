@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,6 +30,7 @@ def compile_(
     from capibara.compile import tpu_compiler
     from capibara.compile.kernels import compile_kernels
     from capibara.hardware import slice_by_name
+    from capibara.kernels.bench import versions
 
     wanted = slice_by_name(slice_name)
     compiler = tpu_compiler()
@@ -41,6 +43,9 @@ def compile_(
         rows = compile_kernels(ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell)
     if json:
         document = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": output.command_line(),
+            "versions": versions(),
             "slice": wanted.name,
             "chip": wanted.chip.name,
             "compiler": str(compiler),

@@ -7,7 +7,10 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from capibara.kernels.attention import by_level
+from capibara.kernels.draws import Draws
 from capibara.kernels.linalg import levels
+from capibara.parallel.rules import RULES
 
 __all__ = ["TPUv4Kernels"]
 
@@ -17,12 +20,14 @@ class TPUv4Kernels:
 
     Args:
       precision: "bfloat16", "float32", "mixed" or "fp8": what operands are rounded to, and the results' type.
-      optimization_level: "none" runs the specification, operation by operation; "basic" runs XLA's product;
+      optimization_level: "none" runs the specification, operation by operation; "basic" runs plain XLA;
         "balanced" what dispatch picks; "aggressive" tunes a shape at its first sight, then as "balanced".
       enable_xla_fusion: True makes rounding, product and epilogue one program; False keeps XLA from fusing
-        anything across a product's boundary.
+        anything across a kernel's boundary.
       memory_layout_optimization: True reads transposed operands in place; False copies them into row-major
         order first.
+      seed: what dropout's keys come from where a call is given none: a new key each call, the same ones for the
+        same seed.
     """
 
     def __init__(
@@ -31,12 +36,55 @@ class TPUv4Kernels:
         optimization_level: str = "balanced",
         enable_xla_fusion: bool = True,
         memory_layout_optimization: bool = True,
+        seed: int = 0,
     ) -> None:
+        self.draws = Draws(seed)
         self.settings = levels.Settings(precision, optimization_level, enable_xla_fusion, memory_layout_optimization)
 
     def __repr__(self) -> str:
         inner = repr(self.settings).partition("(")[2]
         return f"TPUv4Kernels({inner}"
+
+    def flash_attention(
+        self,
+        query: Float[Array, "B H T D"],
+        key: Float[Array, "B Hkv S D"],
+        value: Float[Array, "B Hkv S D"],
+        attention_mask: Any = None,
+        dropout_rate: float = 0.0,
+        causal: bool = False,
+        sequence_parallel: bool | str = False,
+        **extra: Any,
+    ) -> Any:
+        """softmax(q kᵀ / sqrt(head_dim)) v in memory linear in the length.
+
+        Args:
+          query, key, value: [batch, heads, length, head_dim]; the query's heads are a multiple of the key's.
+          attention_mask: [batch, keys] for padding, [queries, keys], [batch, queries, keys], or four axes of which
+            the first three may be 1. True, or an integer that is not 0, lets a query see a key; floats are added to
+            the scores, and minus infinity hides.
+          dropout_rate: of the probabilities; above 0 it draws the object's next key, or from `rng`.
+          causal: a query sees keys up to its own position.
+          sequence_parallel: split the sequence over a mesh axis, named, or True for the active mesh's "sequence".
+            Without such an axis, and with what a split sequence does not take (a mask, dropout, keys of another
+            length), it is plain attention on the same mesh, which is said once. A name that the mesh lacks is an
+            error.
+          extra: rng, precision for another than the object's, layout ("bhtd" or "bthd"), segment_ids,
+            key_segment_ids, window, scale, softcap, query_offset, return_lse.
+        """
+        return by_level.attend(
+            self.settings,
+            self.draws,
+            by_level.MeshAxes(RULES["sequence"], RULES["batch"], RULES["heads"]),
+            query,
+            key,
+            value,
+            attention_mask=attention_mask,
+            dropout_rate=dropout_rate,
+            causal=causal,
+            sequence_parallel=sequence_parallel,
+            **extra,
+        )
 
     def optimized_matmul(
         self,

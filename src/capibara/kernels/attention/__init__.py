@@ -8,16 +8,25 @@ from typing import Any
 
 from capibara.kernels.attention.api import ATTENTION, ATTENTION_GRAD, attention
 from capibara.kernels.attention.block_mask import BlockMask, block_mask_from
-from capibara.kernels.attention.rope import rope, rope_tables
+from capibara.kernels.attention.paged import PAGED_ATTENTION, paged_attention
+from capibara.kernels.attention.rope import Rope, rope, rope_tables
+from capibara.kernels.attention.sequence import ring_load, sequence_parallel_attention, unzigzag, zigzag
 
 __all__ = [
     "ATTENTION",
     "ATTENTION_GRAD",
+    "PAGED_ATTENTION",
     "BlockMask",
+    "Rope",
     "attention",
     "block_mask_from",
+    "paged_attention",
+    "ring_load",
     "rope",
     "rope_tables",
+    "sequence_parallel_attention",
+    "unzigzag",
+    "zigzag",
 ]
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from capibara.kernels import tables
 from capibara.kernels.attention import (
     cudnn,
     gradient,
     inputs,
     mesh,
     pallas_gpu,
+    pallas_gpu_grad,
     pallas_tpu,
     pallas_tpu_grad,
     peers,
@@ -21,7 +25,9 @@ from capibara.kernels.attention import (
 )
 from capibara.kernels.attention.block_mask import MaskFn
 from capibara.kernels.attention.cases import CASES, GRAD_CASES
+from capibara.kernels.attention.excerpt import first_group
 from capibara.kernels.attention.reference import reference, reference_grad
+from capibara.kernels.attention.rope import Rope, rotate_both
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Gradient, Implementation, Op, register
 
@@ -34,7 +40,11 @@ PARAMS = {
     "softcap": None,
     "dropout_rate": 0.0,
     "block_size": None,
+    # How the operands lie in memory. They are [batch, heads, length, head_dim] to the op in any case; an implementation
+    # that reads [batch, length, heads, head_dim] as it lies undoes the exchange of axes instead of having it made.
+    "physical": "bhtd",
 }
+HINTS = ("physical",)
 
 ATTENTION_GRAD = Op(
     "attention_grad",
@@ -42,12 +52,14 @@ ATTENTION_GRAD = Op(
     reference=reference_grad,
     operands=(*OPERANDS, "out", "lse", "d_out", "d_lse"),
     params=PARAMS,
+    hints=HINTS,
     check=rules.check_grad,
     cost=rules.cost_grad,
     tolerance=rules.tolerance_grad,
     batch=mesh.batch,
     partition=mesh.PARTITION_GRAD,
     cases=GRAD_CASES,
+    excerpt=first_group,
 )
 
 ATTENTION = Op(
@@ -56,6 +68,8 @@ ATTENTION = Op(
     reference=reference,
     operands=OPERANDS,
     params={**PARAMS, "return_lse": False},
+    hints=HINTS,
+    untuned=("return_lse",),
     check=rules.check,
     cost=rules.cost,
     tolerance=rules.tolerance,
@@ -65,9 +79,10 @@ ATTENTION = Op(
     cases=CASES,
     peers={"jax.nn": peers.jax_nn},
     stock_tpu=peers.stock_tpu,
+    excerpt=first_group,
 )
 
-# Every implementation, forward and backward. The backward pass prefers the one that has the forward's name.
+# Every implementation, forward and backward. An implementation that was asked for by name is asked for backward too.
 IMPLEMENTATIONS = (
     xla_chunked.IMPLEMENTATION,
     pallas_tpu.IMPLEMENTATION,
@@ -78,6 +93,8 @@ IMPLEMENTATIONS = (
 GRAD_IMPLEMENTATIONS = (
     xla_chunked_grad.IMPLEMENTATION,
     pallas_tpu_grad.IMPLEMENTATION,
+    pallas_gpu_grad.IMPLEMENTATION,
+    cudnn.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1),
 )
 
@@ -103,6 +120,7 @@ def attention(
     mask_fn: MaskFn | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
+    rope: Rope | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_rate: float = 0.0,
@@ -135,23 +153,34 @@ def attention(
         `window` say, a mask of one byte a pair is made. Define it once, outside of the training step: results are
         kept for each function object.
       segment_ids, key_segment_ids: queries see keys of an equal id; one array is enough for equal lengths.
+      rope: turn queries and keys by their positions before the scores, angles in float32: `Rope(base=..., style=...,
+        scaling=..., rotary_dim=..., tables=...)`. Queries are at positions `query_offset` + i and keys at 0, 1, 2, …
+        unless the Rope brings positions; segments do not start them over, and positions that it brings do not change
+        who sees whom. Inside jit this is one elementwise pass over each, which XLA fuses with what made the queries
+        and keys where that is elementwise too (with `rotary_dim`, turned and unturned parts are joined after it);
+        outside, it is one program of its own. The turned copies are what the kernels read and what the backward pass
+        keeps in place of the originals; beside them only the angles are kept.
       scale: 1 / sqrt(head_dim) by default.
       softcap: c makes each score c · tanh(score / c), after the bias.
       dropout_rate, dropout_rng: drop probabilities at this rate by a JAX key. What is dropped depends on the key and
         the position alone: the same on every platform and in the backward pass.
       return_lse: also return the log-sum-exp of the scores, float32 [batch, heads, queries] in either layout, minus
         infinity where a query sees nothing. It may be differentiated.
-      implementation: force one by name; a refusal is an error.
-      config: that implementation's tuning choices; by default from the tuned table or a rule.
+      implementation: force one by name; a refusal is an error. It is taken for the backward pass too where it has one
+        for the call (Hopper's has none with a bias, for one); otherwise dispatch chooses, and says so once.
+      config: that implementation's tuning choices; by default from the tuned table or a rule. It holds under
+        differentiation, vmap and on a mesh too, in each forward pass; the backward pass has choices of its own.
 
     >>> import jax.numpy as jnp
     >>> q = jnp.ones((1, 4, 10, 32)); kv = jnp.ones((1, 2, 10, 32))
     >>> attention(q, kv, kv, causal=True).shape
     (1, 4, 10, 32)
     """
-    q, k, v = inputs.heads_first(layout, query=query, key=key, value=value)
-    rows, columns = q.shape[2], k.shape[2]
+    q, k, v = inputs.four_axes_in(layout, query=query, key=key, value=value)
+    rows, columns = (x.shape[layout.index("t")] for x in (q, k))
     offset = inputs.static_int("query_offset", query_offset)
+    if rope is not None:
+        q, k = rotate_both(q, k, rope, layout, offset)
     sides = inputs.window_sides(window)
     rate = inputs.static_float("dropout_rate", dropout_rate)
     masked, blocks, size = inputs.sparsity(
@@ -171,12 +200,31 @@ def attention(
     seed = inputs.dropout_seed(rate, dropout_rng)
     operands = (q, k, v, inputs.four_axes("bias", bias), masked, q_segments, kv_segments, blocks, seed)
     changed = {name: value for name, value in given.items() if value != ATTENTION.params[name]}
-    made = run(ATTENTION, operands, changed, implementation=implementation, config=config)
     if layout == "bhtd":
-        return made
-    if return_lse:
-        return made[0].swapaxes(1, 2), made[1]
-    return made.swapaxes(1, 2)
+        return run(ATTENTION, operands, changed, implementation=implementation, config=config)
+    if isinstance(q, jax.core.Tracer) or next(iter(q.devices())).platform != "gpu":
+        return _heads_last(operands, {**changed, "physical": "bthd"}, implementation, config)
+    # Compiled as one: the exchange of axes here and the one in the implementation then cancel, and none is made.
+    compiled = _compiled_heads_last(tuple(changed.items()), implementation, config, tables.generation())
+    return compiled(*operands)
+
+
+def _heads_last(operands: tuple[Any, ...], params: dict[str, Any], implementation: str | None, config: Any) -> Any:
+    """The op on arrays [batch, length, heads, head_dim]."""
+    q, k, v, *rest = operands
+    exchanged = (*(x.swapaxes(1, 2) for x in (q, k, v)), *rest)
+    made = run(ATTENTION, exchanged, params, implementation=implementation, config=config)
+    out, *lse = made if isinstance(made, tuple) else (made,)
+    return (out.swapaxes(1, 2), *lse) if lse else out.swapaxes(1, 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_heads_last(
+    params: tuple[tuple[str, Any], ...], implementation: str | None, config: Any, generation: int
+) -> Any:
+    """One program for each set of choices; `generation` is the tuned tables', whose change is a new decision."""
+    given = {**dict(params), "physical": "bthd"}
+    return jax.jit(lambda *operands: _heads_last(operands, given, implementation, config))
 
 
 ATTENTION.public = attention

@@ -28,7 +28,7 @@ class BlockMask(NamedTuple):
         return float(self.blocks.mean()) if self.blocks.size else 0.0
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)  # each may hold a mask of one byte a pair
 def block_mask_from(
     mask_fn: MaskFn,
     rows: int,

@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from capibara.errors import rule_error
 from capibara.kernels import prng
 from capibara.kernels.attention.masking import (
     FAR,
@@ -37,6 +38,10 @@ class ChunkConfig:
     block_q: int
     block_k: int
     upcast: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_q < 1 or self.block_k < 1:
+            raise rule_error("A chunk has one query and one key or more", self, "use 512 x 512")
 
 
 def default_config(call: Call) -> ChunkConfig:

@@ -16,13 +16,15 @@ from capibara.kernels.op import describe
 LAYOUTS = ("bhtd", "bthd")
 
 
-def heads_first(layout: str, **arrays: Any) -> list[jax.Array]:
-    """The query, key and value as [batch, heads, length, head_dim]."""
+def four_axes_in(layout: str, **arrays: Any) -> list[jax.Array]:
+    """The query, key and value, as they are given, once they have the axes of a known layout."""
     if layout not in LAYOUTS:
         raise unknown_name("layout of attention", layout, LAYOUTS)
     made = []
     for name, value in arrays.items():
         x = array(name, value)
+        if x is None:
+            raise rule_error("attention takes a query, a key and a value", f"a {name} of None", "pass an array")
         if x.ndim != 4:
             axes = "batch, heads, length, head_dim" if layout == "bhtd" else "batch, length, heads, head_dim"
             raise rule_error(
@@ -30,8 +32,14 @@ def heads_first(layout: str, **arrays: Any) -> list[jax.Array]:
                 f"a {name} of {describe(x)}",
                 "add the missing axes with x[None], or fold the extra ones into the batch",
             )
-        made.append(x if layout == "bhtd" else x.swapaxes(1, 2))
+        made.append(x)
     return made
+
+
+def heads_first(layout: str, **arrays: Any) -> list[jax.Array]:
+    """The query, key and value as [batch, heads, length, head_dim]."""
+    made = four_axes_in(layout, **arrays)
+    return made if layout == "bhtd" else [x.swapaxes(1, 2) for x in made]
 
 
 def array(name: str, x: Any) -> Any:
@@ -110,7 +118,10 @@ def dropout_seed(rate: float, key: Any) -> jax.Array | None:
     """Two words drawn from a JAX key; None when nothing is dropped."""
     if rate <= 0 or key is None:
         return None  # the op's check refuses a rate without a seed, and a rate out of range
-    return jax.random.bits(key, (2,), jnp.uint32)
+    try:
+        return jax.random.bits(key, (2,), jnp.uint32)
+    except TypeError as error:
+        raise rule_error("Dropout draws from a JAX key", repr(key), "pass jax.random.key(...)") from error
 
 
 def sparsity(

@@ -17,6 +17,18 @@ Window = tuple[int | None, int | None] | None
 FAR = 2**30  # beyond any position, and far enough from the edge of int32 to be added to one
 
 
+def without_dead_queries(lse: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """[B, H, T, D] arrays with zeros for queries that see nothing: a product with zero would keep their NaN alive."""
+    dead = jnp.isneginf(lse)[..., None]
+    return [jnp.where(dead, jnp.zeros((), x.dtype), x) for x in arrays]
+
+
+def may_be_dead(rows: int, columns: int, causal: bool, q_offset: int, window: Window, by_data: bool) -> bool:
+    """Whether some query may see no key: by an operand, or by its position."""
+    below, above = span(causal, q_offset, window)
+    return by_data or above < 0 or rows - 1 + below > columns - 1
+
+
 def span(causal: bool, q_offset: int, window: Window) -> tuple[int, int]:
     """(below, above): row i sees columns i + below to i + above, both included, by position alone.
 

@@ -71,7 +71,7 @@ def reference(
     finite = jnp.where(jnp.isneginf(scores), highest, scores)
     weights = jnp.where(jnp.isneginf(scores), 0, jnp.exp(finite - highest))
     total = weights.sum(-1, keepdims=True)
-    alive = total > 0
+    alive = total != 0  # a NaN that a query sees stays one
     probabilities = weights / jnp.where(alive, total, 1)
     lse = jnp.where(alive, jnp.log(jnp.where(alive, total, 1)) + highest, -jnp.inf)[..., 0]
 

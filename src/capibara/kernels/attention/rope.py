@@ -6,8 +6,8 @@ position 1 even in a bfloat16 model. The rotation itself is done in float32 and 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,101 +17,26 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from capibara.errors import rule_error, unknown_name
+from capibara.kernels.attention.rope_scaling import frequencies, scaling_numbers
 from capibara.kernels.op import describe
 
 STYLES = ("half", "interleaved")
 LAYOUTS = ("bhtd", "bthd")
-# Each kind of scaling, with the numbers it needs and their usual values (None: no usual value).
-SCALINGS: Mapping[str, Mapping[str, float | None]] = {
-    "linear": {"factor": None},
-    "ntk": {"factor": None},
-    "yarn": {
-        "factor": None,
-        "original_length": None,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "attention_factor": math.nan,  # not a number: 0.1 ln(factor) + 1
-    },
-    "llama3": {"factor": None, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": None},
-}
+BASE = 10000.0
+# Angles made in the trace know positions below this, either side of 0.
+FARTHEST = 1 << 24
+
+Scaling = tuple[tuple[str, Any], ...] | None
 
 
 class RopeTables(NamedTuple):
-    """Cosines and sines, float32 [length, head_dim / 2]; row p is position p."""
+    """Cosines and sines, float32 [length, rotary_dim / 2]; row p is position p."""
 
     cos: Any
     sin: Any
 
 
-def frequencies(dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None) -> tuple[np.ndarray, float]:
-    """The angle a pair turns by at each position, float64 [dim / 2], and what the rotated vector is multiplied by."""
-    if dim < 2 or dim % 2:
-        raise rule_error("rope turns pairs, so head_dim is even and 2 or more", dim, "check the head_dim")
-    if not base > 1:
-        raise rule_error("The base of rope is above 1", base, "pass base=10000.0")
-    plain = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if scaling is None:
-        return plain, 1.0
-    kind, given = _scaling(scaling)
-    factor = given["factor"]
-    if kind == "linear":
-        return plain / factor, 1.0
-    if kind == "ntk":
-        # The base is stretched so that the slowest pair turns `factor` times slower and the fastest as before.
-        stretched = base * factor ** (dim / max(dim - 2, 1))
-        return stretched ** (-np.arange(0, dim, 2, dtype=np.float64) / dim), 1.0
-    if kind == "llama3":
-        return _by_wavelength(plain, given), 1.0
-    return _yarn(plain, dim, base, given)
-
-
-def _scaling(scaling: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
-    """The kind and its numbers, defaults filled in; other libraries' spellings of the keys are understood."""
-    spelled = {"rope_type": "type", "original_max_position_embeddings": "original_length"}
-    asked = {spelled.get(name, name): value for name, value in scaling.items()}
-    kind = asked.pop("type", None)
-    if kind not in SCALINGS:
-        raise unknown_name("rope scaling type", kind, SCALINGS)
-    known = SCALINGS[kind]
-    for name in asked:
-        if name not in known:
-            raise unknown_name(f"key of {kind} rope scaling", name, ("type", *known))
-    merged = {**known, **asked}
-    for name, value in merged.items():
-        if value is None:
-            raise rule_error(f"{kind} rope scaling needs {name!r}", dict(scaling), f"add {name!r}: a number")
-    if not merged["factor"] >= 1:
-        raise rule_error("A rope scaling factor is 1 or more", merged["factor"], "pass how many times longer")
-    return kind, {name: float(value) for name, value in merged.items()}
-
-
-def _by_wavelength(plain: np.ndarray, given: Mapping[str, float]) -> np.ndarray:
-    """Llama 3: slow pairs are slowed by the factor, fast ones left, and those between are blended."""
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
-    turns = given["original_length"] * plain / (2 * np.pi)  # in the original context
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return plain * (kept + (1 - kept) / given["factor"])
-
-
-def _yarn(plain: np.ndarray, dim: int, base: float, given: Mapping[str, float]) -> tuple[np.ndarray, float]:
-    """YaRN: blended by the number of turns in the original context, over whole pair numbers, and a temperature."""
-    length, factor = given["original_length"], given["factor"]
-
-    def pair(turns: float) -> float:
-        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    first = max(math.floor(pair(given["beta_fast"])), 0)
-    last = min(math.ceil(pair(given["beta_slow"])), dim - 1)
-    slowed = np.clip((np.arange(dim // 2) - first) / max(last - first, 0.001), 0, 1)
-    temperature = given["attention_factor"]
-    if math.isnan(temperature):
-        temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return plain * (1 - slowed) + plain / factor * slowed, temperature
-
-
-def rope_tables(
-    length: int, dim: int, *, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
-) -> RopeTables:
+def rope_tables(length: int, dim: int, *, base: float = BASE, scaling: Mapping[str, Any] | None = None) -> RopeTables:
     """Cosines and sines of positions 0 to length - 1, made once on the host for each set of arguments and kept.
 
     >>> rope_tables(16, 64).cos.shape
@@ -119,17 +44,18 @@ def rope_tables(
     """
     if length < 1:
         raise rule_error("The tables hold 1 position or more", length, "pass the longest context's length")
-    return _tables(int(length), int(dim), float(base), _hashable(scaling))
+    return _tables(0, int(length), int(dim), float(base), _hashable(scaling))
 
 
-def _hashable(scaling: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
-    return None if scaling is None else tuple(sorted(scaling.items()))
+def _hashable(scaling: Any) -> Scaling:
+    return None if scaling is None else tuple(sorted(dict(scaling).items()))
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(length: int, dim: int, base: float, scaling: tuple[tuple[str, Any], ...] | None) -> RopeTables:
+def _tables(start: int, length: int, dim: int, base: float, scaling: Scaling) -> RopeTables:
+    """Row i is position start + i."""
     turn, temperature = frequencies(dim, base, None if scaling is None else dict(scaling))
-    angles = np.arange(length, dtype=np.float64)[:, None] * turn
+    angles = np.arange(start, start + length, dtype=np.float64)[:, None] * turn
     # numpy, so that nothing cached belongs to a trace or a device.
     cos, sin = (np.asarray(f(angles) * temperature, np.float32) for f in (np.cos, np.sin))
     for table in (cos, sin):
@@ -137,15 +63,53 @@ def _tables(length: int, dim: int, base: float, scaling: tuple[tuple[str, Any], 
     return RopeTables(cos, sin)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tables", "query_positions", "key_positions"],
+    meta_fields=["base", "style", "scaling", "rotary_dim"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rope:
+    """How `attention(..., rope=...)` turns queries and keys: `rope`'s arguments, with positions for both.
+
+    A pytree: tables and positions are its arrays, so it may be an argument of a jitted function.
+
+    Args:
+      base, style, scaling, rotary_dim, tables: as in `rope`.
+      query_positions: [queries] or [batch, queries]; by default attention's query_offset, query_offset + 1, …
+      key_positions: [keys] or [batch, keys]; by default 0, 1, 2, …
+
+    >>> Rope(base=500_000.0).style
+    'half'
+    """
+
+    base: float = BASE
+    style: str = "half"
+    scaling: Any = None
+    rotary_dim: int | None = None
+    tables: RopeTables | None = None
+    query_positions: Any = None
+    key_positions: Any = None
+
+    def __post_init__(self) -> None:
+        # JAX builds these too, with anything in place of the arrays: only what is static is looked at.
+        _check_static(self.style, self.base, self.scaling, self.tables)
+        object.__setattr__(self, "scaling", _hashable(self.scaling))
+        for name in ("query_positions", "key_positions"):
+            if isinstance(getattr(self, name), list):  # to JAX a list is a tree of numbers, not an array
+                object.__setattr__(self, name, np.asarray(getattr(self, name)))
+
+
 def rope(
     x: Float[Array, "B H T D"],
     positions: Int[Array, T] | Int[Array, "B T"] | None = None,
     *,
-    base: float = 10000.0,
+    base: float = BASE,
     style: str = "half",
     scaling: Mapping[str, Any] | None = None,
     layout: str = "bhtd",
     tables: RopeTables | None = None,
+    rotary_dim: int | None = None,
 ) -> Float[Array, "B H T D"]:
     """Rotate queries or keys by their positions.
 
@@ -153,56 +117,132 @@ def rope(
       x: [batch, heads, length, head_dim] with layout "bhtd", [batch, length, heads, head_dim] with "bthd".
       positions: [length] or [batch, length]; 0, 1, 2, … by default.
       base: the slowest pair turns once in about 2π · base positions.
-      style: "half" pairs number i with i + head_dim / 2 (Llama, NeoX), "interleaved" 2i with 2i + 1 (GPT-J, and the
+      style: "half" pairs number i with i + rotary_dim / 2 (Llama, NeoX), "interleaved" 2i with 2i + 1 (GPT-J, and the
         original Llama weights).
       scaling: for contexts longer than the model was trained on: {"type": "linear" | "ntk" | "yarn" | "llama3",
         "factor": ..., ...}; yarn and llama3 also need "original_length".
-      tables: from `rope_tables`, as long as the largest position; with them base and scaling are already in. Without
-        tables and with traced positions, angles are computed in the trace from positions split in two, exactly
-        enough for positions to 2^24.
+      tables: from `rope_tables`, longer than the largest position; they stand in for base and scaling. A position
+        that is known on the host (numpy, a list) and is not in them is an error, one on a device gives NaN. Without
+        tables and with positions, angles are put together from those of the position's digits, exactly enough
+        for positions below 2^24, and NaN beyond.
+      rotary_dim: turn the first so many numbers of each head and leave the others; all of them by default.
 
     >>> rope(jnp.ones((1, 2, 10, 64))).shape
     (1, 2, 10, 64)
     """
+    _check_static(style, base, scaling, tables)
+    _check_known_positions("positions", positions, tables)
+    return _rotated(x, positions, 0, base, style, _hashable(scaling), layout, tables, rotary_dim)
+
+
+def rotate_both(query: jax.Array, key: jax.Array, given: Rope, layout: str, query_offset: int) -> tuple[Any, Any]:
+    """The queries and the keys of attention, turned. Outside of jit this is one program; inside, it is inlined."""
+    if not isinstance(given, Rope):
+        raise rule_error(
+            "attention's rope is a Rope", f"a {type(given).__name__}", "pass rope=Rope(...), tables as Rope(tables=...)"
+        )
+    for name in ("query_positions", "key_positions"):
+        _check_known_positions(name, getattr(given, name), given.tables)
+    return _rotate_both(query, key, given, layout=layout, query_offset=query_offset)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "query_offset"), inline=True)
+def _rotate_both(query: jax.Array, key: jax.Array, given: Rope, *, layout: str, query_offset: int) -> tuple[Any, Any]:
+    common = (given.base, given.style, given.scaling, layout, given.tables, given.rotary_dim)
+    return (
+        _rotated(query, given.query_positions, query_offset, *common),
+        _rotated(key, given.key_positions, 0, *common),
+    )
+
+
+def _check_static(style: str, base: float, scaling: Any, tables: Any) -> None:
     if style not in STYLES:
         raise unknown_name("style of rope", style, STYLES)
+    if scaling is not None:
+        scaling_numbers(dict(scaling))
+    if tables is not None and (base != BASE or scaling is not None):
+        raise rule_error(
+            "Angles come from tables or from base and scaling",
+            f"tables with base={base}, scaling={scaling}",
+            "pass base and scaling to rope_tables alone",
+        )
+
+
+def _check_known_positions(name: str, positions: Any, tables: RopeTables | None) -> None:
+    """Refuse positions that have no angle, where their values are known without waiting for a device."""
+    if not isinstance(positions, np.ndarray | list) or np.size(positions) == 0:
+        return
+    low, high = int(np.min(positions)), int(np.max(positions))
+    if tables is None:
+        if max(-low, high) >= FARTHEST:
+            raise rule_error(f"Positions are below {FARTHEST}", f"{name} from {low} to {high}", "pass longer tables")
+    elif low < 0 or high >= tables[0].shape[0]:
+        raise rule_error(
+            f"The tables hold positions 0 to {tables[0].shape[0] - 1}",
+            f"{name} from {low} to {high}",
+            f"make them with rope_tables({high + 1}, ...)" if low >= 0 else "shift the positions to start at 0",
+        )
+
+
+def _rotated(
+    x: jax.Array, positions: Any, start: int, base: float, style: str, scaling: Scaling, layout: str,
+    tables: RopeTables | None, rotary_dim: int | None,
+) -> jax.Array:  # fmt: skip
     if layout not in LAYOUTS:
         raise unknown_name("layout of rope", layout, LAYOUTS)
     if x.ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise rule_error(f"rope takes four axes, {layout}, of floats", describe(x), "add axes with x[None]")
-    length = x.shape[2 if layout == "bhtd" else 1]
+    length, depth = x.shape[layout.index("t")], x.shape[-1]
+    dim = depth if rotary_dim is None else rotary_dim
+    if dim > depth:
+        raise rule_error("rotary_dim is at most head_dim", f"{dim} of {depth}", "check both")
     if positions is not None:
         positions = jnp.asarray(positions)
-        if positions.shape not in ((length,), (x.shape[0], length)):
+        if positions.shape not in ((length,), (x.shape[0], length)) or not jnp.issubdtype(positions.dtype, jnp.integer):
             raise rule_error(
-                f"positions is [length] or [batch, length], here [{length}] or [{x.shape[0]}, {length}]",
+                f"positions is [length] or [batch, length], here [{length}] or [{x.shape[0]}, {length}], of integers",
                 describe(positions),
-                "check its shape",
+                "check its shape and type",
             )
-    cos, sin = _angles(x.shape[-1], length, positions, base, scaling, tables)
-    # [T, D/2] or [B, T, D/2], to broadcast over the heads.
-    axis = -3 if layout == "bhtd" else -2
-    cos, sin = jnp.expand_dims(cos, axis), jnp.expand_dims(sin, axis)
-    return _rotated(x, cos, sin, style)
+    cos, sin = _angles(dim, start, length, positions, base, scaling, tables)
+    # [T, dim/2] or [B, T, dim/2] to four axes, with 1 for the heads: broadcast once and not in each product, they are
+    # kept once for the gradient.
+    heads = layout.index("h")
+    cos, sin = (jnp.expand_dims(x if x.ndim == 3 else x[None], heads) for x in (cos, sin))
+    turned = _turned(x[..., :dim], cos, sin, style)
+    return turned if dim == depth else jnp.concatenate((turned, x[..., dim:]), axis=-1)
 
 
 def _angles(
-    dim: int, length: int, positions: Any, base: float, scaling: Mapping[str, Any] | None, tables: RopeTables | None
+    dim: int, start: int, length: int, positions: Any, base: float, scaling: Scaling, tables: RopeTables | None
 ) -> tuple[jax.Array, jax.Array]:
-    if tables is not None:
-        cos, sin = (jnp.asarray(table) for table in tables)
-        if cos.shape[1] != dim // 2 or cos.shape[0] < (length if positions is None else 1):
-            raise rule_error(
-                f"The tables are [positions, head_dim / 2], here [{length} or more, {dim // 2}]",
-                describe(cos),
-                "make them with rope_tables(length, head_dim)",
-            )
-        return (cos[:length], sin[:length]) if positions is None else (cos[positions], sin[positions])
-    if positions is None:
-        cos, sin = rope_tables(length, dim, base=base, scaling=scaling)
+    """Cosines and sines of the positions, or of start to start + length - 1."""
+    if tables is None and positions is None:
+        cos, sin = _tables(start, length, dim, float(base), scaling)
         return jnp.asarray(cos), jnp.asarray(sin)
-    turn, temperature = frequencies(dim, base, scaling)
-    return _traced_angles(positions, turn, temperature)
+    turn, temperature = frequencies(dim, base, None if scaling is None else dict(scaling))
+    if tables is None:
+        return _traced_angles(positions, turn, temperature)
+    cos, sin = (jnp.asarray(table) for table in tables)
+    least = max(start + length if positions is None else 1, 1)
+    for table in (cos, sin):
+        if table.ndim != 2 or table.shape[1] != dim // 2 or table.dtype not in (jnp.float32, jnp.float64):
+            raise rule_error(
+                f"The tables are float32 [positions, rotary_dim / 2], here [{least} or more, {dim // 2}]",
+                describe(table),
+                f"make them with rope_tables(length, {dim})",
+            )
+    if positions is not None:
+        # Beside the tables is no angle: NaN shows it, where the nearest row would hide it.
+        found = (t.at[positions].get(mode="fill", fill_value=np.nan, wrap_negative_indices=False) for t in (cos, sin))
+        return next(found), next(found)
+    if start < 0 or min(cos.shape[0], sin.shape[0]) < least:
+        raise rule_error(
+            f"The tables hold every position, here {start} to {start + length - 1}",
+            f"tables of positions 0 to {cos.shape[0] - 1}",
+            f"make them with rope_tables({least}, {dim})" if start >= 0 else "leave the tables out, or pass positions",
+        )
+    return cos[start : start + length], sin[start : start + length]
 
 
 def _traced_angles(positions: jax.Array, turn: np.ndarray, temperature: float) -> tuple[jax.Array, jax.Array]:
@@ -212,9 +252,10 @@ def _traced_angles(positions: jax.Array, turn: np.ndarray, temperature: float) -
     and the three rotations are put together by the addition theorems, in float32.
     """
     digits = np.arange(256, dtype=np.float64)[:, None]
+    positions = positions.astype(jnp.int32)
     cos, sin = None, None
     for shift in (0, 8, 16):
-        digit = jnp.right_shift(positions, shift) & 255
+        digit = jnp.right_shift(jnp.abs(positions), shift) & 255
         angle = digits * (turn * float(1 << shift))
         part_cos = jnp.asarray(np.cos(angle), jnp.float32)[digit]
         part_sin = jnp.asarray(np.sin(angle), jnp.float32)[digit]
@@ -224,17 +265,21 @@ def _traced_angles(positions: jax.Array, turn: np.ndarray, temperature: float) -
             cos, sin = cos * part_cos - sin * part_sin, sin * part_cos + cos * part_sin
     assert cos is not None
     assert sin is not None
-    return cos * temperature, sin * temperature
+    known = (positions > -FARTHEST) & (positions < FARTHEST)
+    factor = jnp.where(known, jnp.float32(temperature), jnp.nan)[..., None]
+    return cos * factor, sin * factor * jnp.where(positions < 0, -1.0, 1.0).astype(jnp.float32)[..., None]
 
 
-def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, style: str) -> jax.Array:
+def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, style: str) -> jax.Array:
+    """Each pair (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    Written as pair · cos + swapped pair · sin, so that nothing is joined from parts, which not every version of XLA's
+    CPU compiler fuses: all of it is elementwise but for a reversal.
+    """
     wide = jnp.promote_types(jnp.float32, x.dtype)
-    x_wide = x.astype(wide)
-    if style == "half":
-        first, second = jnp.split(x_wide, 2, axis=-1)
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-    pairs = x_wide.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    first, second = pairs[..., 0], pairs[..., 1]
-    stacked = jnp.stack((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return stacked.reshape(x.shape).astype(x.dtype)
+    half = x.shape[-1] // 2
+    shape, axis = ((2, half), -2) if style == "half" else ((half, 2), -1)
+    pairs = x.astype(wide).reshape(*x.shape[:-1], *shape)
+    sign = np.expand_dims(np.array([-1.0, 1.0], np.float32), -1 if axis == -2 else 0)
+    turned = pairs * jnp.expand_dims(cos, axis) + jnp.flip(pairs, axis) * sign * jnp.expand_dims(sin, axis)
+    return turned.reshape(x.shape).astype(x.dtype)

@@ -55,7 +55,7 @@ def xla_chunked(*operands: Any, config: ChunkConfig, return_lse: bool, **params:
             return jax.lax.cond(live, lambda c: step(row_chunk, column_chunk, c), lambda c: c, carry)
 
         highest, total, summed = loop(*whole.key_chunks(row_chunk), columns, start)
-        alive = total > 0
+        alive = total != 0  # a NaN that a query sees stays one
         safe = jnp.where(alive, total, 1)
         out = jnp.where(alive[..., None], summed / (safe * (1 - whole.rate))[..., None], 0)
         lse = jnp.where(alive, highest + jnp.log(safe), -jnp.inf)

@@ -14,6 +14,7 @@ from capibara.jax._alias import _Same
 from capibara.kernels.families import FAMILIES
 
 if TYPE_CHECKING:
+    from capibara.kernels import attention as attention
     from capibara.kernels import linalg as linalg
 
 _EIGHT = ("attention", "collective", "conv", "fft", "layers", "linalg", "scan", "vq")

@@ -15,7 +15,7 @@ Params = dict[str, Any]
 Arrays = tuple[Any, Any, Any, Any]
 
 
-def forward(op: Op, arrays: Arrays, params: Params, prefer: str) -> tuple[jax.Array, Any]:
+def forward(op: Op, arrays: Arrays, params: Params, prefer: str | None) -> tuple[jax.Array, Any]:
     """The product, and what its gradient needs: the operands, and z = a @ b + bias when there is an activation."""
     a, b, bias, residual = arrays
     kept = (a, b, _empty_like(bias), _empty_like(residual))
@@ -33,7 +33,7 @@ def _empty_like(x: Any) -> Any:
     return None if x is None else jnp.zeros((0,) * (x.ndim - 1) + (0,), x.dtype)
 
 
-def backward(op: Op, residuals: Any, cotangent: jax.Array, params: Params, prefer: str) -> Arrays:
+def backward(op: Op, residuals: Any, cotangent: jax.Array, params: Params, prefer: str | None) -> Arrays:
     """The cotangents of (a, b, bias, residual): two products and a sum over rows."""
     a, b, bias, residual, z = residuals
     flip_a, flip_b = params["transpose_a"], params["transpose_b"]

@@ -1,0 +1,43 @@
+"""The mesh rule of paged attention.
+
+The cache's heads, with the query heads that share each, are split with nothing gathered. In plain decoding the
+sequences may be split too, where every device holds the pool; pages, tokens of a ragged batch and head_dim are whole
+on every device.
+"""
+
+from __future__ import annotations
+
+from capibara.kernels.attention.paged.rules import sizes
+from capibara.kernels.op import Call, Partition
+
+
+def _heads(call: Call) -> tuple[str, str]:
+    """The factors of the query's head axis, and of the pool's."""
+    n = sizes(call)
+    if n.kv_heads == 1 and n.heads > 1:
+        return "g", "u"  # one key head for all: its query heads can be split
+    return ("h", "h") if n.group == 1 else ("(h g)", "h")
+
+
+def rule(call: Call) -> str:
+    heads, kv_heads = _heads(call)
+    ragged = call["query_starts"] is not None
+    token = "t" if ragged else "b"
+    pool = f"p s {kv_heads} d"
+    terms = [f"{token} {heads} d", pool, pool, "b m", "b", *(["n"] if ragged else [])]
+    lse = f", {token} {heads}" if call.params["return_lse"] else ""
+    return f"{', '.join(terms)} -> {token} {heads} d{lse}"
+
+
+def whole(call: Call) -> tuple[str, ...]:
+    """The factors that no device may hold a part of."""
+    always = ("t", "p", "s", "d", "m", "n", "u")
+    kept = always if _heads(call)[0] == "g" else (*always, "g")
+    return kept if call["query_starts"] is None else (*kept, "b")
+
+
+def factor_sizes(call: Call) -> dict[str, int]:
+    return {"g": sizes(call).group} if _heads(call)[0] == "(h g)" else {}
+
+
+PARTITION = Partition(rule, replicated=whole, sizes=factor_sizes)

@@ -1,0 +1,157 @@
+"""Block sizes of the Hopper attention kernel: what fits the chip, and what is taken where nothing was tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from capibara.errors import rule_error
+from capibara.kernels.hopper import SMEM_BYTES, refuses_chip
+from capibara.kernels.op import Call
+
+REDUCTION_BYTES = 1024  # a row's maximum and sum stay inside a warp, so that little of it is used
+MOST_REGISTERS = 224  # of a thread's 232 for tiles
+HEAD_DIMS = (64, 128, 256)  # what the tiles come in; others are padded with zeros
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperConfig:
+    """Rows of queries a warpgroup, keys a block, and how many blocks are fetched ahead."""
+
+    block_q: int = 64
+    block_k: int = 128
+    stages: int = 2
+    take_turns: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (64, 128):
+            raise rule_error("block_q is 64 or 128", self.block_q, "use 64")
+        if self.block_k % 64 or not 64 <= self.block_k <= 256:
+            raise rule_error("block_k is a multiple of 64 up to 256", self.block_k, "use 128")
+        if self.stages < 2:
+            raise rule_error("stages is two or more", self.stages, "use 2")
+
+    @property
+    def tile(self) -> int:
+        """Rows of queries a program: two warpgroups' worth."""
+        return 2 * self.block_q
+
+    def smem_bytes(self, head_dim: int, pair_bytes: int = 0) -> int:
+        """Shared memory of a program; `pair_bytes` is what mask and bias hold for each pair of query and key.
+
+        Tiles of queries (the output leaves from them), keys and values in half precision; one number a row, in a
+        whole unit of 1024 bytes; room for reductions; barriers of eight bytes.
+        """
+        blocks = self.tile + 2 * self.stages * self.block_k
+        tiles = 2 * blocks * padded_head_dim(head_dim) + self.tile * self.block_k * pair_bytes
+        return tiles + round_up(4 * self.tile, 1024) + REDUCTION_BYTES + 8 * (4 * self.stages + 5)
+
+    def registers(self, head_dim: int) -> int:
+        """A thread's share of the scores, the probabilities in half precision, and the output."""
+        return self.block_q * (padded_head_dim(head_dim) + self.block_k + self.block_k // 2) // 128
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return next(size for size in HEAD_DIMS if head_dim <= size)
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def bias_bytes(bias: Any) -> int:
+    """Bytes a pair of a bias that is streamed tile by tile: float64 is narrowed, one row needs no tile."""
+    return 0 if bias is None or bias.shape[2] == 1 else min(np.dtype(bias.dtype).itemsize, 4)
+
+
+def pair_bytes(head_dim: int, bias: Any, masked_by_tile: bool) -> int:
+    """Bytes that mask and bias hold for each pair. Where both do not fit, the mask is folded into the bias."""
+    both = bias_bytes(bias) + masked_by_tile
+    return min(both, 4) if folds_mask(head_dim, bias, masked_by_tile) else both
+
+
+def folds_mask(head_dim: int, bias: Any, masked_by_tile: bool) -> bool:
+    """Whether the widest heads leave no room for a mask beside a bias in float32."""
+    return masked_by_tile and bias_bytes(bias) == 4 and padded_head_dim(head_dim) == 256
+
+
+def aligned(block_size: tuple[int, int], config: HopperConfig) -> bool:
+    """Whether every tile of the kernel lies inside one block of the caller's block mask."""
+    return block_size[0] % config.tile == 0 and block_size[1] % config.block_k == 0
+
+
+def _fits(call: Call, config: HopperConfig) -> bool:
+    q, mask = call.need("q"), call["mask"]
+    by_tile = mask is not None and mask.shape[2] > 1
+    size = call.params["block_size"]
+    if size is not None and not aligned(cast(tuple[int, int], size), config):
+        by_tile = True
+    used = config.smem_bytes(q.shape[-1], pair_bytes(q.shape[-1], call["bias"], by_tile))
+    return used <= SMEM_BYTES and config.registers(q.shape[-1]) <= MOST_REGISTERS
+
+
+def candidates(call: Call) -> Sequence[HopperConfig]:
+    """Block sizes whose tiles fit shared memory, and whose scores and outputs fit the registers."""
+    keys = call.need("k").shape[2]
+    made = [
+        HopperConfig(block_q, block_k, stages, turns)
+        for block_q, block_k in ((64, 128), (64, 64), (64, 192), (64, 256), (128, 64), (128, 128))
+        for stages in (2, 3, 4)
+        for turns in (True, False)
+        if block_k <= max(round_up(keys, 64), 64)
+    ]
+    made = [c for c in made if _fits(call, c)]
+    size = call.params["block_size"]
+    # A block mask costs nothing where it is made of whole tiles; otherwise it becomes a mask of pairs.
+    whole = [c for c in made if size is None or aligned(cast(tuple[int, int], size), c)]
+    return whole or made
+
+
+def default_config(call: Call) -> HopperConfig:
+    """By head size; fewer keys a block where the call leaves less room."""
+    head_dim = padded_head_dim(call.need("q").shape[-1])
+    # What is added to each score, or drawn for it, wants registers too.
+    plain = not call.params["dropout_rate"] and all(call[n] is None for n in ("bias", "mask", "q_segments"))
+    preferred = {64: 256 if plain else 128, 128: 128, 256: 64}[head_dim]
+    fitting = [c for c in candidates(call) if c.block_q == 64 and c.stages == 2 and c.take_turns]
+    return max((c for c in fitting if c.block_k <= preferred), key=lambda c: c.block_k, default=fitting[0])
+
+
+def rank(call: Call) -> float:
+    """Against cuDNN's 30, where no tuned case is near. On an H200 it was ahead by 1 to 14 % wherever position limits
+    what is seen and there is some length to it; without a limit ahead at 4k, and behind at 8k and at 1k."""
+    keys = call.need("k").shape[2]
+    if not call.params["causal"] and call.params["window"] is None:
+        return 35 if 2048 <= keys <= 4096 else 25
+    return 25 if keys < 2048 and padded_head_dim(call.need("q").shape[-1]) == 64 else 35
+
+
+def rank_grad(call: Call) -> float:
+    """Against cuDNN's 30. On an H200, with heads before the length in memory, it was ahead by 13 to 16 % at head_dim 64
+    and 4k, level (0.99 to 1.04) at 128 with causality and 4k, and behind elsewhere. With a window no comparison was
+    made: programs skip what lies outside of it."""
+    q, width = call.need("q"), padded_head_dim(call.need("q").shape[-1])
+    if call.params["window"] is not None:
+        return 35
+    if width == 64:
+        return 35 if q.shape[2] >= 2048 else 25
+    level = width == 128 and call.params["causal"] and 2048 <= q.shape[2] <= 4096
+    return 35 if level else 25
+
+
+def refuses(call: Call) -> str | None:
+    q, k, v = call.need("q"), call.need("k"), call.need("v")
+    chip = refuses_chip(call.target.device_kind)
+    if chip is not None:
+        return chip
+    if np.dtype(q.dtype).name not in ("bfloat16", "float16") or not q.dtype == k.dtype == v.dtype:
+        return f"its tensor-core form takes bfloat16 or float16 alike for q, k and v, not {q.dtype} and {k.dtype}"
+    if q.shape[-1] > HEAD_DIMS[-1]:
+        return f"head_dim is {HEAD_DIMS[-1]} at the most here, not {q.shape[-1]}"
+    if math.prod(q.shape) == 0 or math.prod(k.shape) == 0:
+        return "an operand is empty"
+    return None

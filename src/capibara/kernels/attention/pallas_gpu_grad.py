@@ -1,0 +1,175 @@
+"""Attention backward for Hopper's tensor cores, in Pallas (Mosaic GPU): five products, one kernel.
+
+A program owns a tile of keys of one key head and goes over the queries that see them, of every query head that
+shares the key head. The gradients of its keys and values stay in registers until the end; the gradient of the
+queries is a sum over programs, added in float32 by the copy engine. The order of that sum is the order in which
+programs arrive, so dq may differ in its last bits from run to run.
+
+Steps of queries that see none of the keys are never fetched: by position they are left out of a range, by the
+operands (block mask, segments, mask) out of a table (see pallas_gpu_grad_operands). Keys that nobody sees have no
+effect and get zeros, NaN included, where they have none in the forward pass (see pallas_gpu).
+
+The bodies are in pallas_gpu_grad_narrow.py (head_dim up to 128) and pallas_gpu_grad_wide.py (256).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from capibara.kernels.attention import pallas_gpu, pallas_gpu_grad_narrow, pallas_gpu_grad_wide
+from capibara.kernels.attention import pallas_gpu_grad_operands as operands
+from capibara.kernels.attention.masking import may_be_dead, span, without_dead_queries
+from capibara.kernels.attention.pallas_gpu_blocks import Grid
+from capibara.kernels.attention.pallas_gpu_config import padded_head_dim, rank_grad, round_up
+from capibara.kernels.attention.pallas_gpu_grad_steps import HopperGradConfig, Steps
+from capibara.kernels.attention.pallas_gpu_tile import Band
+from capibara.kernels.hopper import LOG2E, SMEM_BYTES
+from capibara.kernels.op import Call, Implementation
+from capibara.kernels.transforms import out_struct, vary_alike, vary_like
+
+
+def candidates(call: Call) -> Sequence[HopperGradConfig]:
+    head_dim = padded_head_dim(call.need("q").shape[-1])
+    orders = [(stages, heads_first) for stages in (2, 3) for heads_first in (False, True)]
+    made = [HopperGradConfig(_block_q(head_dim), stages, heads_first) for stages, heads_first in orders]
+    body = _body(head_dim)
+    return [c for c in made if body.smem_bytes(c, head_dim, operands.smem_bytes(call, c, body.TILE)) <= SMEM_BYTES]
+
+
+LAYOUTS = {"bhtd": 2, "bthd": 1}  # with the axis of the length
+LEAST_LENGTH = 128
+
+
+def _body(head_dim: int) -> Any:
+    return pallas_gpu_grad_narrow if head_dim <= 128 else pallas_gpu_grad_wide
+
+
+def _block_q(head_dim: int) -> int:
+    return 128 if head_dim <= 64 else 64
+
+
+def default_config(call: Call) -> HopperGradConfig:
+    return HopperGradConfig(_block_q(padded_head_dim(call.need("q").shape[-1])))
+
+
+def refuses(call: Call) -> str | None:
+    q, k = call.need("q"), call.need("k")
+    if call["bias"] is not None:
+        return "its backward pass has no form with bias, whose own gradient it would have to sum"
+    if 0 in q.shape or 0 in k.shape:
+        return "an operand is empty"
+    return pallas_gpu.refuses(call)
+
+
+def mosaic_gpu_grad(
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: None, mask: jax.Array | None, q_segments: jax.Array | None,
+    kv_segments: jax.Array | None, block_mask: jax.Array | None, dropout_seed: jax.Array | None,
+    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None = None, *, config: HopperGradConfig,
+    causal: bool = False, q_offset: int = 0, window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None, softcap: float | None = None, dropout_rate: float = 0.0,
+    block_size: tuple[int, int] | None = None, physical: str = "bhtd",
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """(dq, dk, dv, None); see the module's text."""
+    batch, heads, length, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    left, right = window or (None, None)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    body = _body(padded_head_dim(head_dim))
+    below, above = span(causal, q_offset, window)
+    grid = Grid(length, Band(below, above, keys), config.block_q, body.TILE)
+    params = {"causal": causal, "q_offset": q_offset, "window": window}
+    more = operands.prepared(grid, (heads, kv_heads), mask, q_segments, kv_segments, block_mask, block_size, params)
+    if dropout_rate:
+        assert dropout_seed is not None  # the op's check has seen to it
+        more["row_keys"] = operands.row_keys(dropout_seed, batch, heads, length, config.block_q)
+    k, v = operands.hide_unseen(grid, k, v)
+    by_data = any(x is not None for x in (mask, q_segments, block_mask))
+    if may_be_dead(length, keys, causal, q_offset, window, by_data):
+        q, d_out, out = without_dead_queries(lse, q, d_out, out)
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    if d_lse is not None:
+        delta = delta - d_lse.astype(jnp.float32)
+    # A query that sees nothing, and the rows past the last, have probabilities of zero: 2^(s - infinity).
+    logs = jnp.where(jnp.isneginf(lse), jnp.inf, lse.astype(jnp.float32) * LOG2E)
+    # Lines of one number a row are fetched without a TMA descriptor, so they are made long enough for whole steps.
+    beyond = -length % config.block_q
+    logs = jnp.pad(logs, ((0, 0), (0, 0), (0, beyond)), constant_values=jnp.inf)
+    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, beyond)))
+
+    # Exchanged before padding and after cutting: an exchange then cancels with the caller's own.
+    along = LAYOUTS[physical]
+    q, k, v, d_out = (_laid_out(x, physical) for x in (q, k, v, d_out.astype(q.dtype)))
+    wide = padded_head_dim(head_dim)
+    q, d_out = (_padded(x, along, length, wide) for x in (q, d_out))
+    k, v = (_padded(x, along, keys, wide) for x in (k, v))
+    steps = Steps(
+        config=config, tile=body.TILE, keys=keys, length=length, group=heads // kv_heads, offset=q_offset, left=left,
+        right=right, scale=scale, softcap=softcap, physical=physical, dropout_rate=dropout_rate,
+    )  # fmt: skip
+    arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta"), (q, k, v, d_out, logs, delta), strict=True)) | more
+    arrays = dict(zip(arrays, vary_alike(tuple(arrays.values())), strict=True))
+    dq, dk, dv = _launch(body, steps, arrays)
+
+    def cut(x: jax.Array, size: int) -> jax.Array:
+        return _laid_out(jax.lax.slice_in_dim(x, 0, size, axis=along)[..., :head_dim], physical)
+
+    return cut(dq, length), cut(dk, keys), cut(dv, keys), None
+
+
+def _launch(body: Any, steps: Steps, arrays: dict[str, jax.Array]) -> tuple[Any, Any, Any]:
+    """(dq, dk, dv), as the operands lie in memory."""
+    q, k = arrays["q"], arrays["k"]
+    kv_heads = k.shape[1 if steps.physical == "bhtd" else 2]
+    grid = {"tile": math.ceil(steps.keys / body.TILE), "head": kv_heads, "batch": q.shape[0]}
+    names = ("head", "tile", "batch") if steps.config.heads_first else ("tile", "head", "batch")
+    # pl.kernel, since plgpu.kernel takes no array to add into.
+    kernel = pl.kernel(
+        functools.partial(body.program, steps=steps, names=(*arrays, "dq", "dk", "dv")),
+        out_type=[out_struct(k.shape, k.dtype, q)] * 2,
+        mesh=plgpu.Mesh(
+            grid=tuple(grid[name] for name in names), grid_names=names, num_threads=3, thread_name="warpgroup"
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        name="attention_backward",
+    )
+    dq_sum = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+    dk, dv = kernel(*arrays.values(), dq_sum)
+    # Inside shard_map a kernel takes no reference that varies over the mesh, so the sums are marked afterwards.
+    return (vary_like(jax.freeze(dq_sum), q) * steps.scale).astype(q.dtype), dk, dv
+
+
+def _padded(x: jax.Array, along: int, length: int, head_dim: int) -> jax.Array:
+    """TMA takes lengths in multiples of 8. An axis of a single tile is dropped from its descriptor, and stores past the
+    end would not be clipped: there is always room for both warpgroups."""
+    wanted = {along: max(round_up(length, 8), LEAST_LENGTH), 3: head_dim}
+    return jnp.pad(x, [(0, wanted.get(axis, size) - size) for axis, size in enumerate(x.shape)])
+
+
+def _laid_out(x: jax.Array, physical: str) -> jax.Array:
+    """[B, H, T, D] as it lies in memory, and back again."""
+    return x if physical == "bhtd" else x.swapaxes(1, 2)
+
+
+IMPLEMENTATION = Implementation(
+    "mosaic_gpu",
+    mosaic_gpu_grad,
+    platforms=("gpu",),
+    refuses=refuses,
+    rank=rank_grad,
+    kernel=True,
+    hints=("physical",),
+    same_bits=False,  # dq is summed in the order in which programs arrive
+    config_type=HopperGradConfig,
+    default_config=default_config,
+    candidates=candidates,
+)

@@ -1,0 +1,33 @@
+"""What every Hopper kernel (Pallas, Mosaic GPU) shares: the chips, their shared memory, layouts, JAX's renames."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SMEM_BYTES = 227 * 1024  # what one program may have
+SWIZZLE = 128  # bytes
+LOG2E = math.log2(math.e)
+CHIPS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")
+
+
+def refuses_chip(device_kind: str) -> str | None:
+    return None if device_kind.startswith(CHIPS) else f"it is written for Hopper (wgmma); this is {device_kind}"
+
+
+def swizzled(dtype: Any, width: int = SWIZZLE) -> tuple[Any, ...]:
+    """The shared-memory layout that wgmma and TMA agree on, in tiles `width` bytes wide."""
+    return plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width)
+
+
+# JAX 0.10 wants an index beside the reference; later versions take the reference alone.
+_LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+
+
+def load(ref: Any, layout: Any) -> Any:
+    """The whole of `ref` in registers, spread over the threads as `layout` says."""
+    return plgpu.load(ref, *_LOAD_INDEX, layout=layout)
