@@ -196,7 +196,7 @@ def test_compile_lowers_where_there_is_no_compiler() -> None:
     assert row["ours"]["custom_calls"] == ["tpu_custom_call"]
     assert row["xla"]["ok"]
     assert document["date"]
-    assert document["command"].startswith("capibara ")
+    assert document["command"].split()[0] == "capibara"
     assert document["versions"]["jax"]
     if not document["compiled"]:
         assert "pip install" in document["compiler"]

@@ -135,3 +135,14 @@ def test_a_changed_function_pickles_into_a_fresh_process() -> None:
     data = pickle.dumps(capibara.jax.numpy.einsum)
     code = f"import pickle; f = pickle.loads({data!r}); import capibara.jax.numpy as n; assert f is n.einsum"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_a_submodule_leaves_the_function_of_its_name() -> None:
+    """jax.experimental.mosaic.gpu has a function wgmma, from a submodule wgmma."""
+    code = (
+        "import jax.experimental.mosaic.gpu as real; before = real.wgmma; "
+        "import capibara.jax.experimental.mosaic.gpu.wgmma as module; "
+        "assert real.wgmma is before and callable(before), real.wgmma; "
+        "import sys; assert sys.modules['capibara.jax.experimental.mosaic.gpu.wgmma'].__name__.endswith('.wgmma')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -137,6 +137,12 @@ class _Same(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system takes what stands in sys.modules after this, and leaves its attributes alone.
         sys.modules[module.__name__] = importlib.import_module(self._real)
+        # It would bind a submodule that is imported later in this very package, which is jax's: over a function of the
+        # submodule's name, where there is one. What is imported already keeps its place by being known here already.
+        for name in [name for name in sys.modules if name.rpartition(".")[0] == self._real]:
+            short = name.rpartition(".")[2]
+            if not isinstance(getattr(sys.modules[self._real], short, None), ModuleType):
+                sys.modules.setdefault(f"{module.__name__}.{short}", sys.modules[name])
 
 
 class _Alias(Loader):

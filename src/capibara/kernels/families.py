@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-FAMILIES = ("linalg", "attention")
+FAMILIES = ("linalg", "attention", "layers")
 
 
 def load() -> None:

@@ -290,7 +290,7 @@ def test_a_nan_that_a_query_sees_is_not_hidden(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "xla_chunked", "pallas_tpu"])
 def test_nan_in_padding_reaches_no_gradient(implementation: str) -> None:
-    """Queries that see nothing and keys that nobody sees, all of them NaN: packed sequences are padded with anything."""
+    """Queries that see nothing and keys that nobody sees, all of them NaN: padding may hold anything."""
     ids = jnp.where(jnp.arange(40) < 30, 0, -1)[None]
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 2, 40, 32)).at[:, :, 30:].set(jnp.nan) for i in range(3))
 
