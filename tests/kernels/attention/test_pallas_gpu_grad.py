@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara.compile import lower_for
+from capibara.compile.kernels import implementation_program
 from capibara.kernels import prng, target
 from capibara.kernels.attention import pallas_gpu_blocks as blocks
 from capibara.kernels.attention import pallas_gpu_grad_operands as operands
@@ -297,3 +299,13 @@ def test_refusals_say_why() -> None:
         assert "bfloat16 or float16" in str(refuses(call(jax.ShapeDtypeStruct(q.shape, jnp.float32))))
     with target("gpu", "NVIDIA A100"):
         assert "Hopper" in str(refuses(call(q)))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", ["gpt-4k", "wide-4k"])
+def test_one_chips_program_lowers(name: str) -> None:
+    """As a shard of a mesh or inside shard_map it stands in custom_vmap alone, which takes no stray reference."""
+    fn, args = implementation_program(ATTENTION_GRAD, ATTENTION_GRAD.case(name), "mosaic_gpu", None, "NVIDIA H200")
+    result = lower_for(fn, args, "cuda")
+    assert result.ok, result.error
+    assert result.custom_calls

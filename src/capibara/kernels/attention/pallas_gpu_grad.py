@@ -142,10 +142,17 @@ def _launch(body: Any, steps: Steps, arrays: dict[str, jax.Array]) -> tuple[Any,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         name="attention_backward",
     )
-    dq_sum = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-    dk, dv = kernel(*arrays.values(), dq_sum)
-    # Inside shard_map a kernel takes no reference that varies over the mesh, so the sums are marked afterwards.
-    return (vary_like(jax.freeze(dq_sum), q) * steps.scale).astype(q.dtype), dk, dv
+
+    def run(refs: tuple[Any, Any, Any]) -> None:
+        dq_sum, dk, dv = refs
+        dk[...], dv[...] = kernel(*arrays.values(), dq_sum)
+
+    # A reference that lives in here alone: custom_vmap, which stands around this, takes no function that makes one for
+    # itself. What dk and dv start from is overwritten and never made. Inside shard_map a kernel takes no reference that
+    # varies over the mesh, so the sums are marked afterwards.
+    empty = vary_like(jnp.zeros(k.shape, k.dtype), q)
+    dq_sum, dk, dv = pl.run_state(run)((jnp.zeros(q.shape, jnp.float32), empty, empty))
+    return (vary_like(dq_sum, q) * steps.scale).astype(q.dtype), dk, dv
 
 
 def _padded(x: jax.Array, along: int, length: int, head_dim: int) -> jax.Array:
