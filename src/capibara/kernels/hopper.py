@@ -25,9 +25,12 @@ def swizzled(dtype: Any, width: int = SWIZZLE) -> tuple[Any, ...]:
 
 
 # JAX 0.10 wants an index beside the reference; later versions take the reference alone.
-_LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+_LOAD_INDEX: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
-def load(ref: Any, layout: Any) -> Any:
-    """The whole of `ref` in registers, spread over the threads as `layout` says."""
-    return plgpu.load(ref, *_LOAD_INDEX, layout=layout)
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
+    """The whole of `ref`, in global or shared memory, in registers, spread over the threads as `layout` says.
+
+    `optimized` insists on a way without bank conflicts, which bytes and lines of single numbers do not have.
+    """
+    return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=optimized)

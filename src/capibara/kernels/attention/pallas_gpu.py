@@ -102,7 +102,7 @@ def mosaic_gpu(
     # Transposed before padding and after cutting, so that nothing stands between the caller's transposes and these.
     length = LAYOUTS[physical]
     kv_heads = k.shape[1]
-    q, k, v = (_laid_out(x, physical) for x in (q, k, v))
+    q, k, v = (laid_out(x, physical) for x in (q, k, v))
     q = blocks.padded(q, _sizes({length: long_q, 3: wide}))
     k, v = (blocks.padded(x, _sizes({length: long_k, 3: wide})) for x in (k, v))
 
@@ -133,11 +133,11 @@ def mosaic_gpu(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
     )
     out, *lse = kernel(*vary_alike((q, k, v, *given.values())))
-    out = _laid_out(jax.lax.slice_in_dim(out, 0, rows, axis=length)[..., :depth], physical)
+    out = laid_out(jax.lax.slice_in_dim(out, 0, rows, axis=length)[..., :depth], physical)
     return (out, lse[0][:, :, :rows]) if return_lse else out
 
 
-def _laid_out(x: jax.Array, physical: str) -> jax.Array:
+def laid_out(x: jax.Array, physical: str) -> jax.Array:
     """[B, H, T, D] as it lies in memory, and back again."""
     return x if physical == "bhtd" else x.swapaxes(1, 2)
 

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.attention import pallas_gpu, pallas_gpu_grad_narrow, pallas_gpu_grad_wide
 from capibara.kernels.attention import pallas_gpu_grad_operands as operands
 from capibara.kernels.attention.masking import may_be_dead, span, without_dead_queries
+from capibara.kernels.attention.pallas_gpu import LAYOUTS, laid_out
 from capibara.kernels.attention.pallas_gpu_blocks import Grid
 from capibara.kernels.attention.pallas_gpu_config import padded_head_dim, rank_grad, round_up
 from capibara.kernels.attention.pallas_gpu_grad_steps import HopperGradConfig, Steps
@@ -44,7 +45,6 @@ def candidates(call: Call) -> Sequence[HopperGradConfig]:
     return [c for c in made if body.smem_bytes(c, head_dim, operands.smem_bytes(call, c, body.TILE)) <= SMEM_BYTES]
 
 
-LAYOUTS = {"bhtd": 2, "bthd": 1}  # with the axis of the length
 LEAST_LENGTH = 128
 
 
@@ -108,7 +108,7 @@ def mosaic_gpu_grad(
 
     # Exchanged before padding and after cutting: an exchange then cancels with the caller's own.
     along = LAYOUTS[physical]
-    q, k, v, d_out = (_laid_out(x, physical) for x in (q, k, v, d_out.astype(q.dtype)))
+    q, k, v, d_out = (laid_out(x, physical) for x in (q, k, v, d_out.astype(q.dtype)))
     wide = padded_head_dim(head_dim)
     q, d_out = (_padded(x, along, length, wide) for x in (q, d_out))
     k, v = (_padded(x, along, keys, wide) for x in (k, v))
@@ -121,7 +121,7 @@ def mosaic_gpu_grad(
     dq, dk, dv = _launch(body, steps, arrays)
 
     def cut(x: jax.Array, size: int) -> jax.Array:
-        return _laid_out(jax.lax.slice_in_dim(x, 0, size, axis=along)[..., :head_dim], physical)
+        return laid_out(jax.lax.slice_in_dim(x, 0, size, axis=along)[..., :head_dim], physical)
 
     return cut(dq, length), cut(dk, keys), cut(dv, keys), None
 
@@ -160,11 +160,6 @@ def _padded(x: jax.Array, along: int, length: int, head_dim: int) -> jax.Array:
     end would not be clipped: there is always room for both warpgroups."""
     wanted = {along: max(round_up(length, 8), LEAST_LENGTH), 3: head_dim}
     return jnp.pad(x, [(0, wanted.get(axis, size) - size) for axis, size in enumerate(x.shape)])
-
-
-def _laid_out(x: jax.Array, physical: str) -> jax.Array:
-    """[B, H, T, D] as it lies in memory, and back again."""
-    return x if physical == "bhtd" else x.swapaxes(1, 2)
 
 
 IMPLEMENTATION = Implementation(

@@ -8,19 +8,17 @@ operands as its first row and first column, values of the kernel.
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels import prng
+from capibara.kernels import hopper, prng
 from capibara.kernels.attention.masking import FAR
 
 LAYOUT = plgpu.Layout.WGMMA
-# JAX 0.10 wants an index beside the reference; later versions take the reference alone.
-_LOAD_INDEX: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +75,7 @@ class Tile:
         return lax.broadcast_in_dim(x, self.shape, [self._axes[1]])
 
 
-def load(ref: Any, layout: Any, *, optimized: bool = False) -> Any:
-    """A reference's contents in registers, from global or shared memory.
-
-    `optimized` insists on a way without bank conflicts, which bytes and lines of single numbers do not have.
-    """
-    return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=optimized)
+load = functools.partial(hopper.load, optimized=False)  # most of what is loaded here is bytes and single numbers
 
 
 def in_band(tile: Tile, first_row: Any, first_column: Any, band: Band) -> Any:

@@ -28,13 +28,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara import hardware
 from capibara.errors import rule_error
 from capibara.kernels.context import current_target
+from capibara.kernels.hopper import SMEM_BYTES, SWIZZLE, refuses_chip, swizzled
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
-SMEM_BYTES = 227 * 1024  # what one program may have on Hopper
 TMA_ALIGNMENT = 16  # bytes between rows
 BARRIER_BYTES = 1024  # a generous count of the pipeline's barriers
-SWIZZLE = 128  # bytes; the widest pattern, free of bank conflicts for 64 16-bit columns
 FETCH_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # a thread; 65,536 a multiprocessor over three warpgroups
 PIECE = 64  # the epilogue goes through shared memory in pieces of 64 x 64
 
@@ -133,8 +132,9 @@ def refuses(call: Call) -> str | None:
     a, b, bias, residual = call.args
     assert a is not None
     assert b is not None
-    if not call.target.device_kind.startswith(("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")):
-        return f"it is written for Hopper (wgmma); this is {call.target.device_kind}"
+    chip = refuses_chip(call.target.device_kind)
+    if chip is not None:
+        return chip
     if a.dtype != b.dtype or np.dtype(a.dtype).name not in ("bfloat16", "float16"):
         return f"its tensor-core form takes two bfloat16 or two float16 operands, not {a.dtype} and {b.dtype}"
     if residual is not None and residual.dtype != out_dtype_of(call):
@@ -160,11 +160,6 @@ def refuses(call: Call) -> str | None:
         if rows % 8 or columns % atom or rows < 16 or columns < 2 * atom:
             return f"{name} is {rows} x {columns}; Mosaic tiles it by 8 x {atom} and needs two tiles or more"
     return None
-
-
-def _swizzled(dtype: Any) -> tuple[Any, ...]:
-    """The shared-memory layout that wgmma and TMA agree on."""
-    return plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SWIZZLE)
 
 
 def mosaic_gpu(
@@ -248,11 +243,11 @@ def _program(
 
     @functools.partial(
         pl.run_scoped,
-        a_smem=plgpu.SMEM((stages, *a_block), a_hbm.dtype, transforms=_swizzled(a_hbm.dtype)),
-        b_smem=plgpu.SMEM((stages, *b_block), b_hbm.dtype, transforms=_swizzled(b_hbm.dtype)),
+        a_smem=plgpu.SMEM((stages, *a_block), a_hbm.dtype, transforms=swizzled(a_hbm.dtype)),
+        b_smem=plgpu.SMEM((stages, *b_block), b_hbm.dtype, transforms=swizzled(b_hbm.dtype)),
         filled=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a's tile and b's
         drained=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both multiplying warpgroups
-        staged=plgpu.SMEM((2, slots, PIECE, PIECE), out_hbm.dtype, transforms=_swizzled(out_hbm.dtype)),
+        staged=plgpu.SMEM((2, slots, PIECE, PIECE), out_hbm.dtype, transforms=swizzled(out_hbm.dtype)),
         bias_smem=plgpu.SMEM((2, tile_n), bias_hbm.dtype) if bias_hbm is not None else None,
         bias_arrived=plgpu.Barrier(num_barriers=2) if bias_hbm is not None else None,
         residual_arrived=plgpu.Barrier(num_barriers=2 * slots) if residual_hbm is not None else None,
