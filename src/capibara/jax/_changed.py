@@ -20,6 +20,7 @@ CHANGED: dict[str, str] = {
     "numpy.dot": "capibara.kernels.linalg.numpy_api:dot",
     "numpy.einsum": "capibara.kernels.linalg.numpy_api:einsum",
     "nn.dot_product_attention": "capibara.kernels.attention.nn_api:dot_product_attention",
+    "nn.standardize": "capibara.kernels.layers.norm.nn_api:standardize",
 }
 """Path below jax -> what it calls inside a context. Adding a row changes the name everywhere."""
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from capibara import hardware
+
 SMEM_BYTES = 227 * 1024  # what one program may have
 SWIZZLE = 128  # bytes
 LOG2E = math.log2(math.e)
@@ -17,6 +19,12 @@ CHIPS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")
 
 def refuses_chip(device_kind: str) -> str | None:
     return None if device_kind.startswith(CHIPS) else f"it is written for Hopper (wgmma); this is {device_kind}"
+
+
+def multiprocessors(device_kind: str) -> int:
+    """How many programs run side by side, one on each; an unknown chip is taken for an H100 or H200."""
+    chip = hardware.chip_for(device_kind)
+    return 132 if chip is None else chip.cores_per_chip
 
 
 def swizzled(dtype: Any, width: int = SWIZZLE) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.ref import AbstractRef
 
 from capibara.kernels import hopper, prng
 from capibara.kernels.attention import (
@@ -366,21 +367,24 @@ def _kernel(body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads
 
 
 def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, **_: Any) -> Callable[..., Any]:
-    """pl.kernel, whose last operand is a reference that the kernel adds into."""
+    """pl.kernel, whose last operands are references that the kernel adds into or writes parts of."""
 
     def call(*given: Any) -> list[Any]:
-        *arrays, summed = given
-        before = summed[...]
+        written = [x for x in given if isinstance(jax.typeof(x), AbstractRef)]
+        arrays = given[: len(given) - len(written)]
+        before = [ref[...] for ref in written]
 
         def host(*arrays: Any) -> list[np.ndarray]:
-            sums = Ref(np.array(arrays[-1]))
+            first = len(arrays) - len(written)
+            inputs, kept = [Ref(np.asarray(x)) for x in arrays[:first]], [Ref(np.array(x)) for x in arrays[first:]]
             outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_type]
-            inputs = [Ref(np.asarray(x)) for x in arrays[:-1]]
-            _run_grid(body, [*inputs, sums, *outs], mesh.grid, mesh.grid_names, mesh.num_threads)
-            return [sums.array, *(ref.array for ref in outs)]
+            _run_grid(body, [*inputs, *kept, *outs], mesh.grid, mesh.grid_names, mesh.num_threads)
+            return [ref.array for ref in (*kept, *outs)]
 
-        summed[...], *outs = jax.pure_callback(host, [jax.typeof(before), *out_type], *arrays, before)
-        return outs
+        made = jax.pure_callback(host, [*map(jax.typeof, before), *out_type], *arrays, *before)
+        for ref, after in zip(written, made, strict=False):
+            ref[...] = after
+        return made[len(written) :]
 
     return call
 

@@ -118,6 +118,17 @@ FORMS = {
     "wide-block": Form(t=130, s=300, params={"causal": True, "q_offset": 170}, config=HopperConfig(64, 256, 2)),
     "many-rows": Form(t=200, s=300, config=HopperConfig(128, 64, 3)),
     "no-turns": Form(params={"causal": True}, config=HopperConfig(64, 64, 4, False)),
+    "few-programs": Form(b=2, h=4, kv=2, t=400, s=300, config=HopperConfig(64, 64, 2, True, 3)),
+    "few-programs-causal": Form(
+        h=4, kv=2, t=400, s=400, d=128, config=HopperConfig(64, 128, 2, True, 5), params={"causal": True}
+    ),
+    "few-programs-dead": Form(
+        t=500, s=256, config=HopperConfig(64, 64, 3, True, 2), params={"causal": True, "q_offset": -200}
+    ),
+    "more-programs-than-tiles": Form(config=HopperConfig(64, 64, 2, False, 100)),
+    "few-programs-packed": Form(
+        b=2, t=384, s=384, segments="packed", params={"causal": True}, config=HopperConfig(64, 64, 2, True, 4)
+    ),
     "dead-rows": Form(params={"causal": True, "q_offset": -100}),
     "capped": Form(params={"softcap": 1.5, "scale": 0.5}, bias=(1, 2, 256, 256)),
     # The maximum over keys is a minimum over the raw products; and minus infinity times zero would be NaN.

@@ -138,6 +138,11 @@ FORMS = {
     "odd": Form(t=131, s=77, d=80, b=2, dtype=jnp.float16),
     "bthd": Form(b=2, h=4, kv=2, t=140, s=150, d=128, physical="bthd", params=CAUSAL),
     "three-stages": Form(d=128, s=200, config=HopperGradConfig(64, 3, False), params=CAUSAL),
+    "two-parts": Form(b=2, h=4, kv=2, s=200, d=128, config=HopperGradConfig(64, 2, True, 2), params=CAUSAL),
+    "two-parts-bthd-packed": Form(
+        h=4, kv=2, t=300, s=300, config=HopperGradConfig(128, 2, True, 2), segments="packed", physical="bthd",
+    ),
+    "two-parts-256": Form(h=4, kv=2, d=256, config=HopperGradConfig(64, 2, True, 2), params=CAUSAL),
     "packed": Form(b=2, h=4, kv=2, t=300, s=300, d=128, segments="packed", params=CAUSAL, d_lse=True),
     "packed-64": Form(b=2, t=300, s=300, segments="packed"),
     "packed-256": Form(b=2, h=4, kv=2, s=200, d=256, segments="packed", params=CAUSAL),

@@ -52,7 +52,7 @@ def mosaic_gpu(
     window: Window = None, scale: float | None = None, softcap: float | None = None, dropout_rate: float = 0.0,
     block_size: tuple[int, int] | None = None, return_lse: bool = False, physical: str = "bhtd",
 ) -> Any:  # fmt: skip
-    """One kernel over (heads, query tiles, batch); see the module's text.
+    """One kernel over all tiles of queries; see the module's text.
 
     `physical` says how the caller's arrays lie in memory. With "bthd" the kernel reads and writes [batch, length,
     heads, head_dim]; the transposes here and the caller's own cancel, so that none is ever made.
@@ -115,6 +115,7 @@ def mosaic_gpu(
     plan = Plan(
         config=config,
         grid=grid,
+        batch=batch,
         heads=heads,
         group=heads // kv_heads,
         scale=depth**-0.5 if scale is None else float(scale),
@@ -123,14 +124,20 @@ def mosaic_gpu(
         heads_first=physical == "bhtd",
         folded=folded,
     )
+    launch, axes = plan.launch
     kernel = plgpu.kernel(
         functools.partial(program, plan=plan, names=("q", "k", "v", *given, *outs)),
         out_type=list(outs.values()),
-        grid=(heads, tiles, batch),
-        grid_names=("head", "tile", "batch"),
+        grid=launch,
+        grid_names=axes,
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=REDUCTION_BYTES,
+            # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
+            unsafe_no_auto_barriers=True,
+        ),
     )
     out, *lse = kernel(*vary_alike((q, k, v, *given.values())))
     out = laid_out(jax.lax.slice_in_dim(out, 0, rows, axis=length)[..., :depth], physical)

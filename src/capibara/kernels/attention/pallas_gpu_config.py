@@ -10,22 +10,28 @@ from typing import Any, cast
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels.hopper import SMEM_BYTES, refuses_chip
+from capibara.kernels.hopper import SMEM_BYTES, multiprocessors, refuses_chip
 from capibara.kernels.op import Call
 
 REDUCTION_BYTES = 1024  # a row's maximum and sum stay inside a warp, so that little of it is used
 MOST_REGISTERS = 224  # of a thread's 232 for tiles
+VERY_LONG = 32768  # queries, from which on memory counts for more than the last few percent of speed
 HEAD_DIMS = (64, 128, 256)  # what the tiles come in; others are padded with zeros
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig:
-    """Rows of queries a warpgroup, keys a block, and how many blocks are fetched ahead."""
+    """Rows of queries a warpgroup, keys a block, and how many blocks are fetched ahead.
+
+    With `programs` that many programs go over the tiles of queries, one after another, so that a tile's first keys are
+    fetched while the one before it ends; with 0 each tile is a program of its own.
+    """
 
     block_q: int = 64
     block_k: int = 128
     stages: int = 2
     take_turns: bool = True
+    programs: int = 0
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -34,6 +40,8 @@ class HopperConfig:
             raise rule_error("block_k is a multiple of 64 up to 256", self.block_k, "use 128")
         if self.stages < 2:
             raise rule_error("stages is two or more", self.stages, "use 2")
+        if self.programs < 0:
+            raise rule_error("programs is 0 or more", self.programs, "use 0, a program for each tile")
 
     @property
     def tile(self) -> int:
@@ -43,10 +51,11 @@ class HopperConfig:
     def smem_bytes(self, head_dim: int, pair_bytes: int = 0) -> int:
         """Shared memory of a program; `pair_bytes` is what mask and bias hold for each pair of query and key.
 
-        Tiles of queries (the output leaves from them), keys and values in half precision; one number a row, in a
-        whole unit of 1024 bytes; room for reductions; barriers of eight bytes.
+        Tiles of queries (the output leaves from them, or from one of its own where the next queries are fetched
+        meanwhile), keys and values in half precision; one number a row, in a whole unit of 1024 bytes; room for
+        reductions; barriers of eight bytes.
         """
-        blocks = self.tile + 2 * self.stages * self.block_k
+        blocks = (2 if self.programs else 1) * self.tile + 2 * self.stages * self.block_k
         tiles = 2 * blocks * padded_head_dim(head_dim) + self.tile * self.block_k * pair_bytes
         return tiles + round_up(4 * self.tile, 1024) + REDUCTION_BYTES + 8 * (4 * self.stages + 5)
 
@@ -104,6 +113,10 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
         for turns in (True, False)
         if block_k <= max(round_up(keys, 64), 64)
     ]
+    if _plain(call):
+        made += [
+            dataclasses.replace(c, programs=multiprocessors(call.target.device_kind)) for c in made if c.take_turns
+        ]
     made = [c for c in made if _fits(call, c)]
     size = call.params["block_size"]
     # A block mask costs nothing where it is made of whole tiles; otherwise it becomes a mask of pairs.
@@ -111,36 +124,44 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
     return whole or made
 
 
+def _plain(call: Call) -> bool:
+    """Whether position alone decides who sees whom, and nothing is added to the scores or drawn for them."""
+    absent = ("bias", "mask", "q_segments", "block_mask")
+    return not call.params["dropout_rate"] and all(call[name] is None for name in absent)
+
+
 def default_config(call: Call) -> HopperConfig:
     """By head size; fewer keys a block where the call leaves less room."""
     head_dim = padded_head_dim(call.need("q").shape[-1])
     # What is added to each score, or drawn for it, wants registers too.
-    plain = not call.params["dropout_rate"] and all(call[n] is None for n in ("bias", "mask", "q_segments"))
-    preferred = {64: 256 if plain else 128, 128: 128, 256: 64}[head_dim]
+    preferred = {64: 256 if _plain(call) else 128, 128: 128, 256: 64}[head_dim]
+    # Tiles one after another in one program gained 9 to 16 % on an H200 where a tile is soon done, at head_dim 64, and
+    # where all tiles take as long, without causality; with it they cost up to 9 %, since the longest no longer start
+    # first.
+    in_turn = _plain(call) and (head_dim == 64 or (head_dim == 128 and not call.params["causal"]))
     fitting = [c for c in candidates(call) if c.block_q == 64 and c.stages == 2 and c.take_turns]
+    fitting = [c for c in fitting if bool(c.programs) == in_turn] or fitting
     return max((c for c in fitting if c.block_k <= preferred), key=lambda c: c.block_k, default=fitting[0])
 
 
 def rank(call: Call) -> float:
     """Against cuDNN's 30, where no tuned case is near. On an H200 it was ahead by 1 to 14 % wherever position limits
-    what is seen and there is some length to it; without a limit ahead at 4k, and behind at 8k and at 1k."""
-    keys = call.need("k").shape[2]
+    what is seen, and without a limit at 1k and 4k; it was behind without a limit at 8k."""
     if not call.params["causal"] and call.params["window"] is None:
-        return 35 if 2048 <= keys <= 4096 else 25
-    return 25 if keys < 2048 and padded_head_dim(call.need("q").shape[-1]) == 64 else 35
+        return 35 if call.need("k").shape[2] <= 4096 else 25
+    return 35
 
 
 def rank_grad(call: Call) -> float:
-    """Against cuDNN's 30. On an H200, with heads before the length in memory, it was ahead by 13 to 16 % at head_dim 64
-    and 4k, level (0.99 to 1.04) at 128 with causality and 4k, and behind elsewhere. With a window no comparison was
-    made: programs skip what lies outside of it."""
+    """Against cuDNN's 30. On an H200 it was ahead at head_dim 64 (10 to 16 %), and at 128 up to 4k (2 to 14 %); it was
+    behind from 8k on, by 2 to 9 %, and at 256. Very long calls go in two parts, which take half of the memory that
+    cuDNN wants beside the gradients. With a window no comparison was made: programs skip what lies outside."""
     q, width = call.need("q"), padded_head_dim(call.need("q").shape[-1])
-    if call.params["window"] is not None:
+    if call.params["window"] is not None or width == 64:
         return 35
-    if width == 64:
-        return 35 if q.shape[2] >= 2048 else 25
-    level = width == 128 and call.params["causal"] and 2048 <= q.shape[2] <= 4096
-    return 35 if level else 25
+    if width == 256:
+        return 25
+    return 35 if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else 25
 
 
 def refuses(call: Call) -> str | None:

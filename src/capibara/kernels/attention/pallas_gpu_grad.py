@@ -14,6 +14,7 @@ The bodies are in pallas_gpu_grad_narrow.py (head_dim up to 128) and pallas_gpu_
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -24,12 +25,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from capibara.errors import rule_error
 from capibara.kernels.attention import pallas_gpu, pallas_gpu_grad_narrow, pallas_gpu_grad_wide
 from capibara.kernels.attention import pallas_gpu_grad_operands as operands
 from capibara.kernels.attention.masking import may_be_dead, span, without_dead_queries
 from capibara.kernels.attention.pallas_gpu import LAYOUTS, laid_out
 from capibara.kernels.attention.pallas_gpu_blocks import Grid
-from capibara.kernels.attention.pallas_gpu_config import padded_head_dim, rank_grad, round_up
+from capibara.kernels.attention.pallas_gpu_config import VERY_LONG, padded_head_dim, rank_grad, round_up
 from capibara.kernels.attention.pallas_gpu_grad_steps import HopperGradConfig, Steps
 from capibara.kernels.attention.pallas_gpu_tile import Band
 from capibara.kernels.hopper import LOG2E, SMEM_BYTES
@@ -57,7 +59,10 @@ def _block_q(head_dim: int) -> int:
 
 
 def default_config(call: Call) -> HopperGradConfig:
-    return HopperGradConfig(_block_q(padded_head_dim(call.need("q").shape[-1])))
+    """The sums of dq, in float32, are a quarter of what a long call takes; two parts need half of that."""
+    q, k = call.need("q"), call.need("k")
+    parts = 2 if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0 else 1
+    return HopperGradConfig(_block_q(padded_head_dim(q.shape[-1])), parts=parts)
 
 
 def refuses(call: Call) -> str | None:
@@ -129,30 +134,70 @@ def mosaic_gpu_grad(
 def _launch(body: Any, steps: Steps, arrays: dict[str, jax.Array]) -> tuple[Any, Any, Any]:
     """(dq, dk, dv), as the operands lie in memory."""
     q, k = arrays["q"], arrays["k"]
-    kv_heads = k.shape[1 if steps.physical == "bhtd" else 2]
-    grid = {"tile": math.ceil(steps.keys / body.TILE), "head": kv_heads, "batch": q.shape[0]}
+    head_axis = 1 if steps.physical == "bhtd" else 2
+    kv_heads, parts = k.shape[head_axis], steps.config.parts
+    if kv_heads % parts:
+        raise rule_error("parts divides the number of key heads", f"{parts} of {kv_heads}", "use parts=1")
+    of_heads = kv_heads // parts
+    sums = [size if axis != head_axis else of_heads * steps.group for axis, size in enumerate(q.shape)]
+    grid = {"tile": math.ceil(steps.keys / body.TILE), "head": of_heads, "batch": q.shape[0]}
     names = ("head", "tile", "batch") if steps.config.heads_first else ("tile", "head", "batch")
-    # pl.kernel, since plgpu.kernel takes no array to add into.
-    kernel = pl.kernel(
-        functools.partial(body.program, steps=steps, names=(*arrays, "dq", "dk", "dv")),
-        out_type=[out_struct(k.shape, k.dtype, q)] * 2,
-        mesh=plgpu.Mesh(
-            grid=tuple(grid[name] for name in names), grid_names=names, num_threads=3, thread_name="warpgroup"
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        name="attention_backward",
-    )
+    outs = [out_struct(k.shape, k.dtype, q)] * 2
 
-    def run(refs: tuple[Any, Any, Any]) -> None:
-        dq_sum, dk, dv = refs
-        dk[...], dv[...] = kernel(*arrays.values(), dq_sum)
+    def kernel(part: int, out_type: Any) -> Any:
+        # pl.kernel, since plgpu.kernel takes no array to add into.
+        return pl.kernel(
+            functools.partial(
+                body.program,
+                steps=dataclasses.replace(steps, first_head=part * of_heads),
+                names=(*arrays, "dq", "dk", "dv"),
+            ),
+            out_type=out_type,
+            mesh=plgpu.Mesh(
+                grid=tuple(grid[name] for name in names), grid_names=names, num_threads=3, thread_name="warpgroup"
+            ),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            name="attention_backward",
+        )
 
-    # A reference that lives in here alone: custom_vmap, which stands around this, takes no function that makes one for
-    # itself. What dk and dv start from is overwritten and never made. Inside shard_map a kernel takes no reference that
-    # varies over the mesh, so the sums are marked afterwards.
-    empty = vary_like(jnp.zeros(k.shape, k.dtype), q)
-    dq_sum, dk, dv = pl.run_state(run)((jnp.zeros(q.shape, jnp.float32), empty, empty))
-    return (vary_like(dq_sum, q) * steps.scale).astype(q.dtype), dk, dv
+    def finished(dq_sum: Any) -> Any:
+        # Inside shard_map a kernel takes no reference that varies over the mesh, so the sums are marked afterwards.
+        return (vary_like(dq_sum, q) * steps.scale).astype(q.dtype)
+
+    # References that live in run_state alone: custom_vmap, which stands around this, takes no function that makes one
+    # for itself.
+    if parts == 1:
+
+        def whole(refs: tuple[Any, Any, Any]) -> None:
+            dq_sum, dk, dv = refs
+            dk[...], dv[...] = kernel(0, outs)(*arrays.values(), dq_sum)
+
+        # What dk and dv start from is overwritten and never made.
+        empty = vary_like(jnp.zeros(k.shape, k.dtype), q)
+        dq_sum, dk, dv = pl.run_state(whole)((jnp.zeros(sums, jnp.float32), empty, empty))
+        return finished(dq_sum), dk, dv
+
+    # dq starts from numbers that the compiler does not know, all of which are written over: from zeros it would put the
+    # parts together at the end, with all sums in memory.
+    dq, dk, dv = q, jnp.zeros(k.shape, k.dtype), jnp.zeros(k.shape, k.dtype)
+    for part in range(parts):
+
+        def of_part(refs: tuple[Any, Any, Any], part: int = part) -> None:
+            kernel(part, ())(*arrays.values(), *refs)
+
+        dq_sum, dk, dv = pl.run_state(of_part)((jnp.full(sums, _zero_after(dq)), dk, dv))
+        dq = jax.lax.dynamic_update_slice_in_dim(dq, finished(dq_sum), part * sums[head_axis], head_axis)
+        dq = jax.lax.optimization_barrier(dq)
+    return dq, vary_like(dk, q), vary_like(dv, q)
+
+
+def _zero_after(x: jax.Array) -> jax.Array:
+    """A zero that the compiler cannot make before `x`: sums that start from it are not in memory beside the last ones.
+
+    A barrier for the optimiser would be gone before the compiler decides what runs when.
+    """
+    first = jax.lax.bitcast_convert_type(x[(0,) * x.ndim], jnp.uint16)
+    return (jax.lax.population_count(first) // 64).astype(jnp.float32)  # of 16 bits
 
 
 def _padded(x: jax.Array, along: int, length: int, head_dim: int) -> jax.Array:

@@ -150,8 +150,7 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
                 rows, columns = pl.ds(first_row, 64), pl.ds(warpgroup * dq_columns, dq_columns)
                 if by_rows:
                     rows, columns = pl.ds(first_row + warpgroup * 64, 64), pl.ds(0, dq_columns)
-                head = walk.kv_head * steps.group + visit.member
-                place = dq_hbm.at[(*steps.at(batch, head, rows), columns)]
+                place = dq_hbm.at[(*walk.dq_at(visit.member, rows), columns)]
                 plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], place, reduction_op="add")
 
             plgpu.barrier_wait(kv_arrived)

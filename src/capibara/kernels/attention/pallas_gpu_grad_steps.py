@@ -21,20 +21,24 @@ LAYOUT = plgpu.Layout.WGMMA
 
 @dataclasses.dataclass(frozen=True)
 class HopperGradConfig:
-    """Queries a step, how many steps are fetched ahead, and which programs run at the same time.
+    """Queries a step, how many steps are fetched ahead, which programs run at the same time, and in how many launches.
 
-    With `heads_first` neighbouring programs work on different heads, otherwise on different keys of one head.
+    With `heads_first` neighbouring programs work on different heads, otherwise on different keys of one head. Each of
+    `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq exist at a time.
     """
 
     block_q: int = 64
     stages: int = 2
     heads_first: bool = True
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
             raise rule_error("block_q is 64 or 128", self.block_q, "use 64")
         if self.stages < 2:
             raise rule_error("stages is two or more", self.stages, "use 2")
+        if self.parts < 1:
+            raise rule_error("parts is one or more", self.parts, "use 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Steps:
     softcap: float | None
     physical: str
     dropout_rate: float = 0.0
+    first_head: int = 0
+    """The first key head of this launch."""
 
     def at(self, batch: Any, head: Any, rows: Any) -> tuple[Any, ...]:
         """Where rows of one head lie in an operand."""

@@ -42,7 +42,8 @@ class Walk:
 
     def __init__(self, steps: Steps, refs: dict[str, Any]) -> None:
         self.steps = steps
-        self.batch, self.kv_head, self.warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
+        self.batch, self.launch_head, self.warpgroup = (lax.axis_index(n) for n in ("batch", "head", "warpgroup"))
+        self.kv_head = self.launch_head + steps.first_head
         self.first_key = steps.first_key(lax.axis_index("tile"))
         self.table: Any = refs.get("table")
         if self.table is None:
@@ -53,6 +54,10 @@ class Walk:
     def shared(self, ref: Any, head: Any) -> tuple[Any, Any]:
         """The batch and head of an operand that may have one of either for all."""
         return self.batch if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0
+
+    def dq_at(self, member: Any, rows: Any) -> tuple[Any, ...]:
+        """Where rows of queries of a head lie in the sums of dq, which hold the launch's heads alone."""
+        return self.steps.at(self.batch, self.launch_head * self.steps.group + member, rows)
 
     def read(self, place: Any) -> Any:
         """An entry of the program's row of the table."""

@@ -138,7 +138,7 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
 
                 dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((block_q, columns_each), jnp.float32))
                 plgpu.barrier_arrive(do_drained.at[slot])
-                rows = steps.at(batch, walk.kv_head * steps.group + visit.member, pl.ds(first_row, block_q))
+                rows = walk.dq_at(visit.member, pl.ds(first_row, block_q))
                 for number, column in enumerate(range(0, columns_each, PIECE)):
                     piece = dq_smem.at[warpgroup, number % pieces]
                     plgpu.wait_smem_to_gmem(pieces - 1, wait_read_only=True)

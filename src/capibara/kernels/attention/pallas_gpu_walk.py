@@ -19,6 +19,7 @@ class Plan:
 
     config: HopperConfig
     grid: Grid
+    batch: int
     heads: int
     group: int  # query heads of one key head
     scale: float
@@ -27,15 +28,36 @@ class Plan:
     heads_first: bool  # [batch, heads, length, head_dim] in memory; else the length comes before the heads
     folded: bool  # a bias of minus infinity stands for a mask
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries of all heads."""
+        return self.batch * self.grid.counts[0] * self.heads
+
+    @property
+    def launch(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The kernel's grid: a program for each tile, or as many as run at a time, which go over the tiles."""
+        if self.config.programs:
+            return (min(self.config.programs, self.tiles),), ("program",)
+        return (self.heads, self.grid.counts[0], self.batch), ("head", "tile", "batch")
+
+    def place(self, number: Any) -> tuple[Any, Any, Any]:
+        """(batch, head, tile) of the number-th tile: those of many heads are neighbours, as in a grid of tiles."""
+        rest = lax.div(number, number * 0 + self.heads)
+        head = number - rest * self.heads
+        batch = lax.div(rest, rest * 0 + self.grid.counts[0])
+        return batch, head, rest - batch * self.grid.counts[0]
+
 
 class Walk:
-    """A program's place in the grid, and its steps: `begin` to `end` of a range of blocks, or of a table of them."""
+    """A tile's place, and its steps: `begin` to `end` of a range of blocks, or of a table of them.
 
-    def __init__(self, plan: Plan, refs: dict[str, Any]) -> None:
-        self.plan = plan
+    `done` counts the blocks that the program has fetched for the tiles before this one.
+    """
+
+    def __init__(self, plan: Plan, refs: dict[str, Any], place: tuple[Any, Any, Any], done: Any = 0) -> None:
+        self.plan, self.done = plan, done
         grid, block_k, band = plan.grid, plan.config.block_k, plan.grid.band
-        self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
-        tile = lax.axis_index("tile")
+        self.batch, self.head, tile = place
         if band.above != FAR:  # later rows see more keys: the longest programs go first
             tile = grid.counts[0] - 1 - tile
         self.tile = tile
@@ -73,8 +95,12 @@ class Walk:
     def block(self, entry: Any) -> Any:
         return entry if self.table is None else lax.shift_right_logical(entry, jnp.ones_like(entry))
 
+    def count(self, step: Any) -> Any:
+        """How many blocks the program has fetched before this step."""
+        return self.done + step - self.begin
+
     def slot(self, step: Any) -> Any:
-        return lax.rem(step - self.begin, self.plan.config.stages)
+        return lax.rem(self.count(step), self.plan.config.stages)
 
     def whole(self, start: Any) -> tuple[Any, Any]:
         """The steps (first, end) whose blocks every row of the warpgroup from `start` on sees whole."""

@@ -40,7 +40,7 @@ from capibara.kernels.transforms import out_struct
 def candidates(call: Call) -> Sequence[RingConfig]:
     columns = sizes_of(call).columns
     # A short row is soon done and its sums wait for each other, so more programs take turns.
-    first = 8 if columns <= 1024 else 6 if columns <= 2048 else 4 if columns <= 4096 else 3 if columns <= 8192 else 1
+    first = 8 if columns <= 4096 else 3 if columns <= 16384 else 1
     fetched = row_bytes(call, ("x", "residual"))
     return ring_candidates(call, fetched, (first, max(1, first - 1), first + 2, 2 * first, 2, 1))
 
@@ -155,7 +155,7 @@ IMPLEMENTATION = Implementation(
     mosaic_gpu,
     platforms=("gpu",),
     refuses=refuses_shape,
-    rank=lambda call: 5,  # below xla's until it has been timed
+    rank=lambda call: 20,  # on an H200 1.2 to 2 times xla's speed, from 1024 to 32768 columns
     kernel=True,
     config_type=RingConfig,
     default_config=lambda call: candidates(call)[0],

@@ -177,7 +177,8 @@ IMPLEMENTATION = Implementation(
     mosaic_gpu_grad,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 5,  # below xla's until it has been timed
+    # On an H200 1.4 to 1.9 times xla's speed up to 8192 columns, and 0.9 at 16384.
+    rank=lambda call: 20 if sizes_of(call).columns <= 8192 else 5,
     kernel=True,
     config_type=RingConfig,
     default_config=lambda call: candidates(call)[0],

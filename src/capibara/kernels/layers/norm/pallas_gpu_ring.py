@@ -14,9 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara import hardware
 from capibara.errors import rule_error
-from capibara.kernels.hopper import SMEM_BYTES, load, refuses_chip
+from capibara.kernels.hopper import SMEM_BYTES, load, multiprocessors, refuses_chip
 from capibara.kernels.layers.norm.rules import MOST_COLUMNS, sizes_of
 from capibara.kernels.op import Call
 
@@ -25,7 +24,7 @@ PIECE = 4096  # numbers handled at a time, at most: 32 a thread
 MOST_PIECES = 16
 HELD_COLUMNS = 4096  # up to so many, scale and bias stay in registers from row to row
 RING_BYTES = 200 * 1024  # of a multiprocessor's shared memory, for the rings of all its programs
-AHEAD_BYTES = 128 * 1024  # enough on the way to keep the memory busy; more only takes shared memory from the cache
+AHEAD_BYTES = 64 * 1024  # enough on the way to keep the memory busy; more only takes shared memory from the cache
 
 # Memory is either read or written, and `release` waits for all threads: the barriers that Pallas would put around every
 # store are not needed.
@@ -85,16 +84,11 @@ def cut_row(columns: int, itemsize: int) -> Cut | None:
     return best if best.pieces <= MOST_PIECES else None
 
 
-def multiprocessors(call: Call) -> int:
-    chip = hardware.chip_for(call.target.device_kind)
-    return 132 if chip is None else chip.cores_per_chip
-
-
 def ring_candidates(call: Call, row_bytes: int, programs: Sequence[int]) -> Sequence[RingConfig]:
     """`programs` a multiprocessor, the best guess first; each gets a ring that keeps enough on the way."""
-    made, cores = [], multiprocessors(call)
+    made, cores = [], multiprocessors(call.target.device_kind)
     for count in dict.fromkeys(programs):
-        for ahead in (AHEAD_BYTES, RING_BYTES, AHEAD_BYTES // 2):
+        for ahead in (AHEAD_BYTES, 2 * AHEAD_BYTES, RING_BYTES):
             stages = min(max(2, ahead // (count * row_bytes)), 16)
             if count * stages * row_bytes <= RING_BYTES and stages * row_bytes <= SMEM_BYTES - 4096:
                 made.append(RingConfig(count * cores, stages))

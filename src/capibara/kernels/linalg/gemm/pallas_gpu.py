@@ -25,10 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara import hardware
 from capibara.errors import rule_error
 from capibara.kernels.context import current_target
-from capibara.kernels.hopper import SMEM_BYTES, SWIZZLE, refuses_chip, swizzled
+from capibara.kernels.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, swizzled
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
@@ -119,11 +118,6 @@ def default_config(call: Call) -> HopperConfig:
     if tiles >= multiprocessors(call.target.device_kind) // 2:
         return large
     return HopperConfig(64, 128, 64, 4, "m", "n", 8)
-
-
-def multiprocessors(device_kind: str) -> int:
-    chip = hardware.chip_for(device_kind)
-    return (chip.cores_per_chip if chip is not None else None) or 132
 
 
 def refuses(call: Call) -> str | None:
