@@ -93,13 +93,36 @@ def test_batches_an_epilogue_and_gradients() -> None:
     assert error(grad, want) < LIMITS["float32"]
 
 
+def test_singular_values_by_a_sketch_or_exactly() -> None:
+    """A spectrum of 1/i: a sketch comes near the best rank 4 matrix, and only the exact method is it."""
+    spectrum = 1 / np.arange(1, 61.0)
+    u, v = (np.linalg.qr(RNG.normal(size=(n, 60)))[0] for n in (120, 60))
+    matrix = jnp.asarray((u * spectrum) @ v.T, jnp.float32)
+    best = np.linalg.norm(spectrum[4:])
+
+    def left_out(**keywords: Any) -> float:
+        u, s, vh = ops.fast_svd(matrix, compute_uv=True, rank=4, **keywords)
+        return float(np.linalg.norm(np.asarray(matrix, np.float64) - np.asarray(u * s, np.float64) @ np.asarray(vh)))
+
+    assert left_out(use_randomized=False) < best * (1 + 1e-5)  # float32 rounding
+    crude = left_out(use_randomized=True, power_iterations=0)
+    assert best * (1 + 1e-3) < crude
+    assert left_out(use_randomized=True) < min(crude, best * 1.05)
+    with pytest.raises(ValueError, match="power_iterations are for a sketch"):
+        ops.fast_svd(matrix, use_randomized=False, power_iterations=0)
+    # Without a rank there is nothing to leave out.
+    s = ops.fast_svd(matrix, compute_uv=False, use_randomized=True)
+    np.testing.assert_allclose(s, spectrum, atol=1e-5)
+    documented = ["self", "matrix", "compute_uv", "use_randomized", "rank"]
+    assert list(inspect.signature(TpuV4LinalgOps.fast_svd).parameters)[:5] == documented
+
+
 @pytest.mark.newest
 def test_mistakes_and_what_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"Unknown precision 'float8'.*'bfloat16', 'float32', 'mixed', 'fp8'"):
         ops.optimized_gemm(A, B, precision="float8")
     with pytest.raises(TypeError, match="no_such"):
         ops.optimized_gemm(A, B, no_such=1)
-    assert not hasattr(ops, "fast_svd")
     with pytest.raises(AttributeError, match=r"TpuV4ScanOps is not in this version; it has .*TpuV4LinalgOps"):
         _ = backend.TpuV4ScanOps
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):

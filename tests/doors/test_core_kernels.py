@@ -243,10 +243,9 @@ def test_mistakes_and_what_is_not_there() -> None:
         kernels.optimized_matmul(A, B, precision="int8")
     with pytest.raises(ValueError, match="contracted axes"):
         kernels.optimized_matmul(A, B)
-    for name in ("get_tflops", "nothing"):
-        assert not hasattr(kernels, name)
-    with pytest.raises(AttributeError, match=r"'get_tflops' in this version; it has .*optimized_matmul, einsum"):
-        kernels.get_tflops()
+    assert not hasattr(kernels, "fast_sort")
+    with pytest.raises(AttributeError, match=r"'fast_sort' in this version; it has .*optimized_matmul, einsum"):
+        kernels.fast_sort()
     assert not hasattr(capibara.core, "ModularCapibaraModel")
     assert copy.deepcopy(kernels).settings == kernels.settings
     assert repr(kernels).startswith("TPUv4Kernels(precision='bfloat16', optimization_level='balanced'")

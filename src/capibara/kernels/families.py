@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-FAMILIES = ("linalg", "attention", "layers")
+FAMILIES = ("linalg", "attention", "layers", "vq")
 
 
 def load() -> None:

@@ -38,7 +38,7 @@ def kernel(
     pass that the rules make of this call: differentiated, batched, or on one device's shards.
     """
     same = Preference(call.op.name, impl.name, asked_config)
-    compute = _skip_absent(plain(call, impl, config), call)
+    compute = _skip_absent(_varying(plain(call, impl, config)), call)
     if split:
         compute = _partitioned(compute, call, same)
     batched = _batched(compute, call, same)
@@ -78,6 +78,19 @@ def vary_like(x: Any, like: jax.Array) -> Any:
 def out_struct(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """A kernel's output, varying over the mesh axes that its operand `like` varies over."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
+def _varying(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, its results marked as varying over the mesh axes that its operands vary over.
+
+    A Mosaic GPU kernel forgets those axes, whatever its out_type says, and a gradient must have its operand's.
+    """
+
+    def marked(*arrays: Any) -> Any:
+        (like, *_) = vary_alike(tuple(x for x in arrays if x is not None))
+        return jax.tree.map(lambda x: vary_like(x, like), fn(*arrays))
+
+    return marked
 
 
 def _skip_absent(fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -144,7 +157,9 @@ def _partitioned(fn: Callable[..., Any], call: Call, prefer: Preference) -> Call
         terms = op.partition.factors(call)
         named = {f for side in terms for term in side for axis in term for f in axis}
         whole = tuple(f for f in op.partition.replicated(call) if f in named)
-        reduced = op.partition.reduced
+        # A factor that a result keeps is not summed away by this call, though other calls of the op do.
+        kept = {f for term in terms[1] for axis in term for f in axis}
+        reduced = tuple(f for f in op.partition.reduced if f not in kept)
         sizes = dict(op.partition.sizes(call))
 
     # The partitioner wants special factors in the order in which the rule first names them.

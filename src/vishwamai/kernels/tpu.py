@@ -1,4 +1,4 @@
-"""The documented TPU kernels, as far as this version has them."""
+"""The documented TPU kernels."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ from capibara.kernels.user_ops import register_tpu_op, unregister
 from capibara.parallel.context import tpu_v4_optimization_context
 from capibara.parallel.validate import validate_sharding
 from capibara.precision import PrecisionConfig
+from vishwamai.kernels.layers import expert_layer, geglu, glu, init_expert_layer, layer_norm, swiglu
 
 __all__ = [
     "PrecisionConfig",
     "benchmark_kernel",
     "block_sparse_attention",
+    "expert_layer",
     "flash_attention",
+    "geglu",
     "gemm",
+    "glu",
+    "init_expert_layer",
+    "layer_norm",
     "register_tpu_op",
     "rope",
     "rope_tables",
     "sliding_window_attention",
+    "swiglu",
     "tile_layout",
     "tpu_kernel",
     "unregister",
     "untile_layout",
     "validate_sharding",
 ]
-
-_PLANNED = ("layer_norm",)
 
 
 def flash_attention(
@@ -143,9 +148,7 @@ def benchmark_kernel(fn: Callable[..., Any], *args: Any, **options: Any) -> Timi
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLANNED:
-        raise AttributeError(f"{__name__}.{name} is not in this version; it has {', '.join(__all__)}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

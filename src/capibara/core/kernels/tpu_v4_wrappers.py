@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Array, Float
 
+from capibara.core.kernels.figures import Figures
+from capibara.core.kernels.layers import LayerKernels
 from capibara.kernels.attention import by_level
 from capibara.kernels.draws import Draws
 from capibara.kernels.linalg import levels
+from capibara.kernels.measured import LastKernel
 from capibara.parallel.rules import RULES
 
 __all__ = ["TPUv4Kernels"]
 
 
-class TPUv4Kernels:
+class TPUv4Kernels(LayerKernels, Figures):
     """Kernels that share a precision, an optimisation level and two switches.
 
     Args:
@@ -39,6 +43,7 @@ class TPUv4Kernels:
         seed: int = 0,
     ) -> None:
         self.draws = Draws(seed)
+        self.last = LastKernel()
         self.settings = levels.Settings(precision, optimization_level, enable_xla_fusion, memory_layout_optimization)
 
     def __repr__(self) -> str:
@@ -72,13 +77,14 @@ class TPUv4Kernels:
           extra: rng, precision for another than the object's, layout ("bhtd" or "bthd"), segment_ids,
             key_segment_ids, window, scale, softcap, query_offset, return_lse.
         """
-        return by_level.attend(
-            self.settings,
-            self.draws,
-            by_level.MeshAxes(RULES["sequence"], RULES["batch"], RULES["heads"]),
-            query,
-            key,
-            value,
+        axes = by_level.MeshAxes(RULES["sequence"], RULES["batch"], RULES["heads"])
+        return self.last.run(
+            functools.partial(by_level.attend, self.settings, self.draws, axes),
+            keys=("rng",),
+            counted_as={"sequence_parallel": False},
+            query=query,
+            key=key,
+            value=value,
             attention_mask=attention_mask,
             dropout_rate=dropout_rate,
             causal=causal,
@@ -104,10 +110,10 @@ class TPUv4Kernels:
             platform has no such kernel) and "reference" are that one.
           epilogue: bias, residual, activation ("gelu", "silu"): `activation(a @ b + bias) + residual`.
         """
-        return levels.matmul(
-            self.settings,
-            a,
-            b,
+        return self.last.run(
+            functools.partial(levels.matmul, self.settings),
+            a=a,
+            b=b,
             transpose_a=transpose_a,
             transpose_b=transpose_b,
             precision=precision,
@@ -131,15 +137,17 @@ class TPUv4Kernels:
             `memory_limit_bytes` (by default a quarter of the device's memory).
           limit: memory_limit_bytes, and precision for another than the object's.
         """
-        return levels.einsum(
-            self.settings,
-            equation,
-            operands,
+        return self.last.run(
+            functools.partial(levels.einsum, self.settings),
+            counted_as={"memory_efficient": False, "memory_limit_bytes": None},
+            equation=equation,
+            operands=list(operands),
             optimize=optimize,
             memory_efficient=memory_efficient,
             **limit,
         )
 
     def __getattr__(self, name: str) -> Any:
-        has = ", ".join(n for n in vars(TPUv4Kernels) if not n.startswith("_"))
+        names = (n for one in TPUv4Kernels.__mro__ for n in vars(one) if not n.startswith("_"))
+        has = ", ".join(names)
         raise AttributeError(f"TPUv4Kernels has no {name!r} in this version; it has {has}")

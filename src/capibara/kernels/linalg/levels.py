@@ -234,4 +234,9 @@ def _tune(call: Call, device: jax.Device) -> None:
     from capibara.kernels.tuning import autotune
 
     with jax.default_device(device):
-        autotune(call.op, *call.args, params=call.changed_params)
+        autotune(call.op, *map(_stand_in, call.args), params=call.changed_params)
+
+
+def _stand_in(x: Any) -> Any:
+    """Floats are drawn by the tuner. Seeds are not: any will do."""
+    return x if x is None or jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)

@@ -15,7 +15,9 @@ from capibara.kernels.families import FAMILIES
 
 if TYPE_CHECKING:
     from capibara.kernels import attention as attention
+    from capibara.kernels import layers as layers
     from capibara.kernels import linalg as linalg
+    from capibara.kernels import vq as vq
 
 _EIGHT = ("attention", "collective", "conv", "fft", "layers", "linalg", "scan", "vq")
 

@@ -1,0 +1,36 @@
+"""The documented operations by family. Each is a function of a room under the name the documents give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara.jax.tpu_v4.backend.attention import TpuV4AttentionOps, init_multihead_attention
+from capibara.jax.tpu_v4.backend.layers import TpuV4LayerOps, init_moe
+from capibara.jax.tpu_v4.backend.linalg import TpuV4LinalgOps
+from capibara.jax.tpu_v4.backend.vq import TpuV4VQOps
+
+__all__ = [
+    "TpuV4AttentionOps",
+    "TpuV4LayerOps",
+    "TpuV4LinalgOps",
+    "TpuV4VQOps",
+    "init_moe",
+    "init_multihead_attention",
+]
+
+_PLANNED = (
+    "TpuV4CollectiveOps",
+    "TpuV4ConvOps",
+    "TpuV4FFTOps",
+    "TpuV4ScanOps",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLANNED:
+        raise AttributeError(f"{__name__}.{name} is not in this version; it has {', '.join(__all__)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Activations, plain and gated, with dropout fused in."""

@@ -1,0 +1,1 @@
+"""Softmax cross-entropy over a large vocabulary, without its logits in memory."""

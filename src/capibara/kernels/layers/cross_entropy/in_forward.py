@@ -1,0 +1,185 @@
+"""The loss and its gradient in one go, for a loss that is a weighted sum over tokens.
+
+Where each token's weight is known beforehand, its gradient needs no backward pass: a chunk of tokens has all its
+logits in memory once, and they give the loss, then the gradient of the hidden states and of the weights. That is three
+matrix products where the recomputing form has four. It takes more memory: the weights' gradient is added up in
+float32, and a chunk's rows are as wide as the vocabulary. The backward pass multiplies by one number.
+
+`narrow` keeps both in the operands' type: a chunk's logits take half as much, and the sum of the weights' gradient is
+the result itself. A bfloat16 gradient is then rounded once for each chunk of tokens, and not once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.kernels.dispatch import run
+from capibara.kernels.layers.cross_entropy import rules
+from capibara.kernels.layers.cross_entropy.cases import AND_GRAD_CASES
+from capibara.kernels.layers.cross_entropy.loss import token_flows, token_losses
+from capibara.kernels.layers.cross_entropy.reference import reference, vocabulary_axis
+from capibara.kernels.layers.cross_entropy.xla import Product, logit_flow, row_sums
+from capibara.kernels.op import Call, Implementation, Op, Partition, Prefer, unit_roundoff
+from capibara.kernels.transforms import vary_like
+
+CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32; in 16 bits three quarters of it, since they need it twice
+Params = dict[str, Any]
+
+
+def reference_and_grad(
+    hidden: jax.Array, weights: jax.Array, labels: jax.Array, token_weights: jax.Array, *,
+    transpose_weights: bool = False, soft_cap: float | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    narrow: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(each token's loss times its weight, and the gradients of their sum by hidden and by weights).
+
+    `narrow` is about memory and rounding, and changes nothing here.
+    """
+    size = weights.shape[vocabulary_axis(transpose_weights)]
+
+    def total(hidden: Any, weights: Any) -> Any:
+        sums = reference(
+            hidden, weights, labels, transpose_weights=transpose_weights, soft_cap=soft_cap, return_sum=True
+        )
+        each = token_weights * token_losses(sums, size, label_smoothing, z_loss)
+        return each.sum(), each
+
+    (d_hidden, d_weights), each = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, weights)
+    return each, d_hidden, d_weights
+
+
+def chunk_tokens(tokens: int, vocabulary: int, itemsize: int, block: int | None) -> int:
+    """`block`, or as many tokens as the memory set aside for a chunk holds, a multiple of 128."""
+    if block is None:
+        most = CHUNK_BYTES if itemsize >= 4 else CHUNK_BYTES * 3 // 4
+        block = max(128, most // (itemsize * vocabulary) // 128 * 128)
+    return max(1, min(block, tokens))
+
+
+def xla(
+    hidden: jax.Array, weights: jax.Array, labels: jax.Array, token_weights: jax.Array, *, transpose_weights: bool,
+    soft_cap: float | None, label_smoothing: float, z_loss: float, narrow: bool, block: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    product = Product(hidden, transpose_weights, soft_cap, narrow)
+    rows, flat_labels, scale = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), token_weights.reshape(-1)
+    tokens, size = rows.shape[0], weights.shape[product.axis]
+    columns = lax.iota(labels.dtype, size)
+
+    def step(start: Any, count: int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        each, d_rows, d_weights = carry
+        here, own, factor = (lax.dynamic_slice_in_dim(x, start, count) for x in (rows, flat_labels, scale))
+        logits = product.logits(here, weights)
+        is_label = own[:, None] == columns
+        highest, total, *sums = row_sums(logits, is_label, bool(label_smoothing))
+        lse = highest + jnp.log(total)
+        loss = factor * token_losses((lse, *sums), size, label_smoothing, z_loss)
+        of_lse, of_picked, of_sum = token_flows(lse, size, label_smoothing, z_loss)
+        flow = logit_flow(
+            logits, is_label, lse[:, None], (factor * of_lse)[:, None], (factor * of_picked)[:, None],
+            None if of_sum is None else (factor * of_sum)[:, None], soft_cap,
+        ).astype(hidden.dtype)  # fmt: skip
+        part = product.of_rows(flow, weights).astype(hidden.dtype)
+        update = lax.dynamic_update_slice_in_dim
+        return update(each, loss, start, 0), update(d_rows, part, start, 0), d_weights + product.of_weights(here, flow)
+
+    summed = product.result
+    empty = (jnp.zeros(tokens, product.wide), jnp.zeros_like(rows), jnp.zeros(weights.shape, summed))
+    carry = tuple(vary_like(x, hidden) for x in empty)
+    count = chunk_tokens(tokens, size, summed.itemsize, block)
+    whole = tokens // count
+    carry = lax.fori_loop(0, whole, lambda i, c: step(i * count, count, c), carry)
+    if tokens - whole * count:
+        carry = step(whole * count, tokens - whole * count, carry)
+    each, d_rows, d_weights = carry
+    return each.reshape(labels.shape), d_rows.reshape(hidden.shape), d_weights.astype(weights.dtype)
+
+
+def mesh_rule(call: Call) -> str:
+    """r0, r1, ... are the axes of the tokens, d the depth, v the vocabulary."""
+    tokens = " ".join(f"r{axis}" for axis in range(len(call.need("hidden").shape) - 1))
+    hidden, weights = f"{tokens} d".strip(), "v d" if call.params["transpose_weights"] else "d v"
+    return f"{hidden}, {weights}, {tokens}, {tokens} -> {tokens}, {hidden}, {weights}"
+
+
+def local(op: Op, arrays: tuple[Any, ...], params: Params, axes: dict[str, tuple[str, ...]], prefer: Prefer) -> Any:
+    """One device's tokens; the weights' gradient is summed over all of them, in float32."""
+    each, d_hidden, d_weights = run(op, arrays, params, prefer=prefer, local=True)
+    names = tuple(name for split in axes.values() for name in split)
+    if names:
+        wide = jnp.promote_types(jnp.float32, d_weights.dtype)
+        d_weights = lax.psum(d_weights.astype(wide), names).astype(d_weights.dtype)
+    return each, d_hidden, d_weights
+
+
+def _tolerance(call: Call) -> float:
+    """Of the forward and the backward pass; where the sum is narrow, a rounding for each chunk, and of the logits."""
+    wide = rules.tolerance(call) + rules.tolerance_grad(call)
+    if not call.params["narrow"]:
+        return wide
+    hidden, weights = call.need("hidden"), call.need("weights")
+    size = weights.shape[vocabulary_axis(bool(call.params["transpose_weights"]))]
+    tokens = math.prod(hidden.shape[:-1])
+    block: Any = call.params["block"]
+    chunks = math.ceil(tokens / chunk_tokens(tokens, size, hidden.dtype.itemsize, block)) if tokens else 1
+    # A logit rounds by a share of itself, and e to that power by as much as the logit is large: 8 is large for one.
+    return wide + (chunks + 8) * unit_roundoff(hidden.dtype)
+
+
+CROSS_ENTROPY_AND_GRAD = Op(
+    "cross_entropy_and_grad",
+    family="layers",
+    reference=reference_and_grad,
+    operands=("hidden", "weights", "labels", "token_weights"),
+    params={
+        "transpose_weights": False,
+        "soft_cap": None,
+        "label_smoothing": 0.0,
+        "z_loss": 0.0,
+        "narrow": False,
+        "block": None,
+    },
+    hints=("block",),
+    untuned=("soft_cap", "label_smoothing", "z_loss"),
+    check=rules.check,
+    cost=rules.cost_grad,
+    tolerance=_tolerance,
+    partition=Partition(mesh_rule, replicated=lambda call: ("d", "v"), local=local),
+    cases=AND_GRAD_CASES,
+)
+# As in the module xla: a loop over what the mesh splits is each device's own, so to JAX it is a kernel.
+CROSS_ENTROPY_AND_GRAD.implement(Implementation("xla", xla, rank=lambda call: 10, kernel=True, hints=("block",)))
+CROSS_ENTROPY_AND_GRAD.implement(
+    Implementation("reference", reference_and_grad, refuses=rules.refuses_block, rank=lambda call: -1)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def weighted_sum(
+    undifferentiated: Any, params: tuple[tuple[str, Any], ...], implementation: str | None, hidden: jax.Array,
+    weights: jax.Array, labels: jax.Array, token_weights: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The sum of the tokens' losses, each times its weight. Where nothing is differentiated, no gradient is made:
+    `undifferentiated(hidden, weights, labels)` then gives the losses."""
+    losses = undifferentiated(hidden, weights, labels)
+    return jnp.where(token_weights == 0, 0, token_weights * losses).sum()
+
+
+def _forward(_: Any, params: Any, implementation: Any, *arrays: Any) -> tuple[Any, Any]:
+    each, *grads = run(CROSS_ENTROPY_AND_GRAD, arrays, dict(params), implementation=implementation)
+    return each.sum(), tuple(grads)
+
+
+def _backward(_: Any, params: Any, implementation: Any, grads: Any, cotangent: Any) -> tuple[Any, ...]:
+    def scaled(x: Any) -> Any:
+        return (x.astype(cotangent.dtype) * cotangent).astype(x.dtype)
+
+    return *map(scaled, grads), None, None
+
+
+weighted_sum.defvjp(_forward, _backward)

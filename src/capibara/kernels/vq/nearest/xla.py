@@ -1,0 +1,85 @@
+"""The nearest code by XLA: chunks of rows against all codes, so that the table of distances stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from capibara.kernels.op import Implementation
+from capibara.kernels.vq.nearest.equal import lowest_equal
+from capibara.kernels.vq.nearest.reference import distances_to, is_finite, outputs, squared_norms, wide_type
+from capibara.kernels.vq.nearest.statistics import statistics
+
+CHUNKS = 64  # the table is a sixty-fourth of N x K, or smaller
+TABLE_NUMBERS = 1 << 24  # the most of it at a time: 64 MiB
+CANDIDATES = 2
+
+
+def nearest_rows(rows: jax.Array, codebook: jax.Array) -> jax.Array:
+    """Indices of rows [n, D] by one product at full precision.
+
+    The product rounds |x|·|c|, which hides a small distance between large vectors. So the best two by it are held
+    against each other by their differences from the row. It may round equal codes differently, too: `lowest_equal` of
+    what is found is the caller's to take.
+    """
+    wide = wide_type(rows, codebook)
+    codes, values = codebook.astype(wide), rows.astype(wide)
+    norms = squared_norms(codes)
+    usable = is_finite(norms)
+    # A code that cannot be used spoils its own column, which is not looked at.
+    product = lax.dot_general(
+        values, codes, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=wide
+    )
+    scores = jnp.where(usable, norms / 2 - product, jnp.inf)
+    numbers = jnp.arange(codes.shape[0], dtype=jnp.int32)
+    best = jnp.argmin(scores, axis=1).astype(jnp.int32)
+    if codes.shape[0] >= CANDIDATES:
+        other = jnp.argmin(jnp.where(numbers == best[:, None], jnp.inf, scores), axis=1).astype(jnp.int32)
+        # Where one code can be used, the other is any.
+        other = jnp.where(usable[other], other, best)
+        low, high = jnp.minimum(best, other), jnp.maximum(best, other)
+        best = jnp.where(distances_to(rows, codebook, high) < distances_to(rows, codebook, low), high, low)
+    valid = is_finite(squared_norms(values)) & usable.any()
+    return jnp.where(valid, best, -1)
+
+
+def in_chunks(fn: Callable[..., jax.Array], codes: int, *arrays: jax.Array) -> jax.Array:
+    """fn of arrays [N, ...], a number a row, so many rows after another that tables of `codes` a row stay small."""
+    rows = arrays[0].shape[0]
+    chunk = max(1, min(-(-rows // CHUNKS), TABLE_NUMBERS // codes))
+    if rows * codes <= TABLE_NUMBERS // 64 or chunk >= rows:  # small enough to be done at once
+        return fn(*arrays)
+    steps = -(-rows // chunk)
+    # The last chunk starts early: it computes a few rows again, and no row is padded.
+    starts = jnp.minimum(jnp.arange(steps, dtype=jnp.int32) * chunk, rows - chunk)
+    made = lax.map(lambda start: fn(*(lax.dynamic_slice_in_dim(x, start, chunk) for x in arrays)), starts)
+    whole = made[:-1].reshape(-1)
+    return jnp.concatenate([whole, made[-1, chunk - (rows - whole.size) :]])
+
+
+def finish(x: jax.Array, codebook: jax.Array, indices: jax.Array, return_distances: bool, return_stats: bool) -> Any:
+    """The outputs that follow from the indices [N] of x's rows."""
+    wide, codes, lead = wide_type(x, codebook), codebook.shape[0], x.shape[:-1]
+    flat = x.reshape(-1, x.shape[-1])
+    distances = counts = sums = None
+    if return_distances:
+        made = in_chunks(lambda rows, at: distances_to(rows, codebook, at), codes, flat, indices)
+        distances = made.reshape(lead)
+    if return_stats:
+        counts, sums = statistics(flat, indices, codes, wide)
+    return outputs(indices.reshape(lead), distances, counts, sums, return_distances, return_stats)
+
+
+def xla(x: jax.Array, codebook: jax.Array, *, return_distances: bool, return_stats: bool) -> Any:
+    flat = x.reshape(-1, x.shape[-1])
+    indices = in_chunks(lambda rows: nearest_rows(rows, codebook), codebook.shape[0], flat)
+    return finish(x, codebook, lowest_equal(codebook, indices), return_distances, return_stats)
+
+
+# Opaque to JAX, though it is plain: a loop over chunks of rows that a mesh holds would gather them, where the op's own
+# mesh rule gives each device its rows.
+IMPLEMENTATION = Implementation("xla", xla, rank=lambda call: 10, kernel=True)

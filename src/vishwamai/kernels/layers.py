@@ -1,0 +1,77 @@
+"""Layer norm, gated activations and experts, for `vishwamai.kernels.tpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from capibara.kernels import layers
+from capibara.kernels.layers import MoeMetrics
+from capibara.kernels.layers import init_moe as init_expert_layer
+from capibara.kernels.layers.in_precision import moe_in_precision
+from capibara.precision import PrecisionConfig
+
+__all__ = ["expert_layer", "geglu", "glu", "init_expert_layer", "layer_norm", "swiglu"]
+
+
+def layer_norm(
+    x: Float[Array, "*rows columns"],
+    scale: Float[Array, " columns"] | None = None,
+    bias: Float[Array, " columns"] | None = None,
+    use_fused_ops: bool = True,
+    eps: float = 1e-5,
+    **extra: Any,
+) -> Any:
+    """(x - mean) / sqrt(variance + eps) · scale + bias over the last axis, of x's type; statistics are float32.
+
+    Args:
+      use_fused_ops: the fastest implementation, whose gradient keeps x and two numbers a row. False runs the
+        specification in plain JAX, and keeps for its gradient what JAX would.
+      extra: residual, return_residual, config.
+    """
+    return layers.layer_norm(x, scale, bias, eps=eps, implementation=None if use_fused_ops else "reference", **extra)
+
+
+def glu(
+    gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], use_fused_ops: bool = True, **extra: Any
+) -> Float[Array, "*rows columns"]:
+    """sigmoid(gate) · up; `use_fused_ops` as in `layer_norm`, `extra`: dropout_rate with dropout_rng, config."""
+    return layers.glu(gate, up, implementation=None if use_fused_ops else "reference", **extra)
+
+
+def swiglu(
+    gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], use_fused_ops: bool = True, **extra: Any
+) -> Float[Array, "*rows columns"]:
+    """silu(gate) · up; the other arguments as in `glu`."""
+    return layers.swiglu(gate, up, implementation=None if use_fused_ops else "reference", **extra)
+
+
+def geglu(
+    gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], use_fused_ops: bool = True, **extra: Any
+) -> Float[Array, "*rows columns"]:
+    """gelu(gate) · up; the other arguments as in `glu`, and approximate for gelu by tanh."""
+    return layers.geglu(gate, up, implementation=None if use_fused_ops else "reference", **extra)
+
+
+def expert_layer(
+    params: Mapping[str, Any],
+    x: Float[Array, "*tokens width"],
+    top_k: int = 2,
+    mesh: Mesh | None = None,
+    precision: PrecisionConfig | None = None,
+    **extra: Any,
+) -> tuple[Float[Array, "*tokens width"], MoeMetrics]:
+    """(y, metrics): each token through its `top_k` gated experts, added by weight.
+
+    Args:
+      params: from `init_expert_layer(key, width, hidden, num_experts)`.
+      mesh: have experts and tokens over the mesh's axis "expert" (or `axis`, in extra).
+      precision: a policy to round rows and experts by; None keeps x's type.
+      extra: activation, gate, normalize, scale, jitter with rng; without a mesh capacity_factor and keep, with one
+        axis, token_axes and pair_capacity_factor.
+    """
+    policy = None if precision is None else precision.policy.name
+    return moe_in_precision(params, x, policy, mesh, top_k=top_k, **extra)

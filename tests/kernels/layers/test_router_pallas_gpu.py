@@ -1,0 +1,78 @@
+"""The Hopper kernel of route, emulated: its lists, its loops over experts, its padding."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.kernels import target
+from capibara.kernels.check import check_output, expected
+from capibara.kernels.layers.router.api import ROUTE
+from capibara.kernels.layers.router.pallas_gpu import ThreadsConfig, mosaic_gpu
+
+pytestmark = pytest.mark.newest
+emulates = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX emulates these kernels from 0.12 on")
+
+
+def _emulated(arrays: tuple[Any, ...], config: ThreadsConfig, **params: Any) -> Any:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+
+    with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
+        out = jax.block_until_ready(mosaic_gpu(*arrays, config=config, **{**ROUTE.params, **params}))
+    assert not interpret_pallas_call.get_races().races_found, "unsynchronised accesses"
+    return out
+
+
+@emulates
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("all-of-five", ThreadsConfig(256)),
+        ("holes", ThreadsConfig(128)),
+        ("bias-softmax", ThreadsConfig(128, transposed=False)),
+        ("bias-topk", ThreadsConfig(256)),
+    ],
+    ids=str,
+)
+def test_emulated(name: str, config: ThreadsConfig) -> None:
+    case = ROUTE.case(name)
+    arrays = case.arrays()
+    out = _emulated(arrays, config, **case.params)
+    result = check_output(out, expected(ROUTE, arrays, case.params))
+    assert result.ok, result.why
+
+
+@emulates
+def test_a_loop_over_many_experts_with_a_rest_and_ties() -> None:
+    """33 experts, few distinct logits: five fill the lists, the loop takes eight at a time, four remain."""
+    logits = jnp.asarray(np.random.default_rng(0).integers(0, 3, (40, 33)), jnp.float32)
+    params = {"top_k": 5, "gate": "sigmoid", "normalize": False}
+    wanted = expected(ROUTE, (logits, None), params)
+    result = check_output(_emulated((logits, None), ThreadsConfig(128), **params), wanted)
+    assert result.ok, result.why
+
+
+@emulates
+def test_a_nan_spoils_its_own_token_alone() -> None:
+    logits = np.random.default_rng(1).standard_normal((5, 6)).astype(np.float32)
+    logits[2, 3] = np.nan
+    weights, indices = _emulated((jnp.asarray(logits), None), ThreadsConfig(128), top_k=2)
+    wanted, wanted_indices = ROUTE.reference(jnp.asarray(logits), top_k=2)
+    np.testing.assert_array_equal(np.isnan(weights).all(-1), [False, False, True, False, False])
+    np.testing.assert_array_equal(indices, wanted_indices)
+    np.testing.assert_allclose(weights, wanted, rtol=1e-5)
+
+
+def test_every_config_lowers_for_cuda() -> None:
+    logits = jax.ShapeDtypeStruct((300, 24), jnp.bfloat16)
+    params = {"top_k": 3, "normalize": False}
+    with target("gpu"):
+        for config in ROUTE.implementations["mosaic_gpu"].candidates(ROUTE.call(logits, **params)):
+            asked = functools.partial(ROUTE, implementation="mosaic_gpu", config=config, **params)
+            assert "mosaic_gpu" in jax.export.export(jax.jit(asked), platforms=["cuda"])(logits).mlir_module()
