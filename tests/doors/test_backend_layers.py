@@ -134,6 +134,23 @@ def test_float32_holds_for_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch
     assert seen == [None, None]
 
 
+def test_the_reference_has_forward_derivatives_in_float32() -> None:
+    plain = {"precision": "float32", "implementation": "reference"}
+
+    def loss(x: Any) -> Any:
+        return ops.cross_entropy(x, WEIGHTS, LABELS, **plain)
+
+    for call in (loss, lambda x: ops.layer_norm(x, SCALE, **plain)):
+        made, slope = jax.jvp(call, (X,), (Y,))
+        pulled = jax.vjp(call, X)[1](jnp.ones_like(made))[0]
+        # Sums over some hundreds of numbers near 1, either way round.
+        np.testing.assert_allclose(slope.sum(), jnp.vdot(pulled, Y), rtol=1e-4, atol=1e-4)
+    # Every product of both passes is asked for at float32's own precision.
+    program = str(jax.make_jaxpr(jax.grad(loss))(X))
+    assert program.count("dot_general[") >= 2
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == program.count("dot_general[")
+
+
 @pytest.mark.newest
 def test_gradients_pass_through_a_precision() -> None:
     def loss(params: Any, x: Any, precision: str | None) -> Any:
@@ -162,6 +179,11 @@ def test_experts_over_a_mesh() -> None:
     assert "all_to_all" in str(jax.make_jaxpr(split)(PARAMS, X))
     with pytest.raises(ValueError, match=r"axes of the mesh.*pass mesh="):
         ops.moe_layer(PARAMS, X, top_k=2, axis="expert")
+    # What only the other layer has is a mistake with a name, not a missing argument of an inner function.
+    with pytest.raises(ValueError, match=r"^capacity_factor is for experts on one device.*pair_capacity_factor"):
+        ops.moe_layer(PARAMS, X, top_k=2, mesh=mesh, capacity_factor=1.0)
+    with pytest.raises(ValueError, match=r"pair_capacity_factor is for experts over a mesh"):
+        ops.moe_layer(PARAMS, X, top_k=2, pair_capacity_factor=1.0)
 
 
 @pytest.mark.newest
@@ -170,7 +192,7 @@ def test_mistakes_and_the_families_second_path() -> None:
         (lambda: ops.layer_norm(X, precision="half"), "Unknown precision 'half'.*'bfloat16'"),
         (lambda: ops.activation(X, kind="swish"), "Unknown kind of activation 'swish'"),
         (lambda: ops.activation(X, dropout_rate=0.1), "Dropout draws from a key"),
-        (lambda: quantizers.quantize(X, CODEBOOK[:, :3]), "codebook|codes"),
+        (lambda: quantizers.quantize(X, CODEBOOK[:, :3]), "as many numbers as a row"),
     ):
         with pytest.raises(ValueError, match=said):
             call()

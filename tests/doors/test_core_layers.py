@@ -95,6 +95,12 @@ def test_a_norm_in_each_precision() -> None:
     assert error(exactly.fast_layer_norm(X, WEIGHT, eps=0.5), normal(X, WEIGHT, eps=0.5)) < FLOAT32
     with pytest.raises(ValueError, match="eps is a finite number above 0"):
         exactly.fast_layer_norm(X, eps=0)
+    with pytest.raises(ValueError, match=r"eps is a number.*'a'"):
+        exactly.fast_layer_norm(X, eps="a")  # type: ignore[arg-type]
+    np.testing.assert_array_equal(
+        exactly.fast_layer_norm(X, eps=jnp.float32(0.5)),  # type: ignore[arg-type]
+        exactly.fast_layer_norm(X, eps=0.5),
+    )
     with pytest.raises(ValueError, match="input_tensor is an array"):
         exactly.fast_layer_norm(None)
 
@@ -124,7 +130,9 @@ def test_memory_efficient_is_what_the_gradient_keeps(level: str) -> None:
     ("level", "implementation"),
     [("none", "reference"), ("basic", "xla"), ("balanced", "xla"), ("aggressive", "xla")],
 )
-def test_a_level_decides_what_runs(level: str, implementation: str) -> None:
+def test_a_level_decides_what_runs(level: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[str] = []
+    monkeypatch.setattr(by_level, "tune_once", lambda how, fn, arrays: tuned.append(how.body.__name__))
     kernels = TPUv4Kernels("float32", optimization_level=level)
     for call in (
         lambda x: kernels.fast_layer_norm(x),
@@ -134,6 +142,8 @@ def test_a_level_decides_what_runs(level: str, implementation: str) -> None:
         found = explain(call, X)
         assert found.implementation == implementation
         assert ("it was asked for by name" in str(found)) == (level in ("none", "basic"))
+    asked = ["_normalised", "_gelu_dropped", "_routed"] if level == "aggressive" else []
+    assert tuned == asked
     unfused = TPUv4Kernels("float32", optimization_level=level, enable_xla_fusion=False)
 
     def barriers(kernels: TPUv4Kernels) -> int:
@@ -164,6 +174,13 @@ def test_dropout_by_the_objects_keys() -> None:
     for rate in (1.0, -0.1, "half"):
         with pytest.raises(ValueError, match="from 0 to below 1"):
             one.fused_gelu_dropout(x, dropout_rate=rate)  # type: ignore[arg-type]
+
+
+def test_a_key_of_numpy_at_a_level_that_tunes() -> None:
+    tuned = TPUv4Kernels("float32", "aggressive")
+    key = np.array([0, 7], np.uint32)  # as PRNGKey(7) is
+    got = tuned.fused_gelu_dropout(X, dropout_rate=0.5, rng=key)
+    np.testing.assert_array_equal(got, exactly.fused_gelu_dropout(X, dropout_rate=0.5, rng=jnp.asarray(key)))
 
 
 @pytest.mark.newest
@@ -245,6 +262,8 @@ def test_mistakes_of_routing() -> None:
         ({"tokens": X, "num_experts": 0}, "num_experts is a whole number, 1 or more"),
         ({"tokens": X, "num_experts": 8, "router": jnp.ones((8, 64))}, r"\[width, num_experts\], \(64, 8\)"),
         ({"tokens": LOGITS, "num_experts": 8, "top_k": 9}, "top_k"),
+        ({"tokens": LOGITS, "num_experts": 8, "top_k": jnp.ones(2)}, "top_k is a whole number"),
+        ({"tokens": LOGITS, "num_experts": 8, "scale": "a"}, "scale is a number"),
         ({"tokens": LOGITS, "num_experts": 8, "gate": "hard"}, "Unknown gate 'hard'"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -119,6 +119,22 @@ def test_products_with_one_right_side_or_many() -> None:
     assert exactly.batch_operations("gelu", TENSORS, precision="bfloat16")[0].dtype == jnp.bfloat16
 
 
+def test_what_is_joined_in_fp8_is_rounded_by_itself() -> None:
+    kernels = TPUv4Kernels("fp8")
+    big, small = jnp.ones((4, 32)), jnp.full((4, 32), 1e-7)
+    right = jnp.ones((32, 8))
+    # By rows with one right side, and as a stack of pairs: either way a neighbour's scale would round `small` to 0.
+    for inputs, parameters in (
+        ([big, small], {"b": right}),
+        ([(big, right), (small, normal(32, 8))], None),
+        ([(big, right), (big, 1e-7 * right)], None),
+    ):
+        joined, alone = (kernels.batch_operations("matmul", inputs, parameters, together) for together in (True, False))
+        for one, other in zip(joined, alone, strict=True):
+            assert float(jnp.abs(other).max()) > 0
+            np.testing.assert_array_equal(one, other)
+
+
 def test_gradients_levels_and_nothing_at_all() -> None:
     def loss(w: Any, together: bool) -> Any:
         parts = exactly.batch_operations("layer_norm", [TENSORS[0], TENSORS[1]], {"weight": w}, together)
@@ -145,9 +161,18 @@ def test_mistakes_of_batches() -> None:
         (("matmul", [(WEIGHT,)]), "1 arrays"),
         (("gelu", [jnp.zeros(3, jnp.int32)]), r"takes float arrays.*i32\[3\]"),
         (("gelu", 3.0), "inputs is a list of tensors"),
+        (("gelu", [None]), "takes arrays.*NoneType.*pass an array"),
+        (("layer_norm", TENSORS, {"eps": "a"}), "eps is a number.*'a'"),
     ):
         with pytest.raises(ValueError, match=said):
             exactly.batch_operations(*arguments)
+    with pytest.raises(ValueError, match=r"matmul takes arrays.*b of type NoneType"):
+        exactly.optimized_matmul(RIGHT, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"einsum takes arrays.*operand 1 of type NoneType"):
+        exactly.einsum_optimize("ij,jk->ik", [RIGHT, None])
+    # A number is a number, whoever made it.
+    given, plain = (exactly.batch_operations("layer_norm", TENSORS, {"eps": e}) for e in (jnp.float32(0.5), 0.5))
+    np.testing.assert_array_equal(given[0], plain[0])
 
 
 @pytest.mark.newest
@@ -182,6 +207,8 @@ def test_tflops_are_of_the_last_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     q = normal(1, 2, 16, 8)
     kernels.flash_attention(q, q, q, attention_mask=jnp.ones((1, 16), bool), dropout_rate=0.1)
     assert kernels.get_tflops() > 0
+    kernels.fast_layer_norm(normal(16, 32), eps=np.float32(1e-3))  # type: ignore[arg-type]
+    assert kernels.get_tflops() > 0, "a number of NumPy's is no operand to draw anew"
     kernels.batch_operations("softmax", TENSORS)  # no op: by the compiler's count
     assert kernels.get_tflops() > 0
     # Repeats drew none of the object's keys: two calls above did.

@@ -84,9 +84,16 @@ def test_experts() -> None:
     want, _ = jax.jit(lambda p, x: layers.moe_layer(p, x, top_k=3))(params, X)
     np.testing.assert_array_equal(y, want)
     assert int(metrics.counts.sum()) == 8 * 3
-    for precision, dtype in ((PrecisionConfig.DEFAULT, "bfloat16"), (PrecisionConfig.HIGH, "float32")):
+    named = {"bfloat16": "bfloat16", "default": "bfloat16", "HIGH": "float32", "mixed": "float32"}
+    for precision, dtype in (
+        (PrecisionConfig.DEFAULT, "bfloat16"),
+        (PrecisionConfig.HIGH, "float32"),
+        *named.items(),
+    ):
         shapes, _ = jax.eval_shape(lambda p, x, how=precision: expert_layer(p, x, precision=how), params, X)
         assert shapes.dtype == dtype
+    with pytest.raises(ValueError, match=r"Unknown precision 'half'.*'highest'.*'bfloat16'"):
+        expert_layer(params, X, precision="half")
     # A quarter of an even share of room for each expert: what does not fit is dropped, and counted.
     crowded = jax.jit(lambda p, x: expert_layer(p, x, top_k=3, capacity_factor=0.25)[1].dropped)
     assert int(crowded(params, X)) > 0

@@ -163,6 +163,24 @@ def test_rows_that_are_no_numbers(trained: Any) -> None:
     assert all(jnp.isfinite(value) for value in metrics.values())
 
 
+@pytest.mark.parametrize("rows", [0, 6])
+def test_a_first_batch_without_a_valid_row_starts_nothing(rows: int) -> None:
+    """The drawn codes stay, finite and different, and the next batch starts the codebook."""
+    layer = VQbitLayer(4, 2)
+    nothing = jnp.full((rows, 2), jnp.nan)
+    _, indices, metrics = layer(nothing)
+    assert indices.tolist() == [-1] * rows
+    assert int(metrics["invalid_rows"]) == rows
+    assert not bool(layer.state.started)
+    np.testing.assert_allclose(layer.codebook, layer.init().codebook, rtol=2e-5)  # smoothed
+    (_, _, _), compiled = jax.jit(layer.apply)(layer.init(), nothing)
+    assert not bool(compiled.started)
+    x = _normal(14, 8, 2) + 50
+    layer(x)
+    assert bool(layer.state.started)
+    assert float(layer.codebook.min()) > 40
+
+
 def test_inside_jit_the_object_is_a_constant_and_says_so(trained: Any) -> None:
     layer = VQbitLayer(8, 4)
     x = jnp.asarray(X)
@@ -274,7 +292,9 @@ def test_training_on_real_text() -> None:
         ({"codebook_size": 0}, "codebook_size is a whole number, 1 or more"),
         ({"embedding_dim": 2.5}, "embedding_dim is a whole number"),
         ({"decay": 1.0}, "decay is from 0 to below 1"),
+        ({"decay": "x"}, "decay is from 0 to below 1.*Got 'x'"),
         ({"commitment": -1}, "commitment is a finite weight"),
+        ({"commitment": "x"}, "commitment is a finite weight"),
         ({"revive_after": 0}, "revive_after"),
         ({"seed": -1}, "seed"),
         ({"codebook_axis": "codes"}, "mesh=None"),

@@ -125,10 +125,12 @@ def test_vmap_of_each_operand(op: Op, name: str, case: Case) -> None:
     _on_this_machine(op, name, case)
     stacks = [case.arrays(seed) for seed in range(3)]
     present = [i for i, x in enumerate(case.shapes) if x is not None]
+    # The rule is the op's own: an emulated kernel, slow as it is, shows that it is used by one operand and by all.
+    alone = present[:1] if name == "pallas_tpu" else present
     with interpret("hlo"):
         fn = functools.partial(op, implementation=name, **case.params)
         done: list[list[int]] = []
-        for mapped in [*([i] for i in present), present]:
+        for mapped in [*([i] for i in alone), present]:
             chosen = [tuple(stack[i] if i in mapped else x for i, x in enumerate(stacks[0])) for stack in stacks]
             if case.complete is not None:  # what follows from the mapped operands is mapped with them
                 made = [case.complete(one) for one in chosen]
@@ -197,8 +199,10 @@ def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devic
     arrays = case.arrays()
     wanted = expected(op, arrays, case.params)
     mesh = _mesh(devices)
+    # Every layout on 8 devices; that the number of devices does not matter shows on two of them.
+    layouts = _layouts(op, case) if devices == 8 else _layouts(op, case)[:2]
     with interpret("hlo"):
-        for layout in _layouts(op, case):
+        for layout in layouts:
             specs, out_specs = _factor_specs(op, case, layout)
             placed = [
                 None if x is None else jax.device_put(x, NamedSharding(mesh, s))

@@ -21,12 +21,14 @@ from capibara import precision as precisions
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels import tables
 from capibara.kernels.layers.activation.api import gelu
+from capibara.kernels.layers.by_level import number
 from capibara.kernels.layers.norm.api import NORM, layer_norm, rms_norm
 from capibara.kernels.linalg.gemm.api import gemm
 from capibara.kernels.linalg.levels import LEVELS, Settings, tune_once
 from capibara.kernels.linalg.placement import on_their_device
 from capibara.kernels.linalg.rounding import rounded
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 
 FLAT_COLUMNS = 1024  # numbers that have no rows of their own are given rows of so many
 
@@ -88,7 +90,9 @@ def _softmax(x: Any, how: _How) -> Any:
 def _matmul(x: Any, how: _How, b: Any) -> Any:
     if x.ndim > b.ndim > 2:
         b = b.reshape(b.shape[0], *(1,) * (x.ndim - b.ndim), *b.shape[1:])  # a stack's first axes meet
-    a, b, precision, out = rounded(x, b, how.precision, None)
+    # Both sides are rounded already, each tensor by itself: one scale of fp8 is for a tensor, not for its neighbours.
+    policy = precisions.policy(how.precision)
+    a, b, precision, out = rounded(x, b, policy.matmul_precision, policy.output_dtype)
     return gemm(a, b, precision=precision, out_dtype=out, implementation=how.implementation)
 
 
@@ -157,7 +161,7 @@ def _read(
 
     def array(what: str, x: Any) -> jax.Array:
         if id(x) not in arrays:
-            made = x if isinstance(x, jax.Array) else jnp.asarray(x)
+            made = as_array(f"batch_operations({name!r})", what, x)
             if not jnp.issubdtype(made.dtype, jnp.floating) or made.ndim == 0:
                 raise rule_error(f"batch_operations({name!r}) takes float arrays", f"{what} {describe(made)}", "cast")
             arrays[id(x)] = made
@@ -178,8 +182,13 @@ def _read(
             raise rule_error("matmul takes pairs (a, b), or a's and parameters={'b': b}", "no b", "pass one")
         vectors = {key: array(key, mine[key]) for key in operation.vectors if mine.get(key) is not None}
         tensors.append({"x": array("a tensor of", x), **vectors})
-        options.append({key: value for key, value in mine.items() if key in operation.options})
+        options.append({key: _option(key, value) for key, value in mine.items() if key in operation.options})
     return tensors, options
+
+
+def _option(name: str, value: Any) -> Hashable:
+    """A switch or a number, as Python has it: options are part of jit's key, and arrays cannot be."""
+    return bool(value) if name == "approximate" else number(name, value)
 
 
 def launches(
@@ -251,7 +260,12 @@ def _one(launch: Launch, how: _How, tensors: Sequence[Any]) -> list[Any]:
     policy = precisions.policy(how.precision)
     call = OPERATIONS[how.operation].call
     xs = [policy.cast_to_compute(t["x"]) for t in tensors]
-    vectors = {name: value for name, value in tensors[0].items() if name != "x"}
+    # A product's right side is rounded too, before it is stacked; the vectors of a norm keep their own type.
+    each = [
+        {name: policy.cast_to_compute(value) if name == "b" else value for name, value in t.items() if name != "x"}
+        for t in (tensors if launch.joined == "stack" else tensors[:1])
+    ]
+    vectors = each[0]
 
     def run(x: Any, vectors: Mapping[str, Any]) -> Any:
         if not how.fuse:
@@ -262,7 +276,7 @@ def _one(launch: Launch, how: _How, tensors: Sequence[Any]) -> list[Any]:
     if launch.joined == "alone":
         return [run(xs[0], vectors)]
     if launch.joined == "stack":
-        return list(run(jnp.stack(xs), {name: jnp.stack([t[name] for t in tensors]) for name in vectors}))
+        return list(run(jnp.stack(xs), {name: jnp.stack([own[name] for own in each]) for name in vectors}))
     if launch.joined == "numbers":
         flat = jnp.concatenate([x.reshape(-1) for x in xs])
         count = flat.shape[0]

@@ -201,8 +201,10 @@ def run(
         else:
             chosen_target = context.target_of(device)
     manual = local or (traced and bool(jax.sharding.get_abstract_mesh().manual_axes))
+    # With their types: 1 is True to a dictionary, and not to an op's check.
+    parameters = tuple((name, type(value), value) for name, value in params.items())
     key = (
-        implementation, prefer, config, tuple(operands), tuple(params.items()), chosen_target,
+        implementation, prefer, config, tuple(operands), parameters, chosen_target,
         context.current_interpret(), manual, context.matmul_precision(), tables.generation(),
     )  # fmt: skip
     runner = op.runners.get(key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from capibara.hardware.chips import GiB
 from capibara.kernels.check import standard_normal
@@ -20,6 +21,7 @@ from capibara.kernels.timing import compare
 
 SAMPLES = 5
 BUDGET_SECONDS = 1.0
+_KEY = jax.dtypes.prng_key
 
 
 def work_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
@@ -163,4 +165,6 @@ class LastKernel:
 def _remembered(x: Any) -> Any:
     if isinstance(x, jax.core.Tracer) or not (hasattr(x, "shape") and hasattr(x, "dtype")):
         return x
+    if isinstance(x, np.generic | np.ndarray | jax.Array) and not x.shape and not jnp.issubdtype(x.dtype, _KEY):
+        return x.item()  # a setting, such as eps or a count: a repeat has the same
     return _Shape(tuple(x.shape), x.dtype, getattr(x, "sharding", None))

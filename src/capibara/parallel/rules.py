@@ -45,8 +45,8 @@ def partition_spec(
     that does not divide the dimension. None leaves a dimension whole, and so are those after the last name.
 
     Examples:
-        >>> partition_spec(("batch", None, "hidden"), {"data": 4, "model": 8})
-        PartitionSpec('data', None, 'model')
+        >>> tuple(partition_spec(("batch", None, "hidden"), {"data": 4, "model": 8}))
+        ('data', None, 'model')
     """
     return PartitionSpec(*_entries(names, axis_sizes, shape, rules))
 

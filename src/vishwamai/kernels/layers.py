@@ -8,11 +8,12 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from capibara.errors import unknown_name
 from capibara.kernels import layers
 from capibara.kernels.layers import MoeMetrics
 from capibara.kernels.layers import init_moe as init_expert_layer
 from capibara.kernels.layers.in_precision import moe_in_precision
-from capibara.precision import PrecisionConfig
+from capibara.precision import POLICIES, PrecisionConfig
 
 __all__ = ["expert_layer", "geglu", "glu", "init_expert_layer", "layer_norm", "swiglu"]
 
@@ -61,7 +62,7 @@ def expert_layer(
     x: Float[Array, "*tokens width"],
     top_k: int = 2,
     mesh: Mesh | None = None,
-    precision: PrecisionConfig | None = None,
+    precision: PrecisionConfig | str | None = None,
     **extra: Any,
 ) -> tuple[Float[Array, "*tokens width"], MoeMetrics]:
     """(y, metrics): each token through its `top_k` gated experts, added by weight.
@@ -69,9 +70,24 @@ def expert_layer(
     Args:
       params: from `init_expert_layer(key, width, hidden, num_experts)`.
       mesh: have experts and tokens over the mesh's axis "expert" (or `axis`, in extra).
-      precision: a policy to round rows and experts by; None keeps x's type.
+      precision: a policy to round rows and experts by, or its name ("default", "high", "highest", "fp8", or "bfloat16",
+        "mixed", "float32"); None keeps x's type.
       extra: activation, gate, normalize, scale, jitter with rng; without a mesh capacity_factor and keep, with one
         axis, token_axes and pair_capacity_factor.
     """
-    policy = None if precision is None else precision.policy.name
-    return moe_in_precision(params, x, policy, mesh, top_k=top_k, **extra)
+    return moe_in_precision(params, x, _policy_name(precision), mesh, top_k=top_k, **extra)
+
+
+def _policy_name(precision: PrecisionConfig | str | None) -> str | None:
+    """Of a config, its name as `tpu_kernel` takes it, or a policy's own name."""
+    if precision is None:
+        return None
+    if isinstance(precision, PrecisionConfig):
+        return precision.policy.name
+    configs = {config.value: config for config in PrecisionConfig}
+    name = precision.lower() if isinstance(precision, str) else precision
+    if name in configs:
+        return configs[name].policy.name
+    if name not in POLICIES:
+        raise unknown_name("precision", precision, dict.fromkeys((*configs, *POLICIES)))
+    return name

@@ -283,11 +283,14 @@ def test_the_largest_program_lowers() -> None:
 
 
 def test_defaults_by_head_size() -> None:
-    assert default_config(_shape(d=64)) == HopperConfig(64, 256, 2)
-    assert default_config(_shape(d=128)) == HopperConfig(64, 128, 2)
+    assert default_config(_shape(d=64)) == HopperConfig(64, 256, 2, programs=132)
+    assert default_config(_shape(d=128)) == HopperConfig(64, 128, 2, programs=132), "all tiles take as long"
+    causal = {d: Form(d=d, params={"causal": True}).call() for d in (64, 128)}
+    assert default_config(causal[128]) == HopperConfig(64, 128, 2), "the longest start first"
+    assert default_config(causal[64]) == HopperConfig(64, 256, 2, programs=132)
     assert default_config(_shape(d=256)) == HopperConfig(64, 64, 2)
     assert default_config(_shape(d=64, segments="packed")) == HopperConfig(64, 128, 2)
-    assert default_config(_shape(d=64, s=40)) == HopperConfig(64, 64, 2), "no more keys a block than there are"
+    assert default_config(_shape(d=64, s=40)) == HopperConfig(64, 64, 2, programs=132), "no more keys than there are"
 
 
 def test_blocks_are_chosen_to_divide_the_block_mask() -> None:

@@ -223,6 +223,11 @@ def test_a_kernel_that_would_need_too_many_seeds_says_so() -> None:
     assert "512 groups" in reason
 
 
+def test_vmap_of_vmap_of_no_rows() -> None:
+    x, keys = jnp.zeros((2, 3, 0, 4)), jax.random.split(KEY, (2, 3))
+    assert jax.vmap(jax.vmap(lambda x, key: dropout(x, 0.5, key)))(x, keys).shape == x.shape
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from capibara.kernels import explain, interpret
 from capibara.kernels.check import check_output, expected
 from capibara.kernels.layers import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, cross_entropy
+from capibara.kernels.layers.cross_entropy.api import GRADIENTS
 from capibara.kernels.layers.cross_entropy.in_forward import chunk_tokens
 from capibara.kernels.layers.cross_entropy.pallas_tpu import TileConfig
 from capibara.kernels.layers.cross_entropy.xla import chunk_columns
@@ -229,6 +230,49 @@ def test_gradients_by_example() -> None:
             np.testing.assert_allclose(mine[i], theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "vocabulary"), [("int8", 600), ("uint8", 256), ("uint8", 600), ("int16", 600), ("uint16", 600)]
+)
+def test_labels_of_any_whole_type(dtype: str, vocabulary: int) -> None:
+    """Neither the vocabulary's size nor ignore_index (156 in uint8) wraps in the labels' type."""
+    hidden, weights, _ = _draw((4,), 8, vocabulary)
+    labels = jnp.array([1, 88, 120, 156 if dtype == "uint8" else 7])
+    for block in (None, 100):
+        got = cross_entropy(hidden, weights, labels.astype(dtype), reduction="none", block=block)
+        np.testing.assert_array_equal(got, cross_entropy(hidden, weights, labels, reduction="none", block=block))
+    if dtype == "int8":
+        assert float(cross_entropy(hidden[:1], weights, jnp.array([IGNORED], dtype))) == 0
+
+
+def test_unsigned_labels_beyond_int32() -> None:
+    hidden, weights, _ = _draw((2,), 8, 30)
+    labels = jnp.array([3, 2**32 + IGNORED], "uint32")  # as int32 it would be ignore_index itself
+    with pytest.raises(ValueError, match="Got 4294967196 among uint32"):
+        cross_entropy(hidden, weights, labels)
+    kept = cross_entropy(hidden, weights, labels, ignore_index=2**32 + IGNORED)
+    assert float(kept) == float(cross_entropy(hidden[:1], weights, labels[:1]))
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_what_an_ignored_token_holds_is_ignored(gradient: str) -> None:
+    hidden, weights, labels = _draw((4,), 8, 30)
+    labels = labels.at[1].set(IGNORED)
+    fn = jax.value_and_grad(functools.partial(cross_entropy, gradient=gradient), (0, 1))
+    got, wanted = fn(hidden.at[1].set(jnp.nan), weights, labels), fn(hidden, weights, labels)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_no_tokens(gradient: str) -> None:
+    hidden, weights, labels = _draw((0,), 8, 30)
+    loss, grads = jax.value_and_grad(functools.partial(cross_entropy, gradient=gradient), (0, 1))(
+        hidden, weights, labels
+    )
+    assert (float(loss), grads[0].shape) == (0, (0, 8))
+    assert not grads[1].any()
+
+
 def test_large_logits_do_not_overflow() -> None:
     hidden, weights = jnp.full((1, 1), 1000.0), jnp.array([[1.0, -1.0, 0.5]])
     loss = cross_entropy(hidden, weights, jnp.array([2]), block=1)
@@ -259,7 +303,7 @@ def test_explain_shows_both_directions() -> None:
         (lambda h, w, y: cross_entropy(h.astype("int32"), w, y), "hidden of i32"),
         (lambda h, w, y: cross_entropy(h, w, y[:2]), r"labels are whole numbers \(4,\)"),
         (lambda h, w, y: cross_entropy(h, w, y.astype("float32")), "labels are whole numbers"),
-        (lambda h, w, y: cross_entropy(h, w, None), "labels of None"),
+        (lambda h, w, y: cross_entropy(h, w, None), "labels of type NoneType"),
         (lambda h, w, y: cross_entropy("x", w, y), "hidden of type str"),
         (lambda h, w, y: cross_entropy(h, w, y, reduction="median"), "Unknown reduction"),
         (lambda h, w, y: cross_entropy(h, w, y, gradient="never"), "Unknown gradient"),

@@ -425,3 +425,17 @@ def test_tiles_for_the_real_cases_keep_both_cores_of_a_v4_busy(op: Any) -> None:
                     parallel *= -(-n.inner // best.block_k)
                 assert parallel >= 2, (case.name, best)
                 assert best.block_m <= 2 * max(n.rows / n.groups, 64), (case.name, best)
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(0, 4), (6, 0)])
+def test_vmap_of_empty_products(rows: int, inner: int) -> None:
+    lhs, sizes = jnp.zeros((3, rows, inner)), jnp.full((3, 2), rows // 2)
+    shared, own = jnp.zeros((2, inner, 5)), jnp.zeros((3, 2, inner, 5))
+    assert jax.vmap(grouped_gemm, (0, None, 0))(lhs, shared, sizes).shape == (3, rows, 5)
+    grads = jax.vmap(jax.grad(lambda *xs: grouped_gemm(*xs).sum(), (0, 1)))(lhs, own, sizes)
+    assert [x.shape for x in grads] == [lhs.shape, own.shape]
+
+
+def test_an_output_type_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"out_dtype is a type, or the name of one.*Got 'bf16'"):
+        grouped_gemm(jnp.ones((2, 4)), jnp.ones((1, 4, 3)), jnp.array([2]), out_dtype="bf16")

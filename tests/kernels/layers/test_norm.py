@@ -230,10 +230,15 @@ def test_kernels_say_why_they_refuse() -> None:
     assert "empty" in str(_refusal("mosaic_gpu", NORM, (0, 128), platform="gpu"))
 
 
-def test_the_hopper_kernel_waits_for_its_measurement() -> None:
-    x = jax.ShapeDtypeStruct((16384, 4096), "bfloat16")
-    with target("gpu"):
-        assert explain(layer_norm, x).implementation == "xla"
+def test_the_hopper_kernel_is_taken_where_it_was_faster() -> None:
+    def taken(fn: Any, rows: int, columns: int) -> str:
+        with target("gpu", "NVIDIA H200"):
+            return explain(fn, jax.ShapeDtypeStruct((rows, columns), "bfloat16")).implementation
+
+    assert taken(layer_norm, 16384, 4096) == "mosaic_gpu"
+    assert taken(layer_norm, 65536, 1024) == "xla"
+    assert taken(rms_norm, 16384, 4096) == "xla"
+    assert taken(rms_norm, 8192, 8192) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
@@ -244,3 +249,16 @@ def test_rows_are_cut_for_wide_vectors_first(columns: int, itemsize: int, pieces
     assert cut is not None
     assert (cut.columns, cut.pieces, cut.vector) == (columns, pieces, vector)
     assert cut_row(17 * 256, itemsize=2) is None  # seventeen pieces
+
+
+def test_vmap_of_vmap_of_no_rows() -> None:
+    x, scale = jnp.zeros((2, 3, 0, 4)), jnp.ones((2, 3, 4))
+    assert jax.vmap(jax.vmap(layer_norm))(x, scale).shape == x.shape
+    grads = jax.vmap(jax.vmap(jax.grad(lambda x, s: layer_norm(x, s).sum(), (0, 1))))(x, scale)
+    assert [g.shape for g in grads] == [x.shape, scale.shape]
+
+
+@pytest.mark.parametrize("name", ["eps", "offset"])
+def test_a_traced_number_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is a Python number.*Got f32"):
+        jax.jit(lambda number: rms_norm(jnp.ones((2, 4)), jnp.ones(4), **{name: number}))(1e-5)

@@ -58,6 +58,18 @@ def test_what_the_op_does_not_have_is_jaxs(kwargs: dict, reason: str, caplog: py
     assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [(X[:, :0], "the axis is empty"), (X.astype("float8_e4m3fn"), "x is float8_e4m3fn; the norm takes")],
+)
+def test_arrays_that_the_op_refuses_are_jaxs(x: jax.Array, reason: str) -> None:
+    assert reason in (nn_api.why_not(x) or "")
+    made, wanted = in_context(x), jax.nn.standardize(x)
+    assert made.dtype == wanted.dtype
+    # numpy knows no NaN of float8, which is what jax makes of it.
+    np.testing.assert_array_equal(made.astype("float32"), wanted.astype("float32"))
+
+
 def test_integers_and_mistakes_are_jaxs() -> None:
     whole = jnp.arange(12).reshape(3, 4)
     np.testing.assert_array_equal(in_context(whole), jax.nn.standardize(whole))

@@ -83,6 +83,23 @@ def test_ties_masked_experts_and_nan(name: str) -> None:
     np.testing.assert_array_equal(sigmoid.weights[3], [0, 0, 0])
 
 
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_the_lowest_finite_number_is_a_score(name: str) -> None:
+    low, least = -np.inf, float(np.finfo(np.float32).min)
+    logits = jnp.array([[low, least, least, 0], [least] * 4, [low, low, least, low]], jnp.float32)
+    with interpret("hlo"):
+        made = route(logits, top_k=2, implementation=name)
+    np.testing.assert_array_equal(made.indices, [[3, 1], [0, 1], [2, 0]])
+    np.testing.assert_allclose(made.weights, [[1, 0], [0.5, 0.5], [1, 0]], rtol=1e-6)
+
+
+def test_losses_of_no_tokens_are_zero() -> None:
+    nothing = jnp.zeros((0, 4))
+    for gate in ("softmax", "sigmoid"):
+        assert float(load_balancing_loss(nothing, jnp.zeros(4, jnp.int32), gate=gate)) == 0
+    assert float(z_loss(nothing)) == 0
+
+
 def test_the_bias_is_for_the_choice_alone() -> None:
     logits = jnp.array([[0.0, 1.0, 2.0]])
     plain, pushed = (
@@ -181,13 +198,16 @@ def test_the_bias_evens_out_the_experts() -> None:
         (lambda x: load_balancing_loss(x, jnp.ones(4)), "counts are one number an expert"),
         (lambda x: load_balancing_loss(x, jnp.ones(8), gate="top"), "Unknown gate"),
         (lambda x: update_bias(x[0], jnp.ones(4), 0.1), "counts are one number an expert"),
+        (lambda x: update_bias([0.0, 0.0], [1, 2, 3], 0.1), "counts are one number an expert"),
+        (lambda x: update_bias("bias", [1, 2], 0.1), "update_bias takes arrays"),
+        (lambda x: update_bias(jnp.zeros(2, jnp.int32), [1, 2], 0.1), "one float an expert"),
         (lambda x: LanesConfig(0), "tokens is 1 or more"),
         (lambda x: ThreadsConfig(64), "tokens is 128, 256 or 512"),
         (lambda x: ThreadsConfig(256, transposed=False), "tokens is 128"),
     ],
 )
 def test_bad_input_is_named(call: Any, words: str) -> None:
-    with pytest.raises((ValueError, KeyError), match=words):
+    with pytest.raises(ValueError, match=words):
         call(jnp.ones((4, 8)))
 
 
@@ -201,6 +221,8 @@ def test_what_is_chosen_and_who_refuses() -> None:
         with target(platform):
             # The kernels wait for their measurement.
             assert explain(lambda x: route(x, top_k=4), shape(65536, 32)).implementation == "xla"
+            if platform == "gpu":  # too many passes, and the sort measured faster than the kernel
+                assert explain(lambda x: route(x, top_k=8), shape(65536, 128)).implementation == "reference"
             for rows, experts, top_k, words in (
                 (64, 257, 2, "256 experts"),
                 (64, 64, 17, "16"),
@@ -217,3 +239,11 @@ def test_a_config_that_was_asked_for_is_used() -> None:
             jax.ShapeDtypeStruct((1024, 8), "float32"),
         )
     assert made.selections[0].config == LanesConfig(256)
+
+
+def test_a_number_is_no_switch_even_after_a_call_that_is_equal_to_it() -> None:
+    """True and 1 are one key of a dictionary: what is remembered of a call must tell them apart."""
+    logits = jnp.ones((3, 5))
+    route(logits, top_k=2, normalize=True)
+    with pytest.raises(ValueError, match="normalize is True or False"):
+        route(logits, top_k=2, normalize=1)

@@ -173,8 +173,10 @@ def test_types_that_are_not_floats() -> None:
     x = jnp.ones((4, 4), jnp.int32)
     with pytest.raises(ValueError, match=r"gemm takes bfloat16.*a of i32\[4,4\].*astype"):
         gemm(x, x)
-    with pytest.raises(ValueError, match=r"operands are arrays.*a of type object"):
+    with pytest.raises(ValueError, match=r"gemm takes arrays.*a of type object"):
         gemm(object(), x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"out_dtype is a type, or the name of one.*bf16"):
+        gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), out_dtype="bf16")
 
 
 def test_a_forced_implementation_that_refuses_is_an_error() -> None:

@@ -174,6 +174,12 @@ def test_matrices_of_lower_rank_and_any_size(what: str, core: str) -> None:
         assert np.abs(s - want).max() <= rounding(*a.shape) * max(want.max(), 1e-38)
 
 
+@pytest.mark.parametrize("largest", [3.4e38, 1.2e-38])
+def test_elements_at_the_ends_of_float32(largest: float) -> None:
+    found = fast_svd(jnp.diag(jnp.array([largest, largest, 0.0])), compute_uv=False)
+    np.testing.assert_allclose(found, np.float32([largest, largest, 0]), rtol=1e-6)
+
+
 @pytest.mark.newest
 def test_a_batch_is_decomposed_one_by_one() -> None:
     a = jnp.asarray(np.stack([with_spectrum(*SHAPE, FAST, seed) for seed in range(4)]), jnp.float32)
@@ -220,6 +226,9 @@ def test_mistakes() -> None:
         ({"rank": 2, "oversampling": -1}, r"oversampling .* 0 or more. Got -1"),
         ({"method": "randomized"}, r"leading `rank` triplets. Got rank=None"),
         ({"method": "random"}, r"Unknown method of fast_svd 'random'. Did you mean 'randomized'"),
+        ({"rank": 2.0}, r"rank is a whole number. Got 2.0"),
+        ({"rank": 2, "oversampling": 1.5}, r"oversampling is a whole number. Got 1.5"),
+        ({"rank": 2, "power_iterations": True}, r"power_iterations is a whole number. Got True"),
         ({"rank": 2, "core": "qr"}, r"Unknown core of fast_svd 'qr'"),
         ({"method": "exact", "core": "jacobi"}, r"core are for a sketch, and the exact method takes none"),
         ({"method": "exact", "power_iterations": 0}, r"power_iterations are for a sketch.*Got power_iterations=0"),
@@ -228,6 +237,10 @@ def test_mistakes() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             fast_svd(a, **keywords)
+    with pytest.raises(ValueError, match=r"An empty matrix has no singular triplets.*leave rank out"):
+        fast_svd(a[:0], rank=1)
+    with pytest.raises(ValueError, match=r"fast_svd takes arrays"):
+        fast_svd(None)
     with pytest.raises(ValueError, match=r"takes matrices.*Got f32\[6\]"):
         fast_svd(a[0])
     with pytest.raises(ValueError, match=r"takes bfloat16.*Got i32\[8,6\]"):

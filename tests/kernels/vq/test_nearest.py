@@ -31,6 +31,12 @@ def _adversarial(name: str) -> tuple[np.ndarray, np.ndarray]:
         centres = 100 + _normal(0, 24, 16)
         x = centres[np.arange(300) % 24] + 0.5 * _normal(1, 300, 16)
         return x.astype(np.float32), np.concatenate([centres, centres + 0.01 * _normal(2, 24, 16)]).astype(np.float32)
+    if name == "a common offset":
+        return 1000 + _normal(15, 200, 16), 1000 + _normal(16, 512, 16)
+    if name == "a common offset of most":
+        codes = 1000 + _normal(16, 512, 16)
+        codes[::5] -= 1000
+        return 1000 * (np.arange(200) % 2)[:, None].astype(np.float32) + _normal(15, 200, 16), codes
     if name == "norms from tiny to huge":
         size = np.float32(10.0) ** np.linspace(-12, 12, 40, dtype=np.float32)[:, None]
         codes = _normal(3, 40, 16) * size
@@ -40,22 +46,49 @@ def _adversarial(name: str) -> tuple[np.ndarray, np.ndarray]:
     return codes[np.arange(200) % 30] + np.float32(0.1) * _normal(6, 200, 16), np.concatenate([codes, codes])
 
 
-@pytest.mark.parametrize("name", ["clusters far from the origin", "norms from tiny to huge", "duplicates"])
+ADVERSARIAL = (
+    "clusters far from the origin",
+    "a common offset",
+    "a common offset of most",
+    "norms from tiny to huge",
+    "duplicates",
+)
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_the_true_nearest(name: str, implementation: str) -> None:
     """By float64; a code may stand in for another when their distances differ by less than float32 rounds.
 
-    The expanded form of the distance rounds numbers as large as (|x| + |c|)²: a code's place among more than two such
-    near ties is as good as that. D + 4 roundings, each of half a unit in the last place.
+    Differences of float32 numbers, squared and added: D + 4 roundings of each of the two distances, half a unit in
+    the last place each.
     """
     x, codebook = _adversarial(name)
     indices = np.asarray(nearest_code(x, codebook, implementation=implementation))
     exact = _distances(x, codebook)
     chosen, least = np.take_along_axis(exact, indices[:, None], 1)[:, 0], exact.min(1)
-    scale = (np.linalg.norm(x, axis=1) + np.linalg.norm(codebook[exact.argmin(1)], axis=1)).astype(np.float64) ** 2
-    assert (chosen - least <= (16 + 4) * 2.0**-24 * scale).all()
+    assert (chosen - least <= 2 * (16 + 4) * 2.0**-24 * chosen).all()
     if name == "duplicates":
         assert (indices < 30).all(), "the lowest index of equal codes"
+
+
+@pytest.mark.parametrize("name", ["a common offset", "norms from tiny to huge"])
+def test_the_true_nearest_by_the_tpu_kernel(name: str) -> None:
+    """It holds no two against each other: the product's own rounding, of rows and codes about their centre."""
+    x, codebook = _adversarial(name)
+    with interpret("hlo"):
+        indices = np.asarray(nearest_code(x, codebook, implementation="pallas_tpu"))
+    exact = _distances(x, codebook)
+    chosen, least = np.take_along_axis(exact, indices[:, None], 1)[:, 0], exact.min(1)
+    about = codebook.mean(0) if "offset" in name else 0
+    nearest = codebook[exact.argmin(1)] - about
+    scale = (np.linalg.norm(x - about, axis=1) + np.linalg.norm(nearest, axis=1)).astype(np.float64) ** 2
+    assert (chosen - least <= (16 + 4) * 2.0**-24 * scale).all()
+
+
+def test_huge_codes_do_not_overflow_about_their_centre() -> None:
+    codebook = jnp.array([[1.7e19, 0.0], [-1.7e19, 0.0], [0.0, 1.7e19], [jnp.nan, 0.0]])
+    assert nearest_code(codebook[jnp.array([2, 0, 1, 3])], codebook).tolist() == [2, 0, 1, -1]
 
 
 def test_rows_and_codes_that_are_no_numbers() -> None:
@@ -158,6 +191,7 @@ def test_dispatch_says_why_not() -> None:
         (jnp.ones((2, 3), jnp.int32), jnp.ones((4, 3)), r"astype\(jnp.float32\)"),
         (jnp.ones((2, 3)), jnp.ones((4, 3), jnp.int32), "codebook of i32"),
         (object(), jnp.ones((4, 3)), "x of type object"),
+        (None, jnp.ones((4, 3)), "x of type NoneType"),
     ],
 )
 def test_bad_input(x: Any, codebook: Any, text: str) -> None:

@@ -97,3 +97,18 @@ def test_an_implementation_that_refuses_is_an_error() -> None:
 def test_bad_input(fn: Any, x: tuple[int, ...], codebooks: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         fn(jnp.ones(x), jnp.ones(codebooks))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda c: residual_vq(jnp.ones((2, 4), jnp.int32), c[None]), r"residual_vq takes .*x of i32.*astype"),
+        (lambda c: residual_vq(jnp.ones((2, 4)), c[None].astype(jnp.int32)), "codebooks of i32"),
+        (lambda c: residual_vq(None, c[None]), "residual_vq takes arrays"),
+        (lambda c: product_vq(jnp.ones(4), "codes"), "product_vq takes arrays. Got codebooks of type str"),
+        (lambda c: quantize("rows", c), "quantize takes arrays. Got x of type str"),
+    ],
+)
+def test_what_is_no_array_of_floats(call: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call(jnp.ones((3, 4)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from capibara import precision as precisions
 from capibara.errors import rule_error
 from capibara.kernels.attention import inputs, tiling
 from capibara.kernels.attention.api import attention
+from capibara.kernels.held import held_at
 from capibara.kernels.linalg.gemm.api import LAX_PRECISIONS
 
 # The arguments of attention() that are arrays and are not differentiated.
@@ -68,31 +67,9 @@ def flash_attention(
         return attend(q, k, v, **asked)
 
     if passes is not None and any(x.dtype == jnp.float32 for x in arrays):
-        run = _held_at(passes, run)
+        run = held_at(passes, run)
     made = run((*arrays, inputs.array("bias", bias)), given)
     if out_dtype is None:
         return made
     # The log-sum-exp that may come with the result stays float32.
     return (made[0].astype(out_dtype), made[1]) if isinstance(made, tuple) else made.astype(out_dtype)
-
-
-def _held_at(passes: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` at jax's matrix precision `passes`, its backward pass too, which JAX traces after this call is over."""
-    precise = functools.partial(jax.default_matmul_precision, passes)
-
-    @jax.custom_vjp
-    def held(differentiated: Any, given: Any) -> Any:
-        with precise():
-            return run(differentiated, given)
-
-    def forward(differentiated: Any, given: Any) -> Any:
-        with precise():
-            return jax.vjp(lambda wanted: run(wanted, given), differentiated)
-
-    def backward(pull: Any, cotangent: Any) -> Any:
-        with precise():
-            (made,) = pull(cotangent)
-            return made, None
-
-    held.defvjp(forward, backward)
-    return held

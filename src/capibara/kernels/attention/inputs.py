@@ -12,6 +12,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.attention.block_mask import DEFAULT_BLOCK, MaskFn, block_mask_from
 from capibara.kernels.attention.masking import Window
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 
 LAYOUTS = ("bhtd", "bthd")
 
@@ -44,12 +45,7 @@ def heads_first(layout: str, **arrays: Any) -> list[jax.Array]:
 
 def array(name: str, x: Any) -> Any:
     """An array, or an error that names the argument; None stays None."""
-    if x is None or isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise rule_error("attention takes arrays", f"a {name} of {type(x).__name__}", "pass an array") from error
+    return as_array("attention", name, x, optional=True)
 
 
 def four_axes(name: str, x: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.batching import one_by_one
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Call, Op, Partition
 
@@ -26,7 +27,7 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
     if params["dropout_rate"] > 0:
         # The position in the batch decides what is dropped, so elements are taken one after another: each is
         # then what it would be alone.
-        return _one_by_one(op, batched, arrays, params, prefer)
+        return one_by_one(op, batched, arrays, params, prefer)
     gradient = "d_out" in op.operands
     q = arrays[0]
     inner = q.shape[1] if batched[0] else q.shape[0]
@@ -54,17 +55,6 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
         wide = jnp.promote_types(jnp.float32, dbias.dtype)
         return dq, dk, dv, dbias.astype(wide).sum(1, keepdims=True).astype(dbias.dtype)
     return made
-
-
-def _one_by_one(op: Op, batched: tuple[bool, ...], arrays: tuple[Any, ...], params: Params, prefer: str) -> Any:
-    mapped = [x for x, b in zip(arrays, batched, strict=True) if b]
-
-    def one(slices: list[Any]) -> Any:
-        given = iter(slices)
-        full = tuple(next(given) if b else x for x, b in zip(arrays, batched, strict=True))
-        return run(op, full, params, prefer=prefer)
-
-    return jax.lax.map(one, mapped)
 
 
 def _head_factor(call: Call) -> str:

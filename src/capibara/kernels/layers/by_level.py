@@ -111,6 +111,18 @@ def array(name: str, x: Any) -> jax.Array:
         raise rule_error(f"{name} is an array", f"a {type(x).__name__}", "pass an array") from error
 
 
+def number(name: str, x: Any) -> float:
+    """A Python float of any single number that is known now, so that it can be part of jit's key."""
+    if isinstance(x, jax.core.Tracer):
+        raise rule_error(f"{name} is known before tracing", x, "pass a Python float (static under jit)")
+    try:
+        if x is None:  # NumPy reads it as nan
+            raise TypeError("None")
+        return float(x if isinstance(x, int | float | np.number) else np.asarray(x, np.float64).item())
+    except (TypeError, ValueError) as error:
+        raise rule_error(f"{name} is a number", repr(x), "pass a Python float") from error
+
+
 def present(**named: Any) -> dict[str, jax.Array]:
     return {name: array(name, x) for name, x in named.items() if x is not None}
 
@@ -129,7 +141,7 @@ def normalise(
     `memory_efficient`: the gradient keeps the rows and two numbers for each, and makes the rest again. Otherwise the
     specification runs, whose derivative is JAX's own and keeps the intermediates in float32.
     """
-    made = how(settings, _normalised, precision, eps=float(eps), lean=bool(memory_efficient))
+    made = how(settings, _normalised, precision, eps=number("eps", eps), lean=bool(memory_efficient))
     if not memory_efficient:
         made = dataclasses.replace(made, implementation="reference")
     arrays = {"input_tensor": array("input_tensor", input_tensor), **present(weight=weight, bias=bias)}
@@ -167,7 +179,7 @@ def gelu_dropout(
     rate = float(dropout_rate) if training else 0.0
     if rate and rng is None:
         rng = draws.next()
-    arrays = {"input_tensor": x, **({"rng": rng} if rate else {})}
+    arrays = {"input_tensor": x, **({"rng": array("rng", rng)} if rate else {})}
     made = how(settings, _gelu_dropped, precision, rate=rate, kind="gelu_tanh" if approximate else "gelu")
     donate = None
     if inplace:
@@ -234,7 +246,9 @@ def route_tokens(
     elif width != num_experts:
         _say_drawn()
         router = jax.random.normal(draws.fixed(), shape, jnp.float32) * width**-0.5
-    options = {"top_k": top_k, "gate": gate, "normalize": bool(normalize), "scale": scale}
+    if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer):
+        raise rule_error("top_k is a whole number", repr(top_k), "pass e.g. 2")
+    options = {"top_k": int(top_k), "gate": gate, "normalize": bool(normalize), "scale": number("scale", scale)}
     made = how(settings, _routed, precision, balanced=bool(load_balancing), **options)
     weights, indices, *rest = run(settings, made, {"tokens": x, **present(router=router)})
     return TokenRouting(weights, indices, *rest)

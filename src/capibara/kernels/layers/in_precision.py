@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from capibara import precision as precisions
 from capibara.errors import rule_error
+from capibara.kernels.held import held_at
 from capibara.kernels.layers.moe.expert_parallel import EXPERT_WEIGHTS, expert_parallel_moe
 from capibara.kernels.layers.moe.layer import moe_layer
 
@@ -44,7 +45,12 @@ def in_precision(
         return fn(*arrays, **static, **given)
 
     wide = any(jnp.result_type(x) == jnp.float32 for i in rounds for x in jax.tree.leaves(rounded[i]))
-    made = (_held_at(policy.matmul_precision, run) if wide else run)(rounded, given)
+    if wide and static.get("implementation") == "reference":
+        # Plain JAX: its products keep their precision when they are transposed, and forward-mode derivatives work.
+        with jax.default_matmul_precision(policy.matmul_precision):
+            made = run(rounded, given)
+    else:
+        made = (held_at(policy.matmul_precision, run) if wide else run)(rounded, given)
     if results == NONE:
         return made
     if results == FIRST:
@@ -72,6 +78,12 @@ def moe_in_precision(
         fn = functools.partial(expert_parallel_moe, mesh=mesh, **{k: v for k, v in places.items() if v is not None})
     elif axis is not None or token_axes is not None:
         raise rule_error("axis and token_axes are axes of the mesh", "no mesh", "pass mesh= too, or leave them out")
+    others_only = ("pair_capacity_factor",) if mesh is None else ("capacity_factor", "keep")
+    for name in others_only:
+        if options.pop(name, None) is not None:
+            if mesh is None:
+                raise rule_error(f"{name} is for experts over a mesh", "no mesh", "pass mesh= too, or capacity_factor")
+            raise rule_error(f"{name} is for experts on one device", "a mesh", "pass pair_capacity_factor, or no mesh")
     experts = {name: value for name, value in params.items() if name in EXPERT_WEIGHTS}
     others = {name: value for name, value in params.items() if name not in EXPERT_WEIGHTS}
 
@@ -79,25 +91,3 @@ def moe_in_precision(
         return fn({**others, **experts}, jnp.asarray(x), **options)
 
     return in_precision(run, precision, (experts, others, x), rounds=(0, 2), results=FIRST, **options)
-
-
-def _held_at(passes: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` at jax's matrix precision `passes`, its backward pass too, which JAX traces after this call is over."""
-    precise = functools.partial(jax.default_matmul_precision, passes)
-
-    @jax.custom_vjp
-    def held(arrays: Any, given: Any) -> Any:
-        with precise():
-            return run(arrays, given)
-
-    def forward(arrays: Any, given: Any) -> Any:
-        with precise():
-            return jax.vjp(lambda arrays: run(arrays, given), arrays)
-
-    def backward(pull: Any, cotangent: Any) -> Any:
-        with precise():
-            (made,) = pull(cotangent)
-            return made, None
-
-    held.defvjp(forward, backward)
-    return held

@@ -33,6 +33,7 @@ from capibara.kernels.linalg.pairwise import How
 from capibara.kernels.linalg.placement import on_their_device, target_for
 from capibara.kernels.linalg.rounding import rounded
 from capibara.kernels.op import Call
+from capibara.kernels.operands import as_array
 
 LEVELS: dict[str, str | None] = {"none": "reference", "basic": "xla", "balanced": None, "aggressive": None}
 """Level -> the implementation it forces; None leaves it to dispatch."""
@@ -92,7 +93,8 @@ def matmul(
     `algorithm`: "tpu_optimized" is what the level says; "xla", "pallas" (this platform's Pallas kernel, an
     error where there is none) and "reference" are that implementation at any level.
     """
-    arrays = tuple(x if x is None or isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b, bias, residual))
+    named = {"a": a, "b": b, "bias": bias, "residual": residual}
+    arrays = tuple(as_array("matmul", n, x, optional=n in ("bias", "residual")) for n, x in named.items())
     product = _Product(
         transpose_a=bool(transpose_a),
         transpose_b=bool(transpose_b),
@@ -128,7 +130,7 @@ def einsum(
         transpose_in_place=settings.memory_layout_optimization,
     )
     limit = memory_limit(memory_efficient, memory_limit_bytes)
-    arrays = tuple(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands)
+    arrays = tuple(as_array("einsum", f"operand {i}", x) for i, x in enumerate(operands))
 
     def run(*arrays: Any) -> jax.Array:
         return contract_as(equation, arrays, how, optimize, limit, compiled=settings.compiled)
@@ -200,6 +202,7 @@ def tune_once(what: Hashable, fn: Callable[..., Any], arrays: Sequence[Any]) -> 
     Nothing happens while something is traced, for a chip that is not attached or is emulated, as neither can
     be timed, nor for arrays on several devices, whose parts have other shapes.
     """
+    arrays = tuple(as_array("a kernel", f"operand {i}", x, optional=True) for i, x in enumerate(arrays))
     present = [x for x in arrays if x is not None]
     if any(isinstance(x, jax.core.Tracer) or len(x.sharding.device_set) > 1 for x in present):
         return

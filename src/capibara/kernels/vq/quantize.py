@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from capibara.errors import rule_error
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 from capibara.kernels.vq.nearest.api import nearest_code
+from capibara.kernels.vq.nearest.rules import FLOATS
 
 
 @jax.custom_vjp
@@ -55,7 +58,7 @@ def quantize(
     >>> quantize(jnp.array([0.2, 0.9]), jnp.array([[0.0, 0.0], [0.0, 1.0]])).tolist()
     [0.0, 1.0]
     """
-    x, codebook = jnp.asarray(x), jnp.asarray(codebook)
+    x, codebook = as_array("quantize", "x", x), as_array("quantize", "codebook", codebook)
     indices = nearest_code(
         lax.stop_gradient(x), lax.stop_gradient(codebook), implementation=implementation, config=config
     )
@@ -75,8 +78,16 @@ def residual_vq(
     >>> quantized.tolist(), indices.tolist()
     ([[7.0], [1.0]], [[1, 0], [0, 1]])
     """
-    x, codebooks = jnp.asarray(x), jnp.asarray(codebooks)
+    x, codebooks = as_array("residual_vq", "x", x), as_array("residual_vq", "codebooks", codebooks)
     _check_codebooks(codebooks, "residual_vq", "[L, K, D]")
+    # What is searched for is float32 by then: nearest_code would not see that x holds no fractions.
+    for name, given in (("x", x), ("codebooks", codebooks)):
+        if np.dtype(given.dtype).name not in FLOATS:
+            raise rule_error(
+                f"residual_vq takes {', '.join(FLOATS)}",
+                f"{name} of {describe(given)}",
+                f"convert {name} with .astype(jnp.float32)",
+            )
     wide = jnp.result_type(jnp.float32, x, codebooks)
     left = lax.stop_gradient(x).astype(wide)
     total = jnp.zeros_like(left)
@@ -102,7 +113,7 @@ def product_vq(
     >>> quantized.tolist(), indices.tolist()
     ([1.0, 5.0], [1, 0])
     """
-    x, codebooks = jnp.asarray(x), jnp.asarray(codebooks)
+    x, codebooks = as_array("product_vq", "x", x), as_array("product_vq", "codebooks", codebooks)
     _check_codebooks(codebooks, "product_vq", "[P, K, D/P]")
     parts, _, width = codebooks.shape
     if x.ndim == 0 or x.shape[-1] != parts * width:

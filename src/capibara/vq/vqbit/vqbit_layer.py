@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.context import current_target
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 from capibara.kernels.vq import look_up, nearest_code, straight_through
 from capibara.kernels.vq.nearest.rules import FLOATS
 from capibara.vq.vqbit.kmeans import kmeans
@@ -76,10 +77,12 @@ class VQbitLayer:
         self.embedding_dim = _whole("embedding_dim", embedding_dim, 1)
         self.use_jax_native = bool(use_jax_native)
         self.use_tpu_optimizations = bool(use_tpu_optimizations)
-        if decay is not None and not 0 <= decay < 1:
-            raise rule_error("decay is from 0 to below 1, or None for a learned codebook", decay, "use decay=0.99")
-        if not (math.isfinite(commitment) and commitment >= 0):
-            raise rule_error("commitment is a finite weight, 0 or more", commitment, "use commitment=0.25")
+        if decay is not None and not (_is_number(decay) and 0 <= decay < 1):
+            raise rule_error(
+                "decay is from 0 to below 1, or None for a learned codebook", repr(decay), "use decay=0.99"
+            )
+        if not (_is_number(commitment) and math.isfinite(commitment) and commitment >= 0):
+            raise rule_error("commitment is a finite weight, 0 or more", repr(commitment), "use commitment=0.25")
         self.decay = decay
         self.commitment = float(commitment)
         self.kmeans_start = bool(kmeans_start)
@@ -117,22 +120,23 @@ class VQbitLayer:
     def init(self, key: Any = None, x: Any = None, *, codebook: Any = None) -> VQbitState:
         """A first state: with these codes, from the k-means centres of x, or random, to be started by the first batch.
 
-        `key` stands for the layer's seed. Where k-means is not wanted, x is not needed.
+        `key` stands for the layer's seed. Where k-means is not wanted, x is not needed. An x without a single row of
+        numbers is as none.
         """
         key = jax.random.key(self.seed) if key is None else key
         own, later = jax.random.split(key)
         shape = (self.codebook_size, self.embedding_dim)
         ones = jnp.ones(shape[:1], jnp.float32)
         if codebook is not None:
-            codebook = jnp.asarray(codebook)
+            codebook = as_array("VQbitLayer.init", "codebook", codebook)
             self._check_codebook(codebook)
             state = fresh(codebook, ones, later, True)
-        elif x is not None and self.kmeans_start:
-            rows = self._rows(jnp.asarray(x))
-            state = fresh(*self._kmeans(own, rows, _valid(rows)), later, True)
         else:
             drawn = jax.random.normal(own, shape, jnp.float32)
             state = fresh(drawn, ones, later, not self.kmeans_start)
+            if x is not None and self.kmeans_start:
+                rows = self._rows(as_array("VQbitLayer.init", "x", x))
+                state = self._started(state, rows, _valid(rows), own, later)
         return state if self.mesh is None else jax.device_put(state, self.shardings())
 
     def specs(self) -> VQbitState:
@@ -149,7 +153,7 @@ class VQbitLayer:
 
     def __call__(self, x: Any, *, training: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(quantized, indices, metrics) of x [..., D]; in training the layer's own state goes on."""
-        x = jnp.asarray(x)
+        x = as_array("VQbitLayer", "x", x)
         self._rows(x)
         traced = isinstance(x, jax.core.Tracer)
         if self._state is None:
@@ -177,7 +181,7 @@ class VQbitLayer:
 
         A state that `init` made without x is started here, in training, by the k-means centres of x.
         """
-        x = jnp.asarray(x)
+        x = as_array("VQbitLayer.apply", "x", x)
         rows = self._rows(x)
         start: bool | None = False
         if training and self.kmeans_start and rows.shape[0]:
@@ -191,10 +195,13 @@ class VQbitLayer:
         valid = _valid(rows)
         clean = lax.stop_gradient(rows)
         if start:
-            state = self._started(state, clean, valid)
+            state = self._started(state, clean, valid, *jax.random.split(state.key))
         elif start is None:
             state = lax.cond(
-                state.started, lambda state: state, lambda state: self._started(state, clean, valid), state
+                state.started,
+                lambda state: state,
+                lambda state: self._started(state, clean, valid, *jax.random.split(state.key)),
+                state,
             )
         codebook = state.codebook if self.decay is None else lax.stop_gradient(state.codebook)
         indices, counts, sums = self._search(clean, lax.stop_gradient(codebook), training)
@@ -244,10 +251,14 @@ class VQbitLayer:
             key, rows, valid, codes=self.codebook_size, steps=KMEANS_STEPS, implementation=self._implementation
         )
 
-    def _started(self, state: VQbitState, rows: jax.Array, valid: jax.Array) -> VQbitState:
-        """The state, its first codes from this batch."""
-        own, later = jax.random.split(state.key)
-        return fresh(*self._kmeans(own, rows, valid), later, True)
+    def _started(
+        self, state: VQbitState, rows: jax.Array, valid: jax.Array, own: jax.Array, later: jax.Array
+    ) -> VQbitState:
+        """The state, its first codes from this batch; as it is, for the next batch to start, where no row is valid."""
+        if rows.shape[0] == 0:
+            return state
+        made = fresh(*self._kmeans(own, rows, valid), later, True)
+        return jax.tree.map(lambda new, old: jnp.where(valid.any(), new, old), made, state)
 
     def _search(self, rows: jax.Array, codebook: jax.Array, training: bool) -> tuple[Any, Any, Any]:
         """Indices, and how many rows of the batch each code has; in training their sums too."""
@@ -319,6 +330,10 @@ class VQbitLayer:
 
 def _valid(rows: jax.Array) -> jax.Array:
     return jnp.square(lax.stop_gradient(rows).astype(jnp.float32)).sum(-1) < jnp.inf
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _whole(name: str, value: Any, least: int) -> int:

@@ -20,6 +20,8 @@ class TpuV4LayerOps:
 
     Every method takes a `precision`: "bfloat16", "float32", "mixed" or "fp8", what rows and matrices are rounded to and
     the result's type; None keeps the operands' own. Statistics, sums and losses are float32 always.
+
+    For forward-mode derivatives (`jvp`, `jacfwd`) pass implementation="reference", where a method takes one: plain JAX.
     """
 
     def layer_norm(

@@ -15,6 +15,7 @@ from capibara.kernels.layers.activation import gradient, mesh, pallas_gpu, palla
 from capibara.kernels.layers.activation.cases import CASES, GRAD_CASES
 from capibara.kernels.layers.activation.reference import reference, reference_grad
 from capibara.kernels.op import Gradient, Implementation, Op, register
+from capibara.kernels.operands import as_array
 
 PARAMS = {"kind": "gelu", "rate": 0.0, "strides": None}
 
@@ -159,7 +160,8 @@ def dropout(x: Float[Array, "*rows columns"], rate: float, rng: Any, **options: 
 
 
 def _activation(x: Any, up: Any, kind: str, rate: Any, rng: Any, implementation: Any, config: Any) -> Any:
-    x, up = _array("x" if up is None else "gate", x), _array("up", up)
+    x = as_array("activation", "x" if up is None else "gate", x)
+    up = as_array("activation", "up", up, optional=True)
     params: dict[str, Any] = {}
     if kind != PARAMS["kind"]:
         params["kind"] = kind
@@ -181,16 +183,6 @@ def _seed(rng: Any) -> jax.Array | None:
         return jax.random.bits(rng, (2,), jnp.uint32)
     except TypeError as error:
         raise rule_error("Dropout draws from a JAX key", repr(rng), "pass jax.random.key(...)") from error
-
-
-def _array(name: str, x: Any) -> Any:
-    """An array, or an error that names the argument; None stays None."""
-    if x is None or isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise rule_error("activation takes arrays", f"{name} of type {type(x).__name__}", "pass an array") from error
 
 
 ACTIVATION.public = activation

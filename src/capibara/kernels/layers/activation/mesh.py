@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.batching import one_by_one
 from capibara.kernels.dispatch import run
 from capibara.kernels.layers.activation.masking import row_major
 from capibara.kernels.op import Call, Op, Partition, Prefer
@@ -25,7 +26,7 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
     """vmap: `size` calls as one with one more leading axis; seeds of their own make that axis the first one's."""
     given = dict(zip(op.operands, zip(arrays, batched, strict=True), strict=True))
     if given["offsets"][1]:
-        return _one_by_one(op, batched, arrays, params, prefer)
+        return one_by_one(op, batched, arrays, params, prefer)
 
     def stacked(x: Any, is_batched: bool) -> Any:
         return x if x is None or is_batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -39,24 +40,15 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
     def fold(name: str, x: Any, is_batched: bool) -> Any:
         each = name in _LIKE_X or (name == "seed" and (seed_batched or grouped))
         x = stacked(x, is_batched) if each else x
-        return x.reshape(-1, *x.shape[2:]) if grouped and each and x is not None else x
+        if not grouped or not each or x is None:
+            return x
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # a -1 has no value where an axis is empty
 
     folded = tuple(fold(name, *given[name]) for name in op.operands)
     # Rows are counted only for dropout; without it the calls stay alike.
     strides = params["strides"] if seed is None else strides if grouped else (0, *strides)
     made = run(op, folded, params | {"strides": strides}, prefer=prefer)
-    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made) if grouped else made
-
-
-def _one_by_one(op: Op, batched: tuple[bool, ...], arrays: tuple[Any, ...], params: Params, prefer: Prefer) -> Any:
-    mapped = [x for x, b in zip(arrays, batched, strict=True) if b]
-
-    def one(slices: list[Any]) -> Any:
-        given = iter(slices)
-        full = tuple(next(given) if b else x for x, b in zip(arrays, batched, strict=True))
-        return run(op, full, params, prefer=prefer)
-
-    return jax.lax.map(one, mapped)
+    return jax.tree.map(lambda x: x.reshape(size, lead[0], *x.shape[1:]), made) if grouped else made
 
 
 def _terms(call: Call) -> dict[str, str]:

@@ -20,6 +20,7 @@ from capibara.kernels.layers.cross_entropy.in_forward import CROSS_ENTROPY_AND_G
 from capibara.kernels.layers.cross_entropy.loss import token_losses
 from capibara.kernels.layers.cross_entropy.reference import reference, reference_grad, vocabulary_axis, wide_type
 from capibara.kernels.op import Gradient, Implementation, Op, describe, register
+from capibara.kernels.operands import as_array
 
 REDUCTIONS = ("mean", "sum", "none")
 GRADIENTS = ("recompute", "in_forward", "in_forward_narrow")
@@ -117,7 +118,7 @@ def cross_entropy(
     2.3026
     """
     hidden, weights, labels = (
-        _array(name, x) for name, x in (("hidden", hidden), ("weights", weights), ("labels", labels))
+        as_array("cross_entropy", name, x) for name, x in (("hidden", hidden), ("weights", weights), ("labels", labels))
     )
     if reduction not in REDUCTIONS:
         raise unknown_name("reduction of cross_entropy", reduction, REDUCTIONS)
@@ -139,9 +140,12 @@ def cross_entropy(
         params["block"] = block
     CROSS_ENTROPY.call(hidden, weights, labels, **params)  # its errors come before those of the labels' values
     size = weights.shape[vocabulary_axis(transpose_weights)]
-    ignored = labels == ignore_index
+    given_labels, ignored = labels, _is_ignored(labels, ignore_index)
+    labels = _widened(labels)
     wrong = ~ignored & ((labels < 0) | (labels >= size))
-    _check_labels(labels, wrong, size, ignore_index)
+    _check_labels(given_labels, wrong, size, ignore_index)
+    # What padding holds may be anything: a NaN times a gradient of 0 would still be one, in the weights' gradient.
+    hidden = jnp.where(ignored[..., None], 0, hidden)
     # A product with NaN, not a choice of NaN: so the gradient of a wrong label is NaN as well.
     scale = jnp.where(wrong, jnp.nan, 1.0).astype(wide_type(hidden))
     share = 1 / jnp.maximum((~ignored).sum(), 1).astype(scale.dtype) if reduction == "mean" else 1
@@ -173,6 +177,27 @@ def _check_numbers(label_smoothing: Any, z_loss: Any, ignore_index: Any) -> None
         raise rule_error("ignore_index is a whole number", repr(ignore_index), "pass e.g. ignore_index=-100")
 
 
+def _is_ignored(labels: jax.Array, ignore_index: int) -> jax.Array:
+    """Which labels are `ignore_index`: none in a type that cannot hold it, where it would wrap to another number."""
+    holds = jnp.iinfo(labels.dtype)
+    if not holds.min <= ignore_index <= holds.max:
+        return jnp.zeros_like(labels, bool)
+    return labels == jnp.asarray(ignore_index, labels.dtype)
+
+
+def _widened(labels: jax.Array) -> jax.Array:
+    """Labels in a signed type of 32 bits or 64, which the vocabulary's size and a difference of labels fit in.
+
+    What is too large for it stays too large for the vocabulary.
+    """
+    holds = jnp.iinfo(labels.dtype)
+    signed = jnp.dtype(jnp.int32 if holds.bits <= 32 else jnp.int64)
+    most = jnp.iinfo(signed).max
+    if holds.max > most:
+        labels = jnp.minimum(labels, jnp.asarray(most, labels.dtype))
+    return labels.astype(signed)
+
+
 def _check_labels(labels: Any, wrong: Any, size: int, ignore_index: int) -> None:
     """Refuse labels whose values can be looked at."""
     if isinstance(wrong, jax.core.Tracer) or not bool(wrong.any()):
@@ -183,18 +208,6 @@ def _check_labels(labels: Any, wrong: Any, size: int, ignore_index: int) -> None
         f"{first} among {describe(labels)}",
         "check the tokenizer, or pass the label to leave out as ignore_index",
     )
-
-
-def _array(name: str, x: Any) -> Any:
-    """An array, or an error that names the argument."""
-    if isinstance(x, jax.Array):
-        return x
-    if x is None:
-        raise rule_error("cross_entropy takes hidden, weights and labels", f"{name} of None", "pass an array")
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise rule_error("cross_entropy takes arrays", f"{name} of type {type(x).__name__}", "pass one") from error
 
 
 CROSS_ENTROPY.public = cross_entropy

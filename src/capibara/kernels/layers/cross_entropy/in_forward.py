@@ -93,7 +93,8 @@ def xla(
     carry = tuple(vary_like(x, hidden) for x in empty)
     count = chunk_tokens(tokens, size, summed.itemsize, block)
     whole = tokens // count
-    carry = lax.fori_loop(0, whole, lambda i, c: step(i * count, count, c), carry)
+    if whole:  # a loop is traced even where it takes no step, and a chunk is larger than no tokens
+        carry = lax.fori_loop(0, whole, lambda i, c: step(i * count, count, c), carry)
     if tokens - whole * count:
         carry = step(whole * count, tokens - whole * count, carry)
     each, d_rows, d_weights = carry

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.batching import one_by_one
 from capibara.kernels.dispatch import run
 from capibara.kernels.layers.cross_entropy.reference import vocabulary_axis
 from capibara.kernels.op import Call, Op, Partition, Prefer
@@ -24,24 +25,13 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
     """vmap: more tokens where the weights are shared and theirs is no gradient to be told apart; else one by one."""
     named = dict(zip(op.operands, zip(arrays, batched, strict=True), strict=True))
     if named["weights"][1] or "d_lse" in op.operands:
-        return _one_by_one(op, batched, arrays, params, prefer)
+        return one_by_one(op, batched, arrays, params, prefer)
 
     def stacked(name: str) -> Any:
         x, is_batched = named[name]
         return x if is_batched or name == "weights" else jnp.broadcast_to(x, (size, *x.shape))
 
     return run(op, tuple(map(stacked, op.operands)), params, prefer=prefer)
-
-
-def _one_by_one(op: Op, batched: tuple[bool, ...], arrays: tuple[Any, ...], params: Params, prefer: Prefer) -> Any:
-    mapped = [x for x, b in zip(arrays, batched, strict=True) if b]
-
-    def one(slices: list[Any]) -> Any:
-        given = iter(slices)
-        full = tuple(next(given) if b else x for x, b in zip(arrays, batched, strict=True))
-        return run(op, full, params, prefer=prefer)
-
-    return jax.lax.map(one, mapped)
 
 
 def _terms(call: Call) -> dict[str, str]:

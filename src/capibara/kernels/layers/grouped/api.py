@@ -24,6 +24,7 @@ from capibara.kernels.layers.grouped import (
 from capibara.kernels.layers.grouped.cases import CASES, GATED_CASES, WEIGHTS_CASES
 from capibara.kernels.layers.grouped.reference import reference, reference_gated, reference_weights
 from capibara.kernels.op import Gradient, Implementation, Op, register
+from capibara.kernels.operands import as_array, as_dtype
 
 GROUPED_GEMM: Op = Op(
     "grouped_gemm",
@@ -126,13 +127,13 @@ def grouped_gemm(
     >>> grouped_gemm(rows, weights, jnp.array([1, 1]), padded_rows=True).tolist()
     [[1.0, 1.0], [10.0, 10.0], [0.0, 0.0]]
     """
-    lhs, rhs = (_array(GROUPED_GEMM, name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
+    lhs, rhs = (as_array("grouped_gemm", name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
     sizes = _group_sizes(GROUPED_GEMM, lhs, group_sizes, padded_rows)
     params: dict[str, Any] = {}
     if transpose_rhs:
         params["transpose_rhs"] = True
-    if out_dtype is not None and jnp.dtype(out_dtype) != jnp.result_type(lhs, rhs):
-        params["out_dtype"] = jnp.dtype(out_dtype).name
+    if out_dtype is not None and (out := as_dtype("out_dtype", out_dtype)) != jnp.result_type(lhs, rhs):
+        params["out_dtype"] = out.name
     return run(GROUPED_GEMM, (lhs, rhs, sizes), params, implementation=implementation, config=config)
 
 
@@ -163,24 +164,15 @@ def grouped_gated_gemm(
     [[3.0], [12.0]]
     """
     named = (("lhs", lhs), ("gate", gate), ("up", up))
-    lhs, gate, up = (_array(GROUPED_GATED_GEMM, name, x) for name, x in named)
+    lhs, gate, up = (as_array("grouped_gated_gemm", name, x) for name, x in named)
     sizes = _group_sizes(GROUPED_GATED_GEMM, lhs, group_sizes, padded_rows)
     params = {} if activation == "silu" else {"activation": activation}
     return run(GROUPED_GATED_GEMM, (lhs, gate, up, sizes), params, implementation=implementation, config=config)
 
 
-def _array(op: Op, name: str, x: Any) -> jax.Array:
-    if isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:  # None is the latter
-        raise rule_error(f"{op.name} takes arrays", f"{name} of type {type(x).__name__}", "pass an array") from error
-
-
 def _group_sizes(op: Op, lhs: jax.Array, group_sizes: Any, padded_rows: bool) -> jax.Array:
     """int32 sizes, which fit the rows where that can be seen."""
-    sizes = _array(op, "group_sizes", group_sizes)
+    sizes = as_array(op.name, "group_sizes", group_sizes)
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer) or lhs.ndim != 2:
         return sizes  # the op's check says what is wrong
     if not isinstance(group_sizes, jax.core.Tracer):

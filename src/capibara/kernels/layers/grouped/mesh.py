@@ -54,11 +54,11 @@ def batch_weights(
     # The rows that no group has are now in their element's last one, where they must count nothing.
     rows = [_fold(jnp.where(live[..., None], x, 0)) for x in (lhs, d_out)]
     made = run(op, (*rows, _fold(covered)), params, prefer=prefer)
-    return made.reshape(size, -1, *made.shape[1:])
+    return made.reshape(size, group_sizes.shape[1], *made.shape[1:])
 
 
 def _fold(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # a -1 has no value where an axis is empty
 
 
 def _cover(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +78,7 @@ def _sorted_rows(op: Op, lhs: jax.Array, weights: Any, group_sizes: jax.Array, p
     total = jnp.diff(ends, prepend=0, axis=1).sum(0).astype(jnp.int32)
     made = run(op, (_fold(lhs)[order], *weights, total), params, prefer=prefer)
     back = jnp.argsort(order)
-    return jax.tree.map(lambda x: x[back].reshape(size, rows, -1), made)
+    return jax.tree.map(lambda x: x[back].reshape(size, rows, x.shape[1]), made)
 
 
 def rule(call: Call) -> str:

@@ -14,6 +14,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.layers.moe.arrange import Permutation, by_group, in_buffers
 from capibara.kernels.layers.router.api import Routing
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 
 KEEPS = ("order", "weight")
 
@@ -48,6 +49,7 @@ def dispatch(x: Float[Array, "tokens width"], routing: Routing, num_experts: int
     >>> rows[:, 0].tolist(), sizes.tolist()
     ([10.0, 10.0, 20.0, 20.0], [1, 2, 1])
     """
+    x = as_array("dispatch", "x", x)
     _check(x, routing, num_experts)
     permutation, sizes = by_group(routing.indices, num_experts)
     return Dispatched(take_rows(x, permutation), sizes, permutation)
@@ -77,6 +79,7 @@ def dispatch_to_buffers(
     >>> made.rows[..., 0].tolist(), int(made.dropped)
     ([[2.0], [3.0], [0.0]], 1)
     """
+    x = as_array("dispatch_to_buffers", "x", x)
     _check(x, routing, num_experts)
     if keep not in KEEPS:
         raise unknown_name("rule of what to keep", keep, KEEPS)
@@ -89,7 +92,7 @@ def dispatch_to_buffers(
 
 
 def capacity(tokens: int, top_k: int, groups: int, capacity_factor: float, most: int) -> int:
-    """Rows of a buffer: capacity_factor · tokens · top_k / groups, rounded up; from 1 to the `most` that can come.
+    """Rows of a buffer: capacity_factor · tokens · top_k / groups, rounded up, at most the `most` that can come.
 
     >>> capacity(1024, 2, 8, 1.25, most=1024), capacity(4, 2, 8, 100.0, most=4)
     (320, 4)
@@ -101,7 +104,7 @@ def capacity(tokens: int, top_k: int, groups: int, capacity_factor: float, most:
             repr(capacity_factor),
             "pass e.g. 1.25, or leave it out to drop nothing",
         )
-    return max(1, min(most, math.ceil(capacity_factor * tokens * top_k / groups)))
+    return min(most, math.ceil(capacity_factor * tokens * top_k / groups))
 
 
 def combine(rows: Float[Array, "*rows width"], routing: Routing, permutation: Permutation) -> Float[Array, "T width"]:
@@ -117,7 +120,8 @@ def combine(rows: Float[Array, "*rows width"], routing: Routing, permutation: Pe
     >>> combine(rows * jnp.array([[1.0], [100.0]]), routing, permutation).tolist()
     [[602.0]]
     """
-    flat = rows.reshape(-1, rows.shape[-1])
+    rows = as_array("combine", "rows", rows)
+    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     if flat.shape[0] != permutation.source.shape[0] or permutation.slot.shape != routing.weights.shape:
         raise rule_error(
             f"The permutation is of the dispatch that made the {permutation.source.shape[0]} rows",
@@ -128,8 +132,13 @@ def combine(rows: Float[Array, "*rows width"], routing: Routing, permutation: Pe
 
 
 def _check(x: Any, routing: Routing, num_experts: int) -> None:
-    if num_experts < 1:
-        raise rule_error("There is at least one expert", repr(num_experts), "pass the logits' last axis")
+    whole = isinstance(num_experts, int | np.integer) and not isinstance(num_experts, bool)
+    if not whole or num_experts < 1:
+        raise rule_error(
+            "num_experts is a whole number: there is at least one expert",
+            repr(num_experts),
+            "pass the logits' last axis",
+        )
     shape = routing.indices.shape
     if x.ndim != 2 or len(shape) != 2 or x.shape[0] != shape[0]:
         raise rule_error(

@@ -12,6 +12,7 @@ of that many even shares, for a price: choices past a pair's room are dropped, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from capibara.kernels.layers.moe.arrange import by_group, in_buffers
 from capibara.kernels.layers.moe.dispatch import capacity, combine, take_rows
 from capibara.kernels.layers.moe.layer import MoeMetrics, Params, check_params, metrics_of, routed, run_experts
 from capibara.kernels.layers.router.api import Routing
+from capibara.kernels.operands import as_array
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
 
@@ -61,12 +63,19 @@ def expert_parallel_moe(
       pair_capacity_factor: None drops nothing. A number gives what one device sends to one other that many even
         shares of room; the first tokens are kept. It is a limit for a pair of devices, not for an expert.
     """
+    x = as_array("expert_parallel_moe", "x", x)
     check_params(params, x)
     split = (*token_axes, axis)
     for name in split:
         if name not in mesh.shape:
             raise unknown_name("axis of the mesh", name, mesh.shape)
-    rows = x.reshape(-1, x.shape[-1])
+    if len(set(split)) < len(split):
+        raise rule_error(
+            "The tokens are split over each axis once: token_axes, and then the experts' axis",
+            f"token_axes={tuple(token_axes)} and axis={axis!r}",
+            f"leave {axis!r} and repeated names out of token_axes",
+        )
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     experts, devices = params["router"].shape[-1], mesh.shape[axis]
     if experts % devices:
         raise rule_error(
@@ -140,4 +149,4 @@ def exchange_through_experts(
 
 def _exchange(x: jax.Array, axis_name: str, devices: int) -> jax.Array:
     """Buffer d of this device's to device d; what device d sent here comes to place d."""
-    return lax.all_to_all(x.reshape(devices, -1, *x.shape[1:]), axis_name, 0, 0).reshape(x.shape)
+    return lax.all_to_all(x.reshape(devices, x.shape[0] // devices, *x.shape[1:]), axis_name, 0, 0).reshape(x.shape)

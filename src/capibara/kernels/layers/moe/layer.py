@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from capibara.errors import rule_error, unknown_name
@@ -15,6 +17,7 @@ from capibara.kernels.layers.moe.dispatch import combine, dispatch, dispatch_to_
 from capibara.kernels.layers.router.api import Routing, route
 from capibara.kernels.layers.router.losses import load_balancing_loss, z_loss
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 
 Params = Mapping[str, jax.Array]
 NEEDED = ("router", "gate", "up", "down")
@@ -38,8 +41,8 @@ def init_moe(key: jax.Array, width: int, hidden: int, num_experts: int, dtype: A
     {'router': (8, 4), 'gate': (4, 8, 16), 'up': (4, 8, 16), 'down': (4, 16, 8)}
     """
     for name, size in (("width", width), ("hidden", hidden), ("num_experts", num_experts)):
-        if size < 1:
-            raise rule_error(f"{name} is 1 or more", repr(size), "pass a positive size")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise rule_error(f"{name} is 1 or more, a whole number", repr(size), "pass a positive size")
     shapes = {
         "router": (width, num_experts),
         "gate": (num_experts, width, hidden),
@@ -91,8 +94,9 @@ def moe_layer(
     >>> y.shape, int(metrics.counts.sum()), int(metrics.dropped)
     ((2, 3, 8), 12, 0)
     """
+    x = as_array("moe_layer", "x", x)
     check_params(params, x)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     experts = params["router"].shape[-1]
     logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, rng)
     dropped = jnp.int32(0)
@@ -107,7 +111,7 @@ def moe_layer(
         )
         # Every buffer counts as full: its empty rows are zeros, and give zeros.
         full = jnp.full(experts, buffers.shape[1], jnp.int32)
-        made = run_experts(params, buffers.reshape(-1, rows.shape[1]), full, activation)
+        made = run_experts(params, buffers.reshape(experts * buffers.shape[1], rows.shape[1]), full, activation)
     y = combine(made, routing, permutation).reshape(x.shape)
     return y, metrics_of(logits, routing, gate, dropped)
 

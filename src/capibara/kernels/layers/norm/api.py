@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error
@@ -23,6 +23,7 @@ from capibara.kernels.layers.norm import (
 from capibara.kernels.layers.norm.cases import CASES, GRAD_CASES
 from capibara.kernels.layers.norm.reference import reference, reference_grad
 from capibara.kernels.op import Gradient, Implementation, Op, describe, register
+from capibara.kernels.operands import as_array
 
 PARAMS = {"kind": "layer", "eps": 1e-6, "offset": 0.0}
 
@@ -144,25 +145,25 @@ def rms_norm(
 def _norm(
     operands: tuple[Any, Any, Any, Any], given: dict[str, Any], return_residual: bool, implementation: Any, config: Any
 ) -> Any:
-    x, scale, bias, residual = (_array(name, x) for name, x in zip(NORM.operands, operands, strict=True))
+    x, scale, bias, residual = (
+        as_array("norm", name, x, optional=name != "x") for name, x in zip(NORM.operands, operands, strict=True)
+    )
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.ndim != 1:
             raise rule_error(f"The {name} is one number a column", describe(vector), "pass an array of one axis")
+    for name in ("eps", "offset"):
+        number = given.get(name)
+        if isinstance(number, jax.Array | np.ndarray):
+            raise rule_error(
+                f"{name} is a Python number, known when the program is compiled",
+                describe(as_array("norm", name, number)),
+                "pass a float; under jit, make the argument static",
+            )
     params = {name: value for name, value in given.items() if value != NORM.params[name]}
     if return_residual and residual is not None:
         params["return_residual"] = True
     made = run(NORM, (x, scale, bias, residual), params, implementation=implementation, config=config)
     return (made, x) if return_residual and residual is None else made
-
-
-def _array(name: str, x: Any) -> Any:
-    """An array, or an error that names the argument; None stays None."""
-    if x is None or isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise rule_error("norm takes arrays", f"{name} of type {type(x).__name__}", "pass an array") from error
 
 
 register(NORM_GRAD)

@@ -38,11 +38,15 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
         if x is None or (name in VECTORS and not each):
             return x
         x = stacked(x, is_batched)
-        return x.reshape(-1, *x.shape[2:]) if grouped else x
+        # A -1 has no value where an axis is empty.
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if grouped else x
 
     folded = tuple(fold(n, x, b) for n, x, b in zip(op.operands, arrays, batched, strict=True))
     made = run(op, folded, params, prefer=prefer)
-    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made) if grouped else made
+    if not grouped:
+        return made
+    groups = arrays[0].shape[int(batched[0])]  # x's first axis, and that of all that is made
+    return jax.tree.map(lambda x: x.reshape(size, groups, *x.shape[1:]), made)
 
 
 def _operand_factors(call: Call) -> dict[str, str]:

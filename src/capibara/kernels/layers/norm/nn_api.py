@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.kernels.layers.norm import rules
 from capibara.kernels.layers.norm.api import layer_norm
 
 logger = logging.getLogger("capibara.kernels")
@@ -50,8 +51,12 @@ def why_not(*args: Any, **kwargs: Any) -> str | None:
         return "x is not an array with axes"
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return f"x is {x.dtype}; the norm is of floating point numbers"
+    if x.dtype.name not in rules.FLOATS:
+        return f"x is {x.dtype}; the norm takes {', '.join(rules.FLOATS)}"
     if axis not in (-1, x.ndim - 1, (-1,), (x.ndim - 1,)):
         return f"it standardizes along axis {axis} of {x.ndim}; the norm is of the last"
+    if x.shape[-1] == 0:
+        return "the axis is empty; the norm is of one number or more"
     for name in ("mean", "variance", "where"):
         if given[name] is not None:
             return f"{name} is given"

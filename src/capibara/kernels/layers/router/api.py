@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from capibara.errors import rule_error
 from capibara.kernels.dispatch import run
 from capibara.kernels.layers.router import gradient, mesh, pallas_gpu, pallas_tpu, rules, xla
 from capibara.kernels.layers.router.cases import CASES
@@ -16,6 +13,7 @@ from capibara.kernels.layers.router.losses import expert_counts
 from capibara.kernels.layers.router.peers import PEERS
 from capibara.kernels.layers.router.reference import reference
 from capibara.kernels.op import Gradient, Implementation, Op, register
+from capibara.kernels.operands import as_array
 
 ROUTE = Op(
     "route",
@@ -86,20 +84,10 @@ def route(
     >>> routing.indices.tolist(), routing.weights.tolist(), routing.counts.tolist()
     ([[1, 2]], [[0.5, 0.5]], [0, 1, 1, 0])
     """
-    logits, bias = _array("logits", logits), _array("bias", bias)
+    logits, bias = as_array("route", "logits", logits), as_array("route", "bias", bias, optional=True)
     params = {"top_k": top_k, "gate": gate, "normalize": normalize, "scale": scale}
     weights, indices = run(ROUTE, (logits, bias), params, implementation=implementation, config=config)
     return Routing(weights, indices, expert_counts(indices, logits.shape[-1]) if return_counts else None)
-
-
-def _array(name: str, x: Any) -> Any:
-    """An array, or an error that names the argument; None stays None."""
-    if x is None or isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise rule_error("route takes arrays", f"{name} of type {type(x).__name__}", "pass an array") from error
 
 
 ROUTE.public = route

@@ -12,6 +12,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.layers.router.reference import wide_type
 from capibara.kernels.layers.router.rules import GATES
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 
 
 def expert_counts(indices: Int[Array, "*tokens top_k"], num_experts: int) -> Int[Array, " experts"]:
@@ -38,6 +39,8 @@ def load_balancing_loss(
     """
     if gate not in GATES:
         raise unknown_name("gate", gate, GATES)
+    logits = as_array("load_balancing_loss", "logits", logits)
+    counts = as_array("load_balancing_loss", "counts", counts)
     _check_counts(counts, logits.shape[-1])
     wide = logits.astype(wide_type(logits)).reshape(-1, logits.shape[-1])
     if gate == "sigmoid":
@@ -46,7 +49,8 @@ def load_balancing_loss(
     else:
         probability = jax.nn.softmax(wide, -1)
     share = counts.astype(wide.dtype) / jnp.maximum(counts.sum(), 1).astype(wide.dtype)
-    return logits.shape[-1] * (jax.lax.stop_gradient(share) * probability.mean(0)).sum()
+    mean = probability.sum(0) / max(probability.shape[0], 1)  # of no tokens, zeros
+    return logits.shape[-1] * (jax.lax.stop_gradient(share) * mean).sum()
 
 
 def z_loss(logits: Float[Array, "*tokens experts"]) -> Float[Array, ""]:
@@ -55,7 +59,9 @@ def z_loss(logits: Float[Array, "*tokens experts"]) -> Float[Array, ""]:
     >>> round(float(z_loss(jnp.zeros((3, 8)))), 3)
     4.324
     """
-    return jnp.square(jax.nn.logsumexp(logits.astype(wide_type(logits)), -1)).mean()
+    logits = as_array("z_loss", "logits", logits)
+    squares = jnp.square(jax.nn.logsumexp(logits.astype(wide_type(logits)), -1))
+    return squares.sum() / max(squares.size, 1)  # of no tokens, zero
 
 
 def update_bias(bias: Float[Array, " experts"], counts: Any, rate: float) -> Float[Array, " experts"]:
@@ -66,8 +72,11 @@ def update_bias(bias: Float[Array, " experts"], counts: Any, rate: float) -> Flo
     >>> update_bias(jnp.zeros(3), jnp.array([5, 2, 2]), 0.5).tolist()
     [-0.5, 0.5, 0.5]
     """
-    _check_counts(counts, bias.shape[-1])
-    counts = jnp.asarray(counts, jnp.float32)
+    bias, counts = as_array("update_bias", "bias", bias), as_array("update_bias", "counts", counts)
+    if bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise rule_error("The bias is one float an expert", describe(bias), "start from jnp.zeros(num_experts)")
+    _check_counts(counts, bias.shape[0])
+    counts = counts.astype(jnp.float32)
     return bias + jnp.asarray(rate, bias.dtype) * jnp.sign(counts.mean() - counts).astype(bias.dtype)
 
 

@@ -83,8 +83,8 @@ def _body(logits_ref: Any, *refs: Any, biased: bool, top_k: int, gate: str, norm
     if biased:
         scores = (jax.nn.sigmoid(logits) if gate == "sigmoid" else scores) + given[0][...]
     unusable = scores != scores
-    lowest = float(np.finfo(np.float32).min)
-    left = jnp.where(unusable, lowest, jnp.maximum(scores, lowest))
+    left = jnp.where(unusable, -jnp.inf, scores)
+    # What is taken has the number `experts`, past all others: no score is left to say so, for -inf is one too.
     expert = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     indices, chosen = [], []
     for _ in range(top_k):
@@ -92,7 +92,7 @@ def _body(logits_ref: Any, *refs: Any, biased: bool, top_k: int, gate: str, norm
         index = jnp.where(left == best, expert, experts).min(0, keepdims=True)
         taken = expert == index
         chosen.append(jnp.where(taken, logits, -jnp.inf).max(0, keepdims=True))
-        left = jnp.where(taken, -jnp.inf, left)
+        left, expert = jnp.where(taken, -jnp.inf, left), jnp.where(taken, experts, expert)
         indices.append(index)
     picked = jnp.concatenate(chosen, 0)
     if gate == "sigmoid":

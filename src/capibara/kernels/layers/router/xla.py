@@ -25,9 +25,8 @@ def xla(
     wide = logits.astype(wide_type(logits))
     scores = choice_scores(logits, bias, gate)
     unusable = jnp.isnan(scores)
-    # The lowest finite number stands for -inf and NaN, so that -inf is left to mean "taken".
-    lowest = jnp.finfo(scores.dtype).min
-    left = jnp.where(unusable, lowest, jnp.maximum(scores, lowest))
+    left = jnp.where(unusable, -jnp.inf, scores)
+    # What is taken has the number `experts`, past all others: no score is left to say so, for -inf is one too.
     expert = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     indices, chosen = [], []
     for _ in range(top_k):
@@ -35,10 +34,10 @@ def xla(
         index = jnp.where(left == best, expert, experts).min(-1, keepdims=True)
         taken = expert == index
         if bias is None:  # the score is the logit
-            chosen.append(jnp.where(best > lowest, best, -jnp.inf))
+            chosen.append(best)
         else:
             chosen.append(jnp.where(taken, wide, -jnp.inf).max(-1, keepdims=True))
-        left = jnp.where(taken, -jnp.inf, left)
+        left, expert = jnp.where(taken, -jnp.inf, left), jnp.where(taken, experts, expert)
         indices.append(index)
     weights = weigh(jnp.concatenate(chosen, -1), wide, gate, normalize, scale)
     return jnp.where(unusable.any(-1, keepdims=True), jnp.nan, weights), jnp.concatenate(indices, -1)

@@ -28,6 +28,7 @@ from capibara.kernels.op import (
     register,
     unit_roundoff,
 )
+from capibara.kernels.operands import as_array, as_dtype
 
 LAX_PRECISIONS = ("default", "high", "highest")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -177,8 +178,8 @@ def gemm(
     >>> gemm(x, w, activation="silu").shape
     (2, 4)
     """
-    a, b = _array("a", a), _array("b", b)
-    out = None if out_dtype is None else np.dtype(out_dtype).name
+    a, b = as_array("gemm", "a", a), as_array("gemm", "b", b)
+    out = None if out_dtype is None else as_dtype("out_dtype", out_dtype).name
     if precision is not None and precision not in LAX_PRECISIONS:
         policy = precisions.policy(precision)
         a, b = policy.cast_to_compute(a), policy.cast_to_compute(b)
@@ -202,15 +203,6 @@ def gemm(
         arrays = (a, b, bias, residual)
         return run(GEMM, arrays, params, implementation=implementation, config=config)
     return _with_leading_axes(a, b, bias, residual, params, implementation, config)
-
-
-def _array(name: str, x: Any) -> jax.Array:
-    if isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise rule_error("gemm's operands are arrays", f"{name} of type {type(x).__name__}", "pass an array") from error
 
 
 def _with_leading_axes(

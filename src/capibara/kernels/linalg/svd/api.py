@@ -24,6 +24,7 @@ from capibara.kernels.linalg.svd import derivative
 from capibara.kernels.linalg.svd.choice import Plan, choose
 from capibara.kernels.linalg.svd.rows import AxisName, Rows
 from capibara.kernels.op import describe
+from capibara.kernels.operands import as_array
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -67,7 +68,7 @@ def fast_svd(
     >>> [round(float(x), 3) for x in s]
     [1.0, 0.5]
     """
-    matrix = matrix if isinstance(matrix, jax.Array) else jnp.asarray(matrix)
+    matrix = as_array("fast_svd", "matrix", matrix)
     plan = svd_plan(
         matrix,
         rank=rank,
@@ -167,5 +168,7 @@ def _power_of_two(a: jax.Array, rows: Rows) -> jax.Array:
     """The largest element's magnitude, as a power of two: dividing by it rounds nothing. 1 for zeros, NaN for NaN."""
     largest = rows.largest(jnp.max(jnp.abs(a)))
     _, exponent = jnp.frexp(largest)
-    power = jnp.ldexp(jnp.ones((), a.dtype), exponent)
+    # The power and its reciprocal, by which some devices divide, are both normal numbers.
+    least = jnp.finfo(a.dtype).minexp
+    power = jnp.ldexp(jnp.ones((), a.dtype), jnp.clip(exponent, least, -least))
     return jnp.where(jnp.isfinite(largest), jnp.where(largest == 0, 1, power), jnp.nan)

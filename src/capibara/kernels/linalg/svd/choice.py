@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.context import Target
 from capibara.kernels.linalg.svd.rows import AxisName
@@ -86,10 +88,16 @@ def choose(
         raise unknown_name("method of fast_svd", method, METHODS)
     if core not in CORES:
         raise unknown_name("core of fast_svd", core, CORES)
+    for name, number in (("rank", rank), ("oversampling", oversampling), ("power_iterations", power_iterations)):
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if not whole and not (name == "rank" and number is None):
+            raise rule_error(f"{name} is a whole number", repr(number), "pass an int")
     if oversampling < 0:
         raise rule_error("oversampling is the sketch's columns beyond rank: 0 or more", oversampling, "pass e.g. 10")
     if power_iterations < 0:
         raise rule_error("power_iterations is a count: 0 or more", power_iterations, "pass e.g. 2")
+    if rank is not None and small == 0:
+        raise rule_error("An empty matrix has no singular triplets", f"rank={rank} for {shape}", "leave rank out")
     if rank is not None and not 1 <= rank <= small:
         raise rule_error(
             "rank is from 1 to the smaller side of the matrix", f"rank={rank} for {shape}", f"pass 1 to {small}"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from capibara.errors import rule_error
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Gradient, Implementation, Op, register
+from capibara.kernels.operands import as_array
 from capibara.kernels.vq.nearest import gradient, mesh, pallas_gpu, pallas_tpu, peers, rules, xla
 from capibara.kernels.vq.nearest.cases import CASES
 from capibara.kernels.vq.nearest.reference import reference
@@ -72,22 +70,13 @@ def nearest_code(
     >>> nearest_code(jnp.array([[0.1, 0.0], [0.9, 0.1], [jnp.nan, 0.0]]), codebook).tolist()
     [0, 1, -1]
     """
-    arrays = tuple(_array(name, given) for name, given in (("x", x), ("codebook", codebook)))
+    arrays = tuple(as_array("nearest_code", name, given) for name, given in (("x", x), ("codebook", codebook)))
     params: dict[str, Any] = {}
     if return_distances:
         params["return_distances"] = True
     if return_stats:
         params["return_stats"] = True
     return run(NEAREST_CODE, arrays, params, implementation=implementation, config=config)
-
-
-def _array(name: str, x: Any) -> jax.Array:
-    if isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        raise rule_error("nearest_code takes arrays", f"{name} of type {type(x).__name__}", "pass an array") from error
 
 
 NEAREST_CODE.public = nearest_code

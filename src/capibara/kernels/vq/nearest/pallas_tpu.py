@@ -28,7 +28,7 @@ from capibara.kernels.transforms import out_struct
 from capibara.kernels.vq.nearest.equal import lowest_equal
 from capibara.kernels.vq.nearest.reference import is_finite, squared_norms
 from capibara.kernels.vq.nearest.rules import sizes_of
-from capibara.kernels.vq.nearest.xla import finish
+from capibara.kernels.vq.nearest.xla import centre_of, finish
 
 LANES = 128
 MOST_WIDTH = 8192
@@ -107,9 +107,7 @@ def _body(
 
     @pl.when(step == steps - 1)
     def _finish() -> None:
-        values = x_ref[...].astype(jnp.float32)
-        squares = (values * values).sum(-1, keepdims=True)
-        found = jnp.where(squares < jnp.inf, index_ref[...], -1.0)
+        found = index_ref[...]
         out_ref[...] = (found.T[:1, :] if as_lanes else found[:, :1]).astype(jnp.int32)
 
 
@@ -121,12 +119,16 @@ def pallas_tpu(
     rows, width = flat.shape
     codes = codebook.shape[0]
     block = config.rows
-    norms = squared_norms(codebook.astype(jnp.float32))
-    usable = is_finite(norms)
-    half = jnp.where(usable, norms / 2, jnp.inf).reshape(1, codes)
+    usable = is_finite(squared_norms(codebook.astype(jnp.float32)))
+    valid = is_finite(squared_norms(flat.astype(jnp.float32)))
     # A product with a code that cannot be used would spoil nothing but itself, were it not for parts of infinities.
     both = jnp.result_type(x, codebook)
-    clean = jnp.where(usable[:, None], codebook, jnp.zeros_like(codebook)).astype(both)
+    given, clean = flat.astype(both), jnp.where(usable[:, None], codebook, jnp.zeros_like(codebook)).astype(both)
+    if both == jnp.float32:  # bfloat16 numbers, exact in the product, are too coarse for its rounding to hide anything
+        centre, enough = centre_of(codebook.astype(both))
+        centre = jnp.where(enough, centre, 0)
+        given, clean = given - centre, clean - centre
+    half = jnp.where(usable, squared_norms(clean.astype(jnp.float32)) / 2, jnp.inf).reshape(1, codes)
     as_lanes = block % LANES == 0
     steps = math.ceil(codes / config.codes)
     # bfloat16 products are exact in float32 by one pass; float32 takes all six.
@@ -154,9 +156,10 @@ def pallas_tpu(
         ),
         interpret=current_interpret().pallas_argument(),
         name="capibara_nearest_code",
-    )(flat.astype(both), clean, half)
+    )(given, clean, half)
     # Without a code that can be used every score is minus infinity, and no row has an index.
-    return finish(x, codebook, lowest_equal(codebook, found.reshape(rows)), return_distances, return_stats)
+    indices = jnp.where(valid, found.reshape(rows), -1)
+    return finish(x, codebook, lowest_equal(codebook, indices), return_distances, return_stats)
 
 
 IMPLEMENTATION = Implementation(

@@ -14,13 +14,28 @@ from capibara.kernels.vq.nearest.equal import lowest_equal
 from capibara.kernels.vq.nearest.reference import distances_to, is_finite, outputs, squared_norms, wide_type
 from capibara.kernels.vq.nearest.statistics import statistics
 
-CHUNKS = 64  # the table is a sixty-fourth of N x K, or smaller
+CHUNKS = 80  # the table is an eightieth of N x K, or smaller
 TABLE_NUMBERS = 1 << 24  # the most of it at a time: 64 MiB
 CANDIDATES = 2
 
 
-def nearest_rows(rows: jax.Array, codebook: jax.Array) -> jax.Array:
-    """Indices of rows [n, D] by one product at full precision.
+def centre_of(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the mean of the codes [K, D] that can be used, whether it brings each of them closer, or hardly farther).
+
+    A product rounds |x|·|c|, so what rows and codes have in common is better taken off them before. Where codes are of
+    very different sizes that would round the small ones away: such a codebook has no centre. Nor have codes so large
+    that a product about it could overflow; their mean is zero here.
+    """
+    norms = squared_norms(codes)
+    usable = is_finite(norms)
+    mean = jnp.where(usable[:, None], codes, 0).sum(0) / jnp.maximum(usable.sum(), 1).astype(codes.dtype)
+    largest = jnp.where(usable, norms, 0).max()
+    mean = jnp.where(largest < jnp.finfo(codes.dtype).max / 16, mean, 0)
+    return mean, (~usable | (squared_norms(codes - mean) <= 4 * norms)).all()
+
+
+def nearest_about(rows: jax.Array, codebook: jax.Array, centre: jax.Array) -> jax.Array:
+    """Indices of rows [n, D] by one product at full precision, of what is left of rows and codes without `centre`.
 
     The product rounds |x|·|c|, which hides a small distance between large vectors. So the best two by it are held
     against each other by their differences from the row. It may round equal codes differently, too: `lowest_equal` of
@@ -28,23 +43,42 @@ def nearest_rows(rows: jax.Array, codebook: jax.Array) -> jax.Array:
     """
     wide = wide_type(rows, codebook)
     codes, values = codebook.astype(wide), rows.astype(wide)
-    norms = squared_norms(codes)
-    usable = is_finite(norms)
+    usable = is_finite(squared_norms(codes))
+    valid = is_finite(squared_norms(values)) & usable.any()
+    codes, values = codes - centre, values - centre
     # A code that cannot be used spoils its own column, which is not looked at.
     product = lax.dot_general(
         values, codes, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=wide
     )
-    scores = jnp.where(usable, norms / 2 - product, jnp.inf)
+    scores = jnp.where(usable, squared_norms(codes) / 2 - product, jnp.inf)
     numbers = jnp.arange(codes.shape[0], dtype=jnp.int32)
     best = jnp.argmin(scores, axis=1).astype(jnp.int32)
     if codes.shape[0] >= CANDIDATES:
         other = jnp.argmin(jnp.where(numbers == best[:, None], jnp.inf, scores), axis=1).astype(jnp.int32)
         # Where one code can be used, the other is any.
-        other = jnp.where(usable[other], other, best)
-        low, high = jnp.minimum(best, other), jnp.maximum(best, other)
-        best = jnp.where(distances_to(rows, codebook, high) < distances_to(rows, codebook, low), high, low)
-    valid = is_finite(squared_norms(values)) & usable.any()
+        best = nearer(rows, codebook, best, jnp.where(usable[other], other, best))
     return jnp.where(valid, best, -1)
+
+
+def nearer(rows: jax.Array, codebook: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+    """Of two codes a row [n], the one whose difference from the row is smaller, the lower where they are alike."""
+    low, high = jnp.minimum(one, other), jnp.maximum(one, other)
+    return jnp.where(distances_to(rows, codebook, high) < distances_to(rows, codebook, low), high, low)
+
+
+def nearest_rows(rows: jax.Array, codebook: jax.Array, *, chunked: bool = False) -> jax.Array:
+    """Indices of rows [n, D]: about the codes' centre, and where that may hide small codes also about zero."""
+    centre, enough = centre_of(codebook.astype(wide_type(rows, codebook)))
+
+    def both(rows: jax.Array) -> jax.Array:
+        # One after another, in the same memory. A row that has no code has none by either.
+        centres = jnp.stack([centre, jnp.zeros_like(centre)])
+        return nearer(rows, codebook, *lax.map(lambda about: nearest_about(rows, codebook, about), centres))
+
+    def over(fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return in_chunks(fn, codebook.shape[0], rows) if chunked else fn(rows)
+
+    return lax.cond(enough, lambda: over(lambda rows: nearest_about(rows, codebook, centre)), lambda: over(both))
 
 
 def in_chunks(fn: Callable[..., jax.Array], codes: int, *arrays: jax.Array) -> jax.Array:
@@ -76,7 +110,7 @@ def finish(x: jax.Array, codebook: jax.Array, indices: jax.Array, return_distanc
 
 def xla(x: jax.Array, codebook: jax.Array, *, return_distances: bool, return_stats: bool) -> Any:
     flat = x.reshape(-1, x.shape[-1])
-    indices = in_chunks(lambda rows: nearest_rows(rows, codebook), codebook.shape[0], flat)
+    indices = nearest_rows(flat, codebook, chunked=True)
     return finish(x, codebook, lowest_equal(codebook, indices), return_distances, return_stats)
 
 

@@ -1,0 +1,152 @@
+"""docs/layers.md, "What runs where": each row of the table against what dispatch picks, at its limits and past them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from capibara.kernels import explain, layers, vq
+from capibara.kernels.context import target
+
+DOCS = Path(__file__).parents[2] / "docs" / "layers.md"
+MOSAIC = "mosaic_gpu"
+KEY = jax.random.key(0)
+Claim = tuple[Callable[..., Any], tuple[Any, ...], str, str, str]
+
+
+def shape(*axes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(axes, dtype)
+
+
+def backward(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: jax.vjp(fn, x)[1](x)
+
+
+def norm_rows() -> list[Claim]:
+    layer, rms = layers.layer_norm, layers.rms_norm
+    added = lambda x: layers.rms_norm(x, residual=x)  # noqa: E731
+    claims: list[Claim] = [
+        (fn, (shape(24, columns),), "xla", hopper, "xla")
+        for fn, columns, hopper in (
+            (layer, 1024, "xla"),
+            (layer, 1152, MOSAIC),
+            (rms, 4096, "xla"),
+            (rms, 4224, MOSAIC),
+            (added, 1024, MOSAIC),
+            (backward(layer), 1024, MOSAIC),
+            (backward(rms), 4096, MOSAIC),
+        )
+    ]
+    return claims
+
+
+def dropped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *xs: fn(*xs, dropout_rate=0.1, dropout_rng=KEY)
+
+
+def chosen(top_k: int) -> Callable[..., Any]:
+    return lambda x: layers.route(x, top_k=top_k)
+
+
+def grouped_rows(dtype: str, hopper: str) -> list[Claim]:
+    rows, weights, sizes = shape(512, 256, dtype=dtype), shape(4, 256, 256, dtype=dtype), shape(4, dtype="int32")
+    plain: Claim = (layers.grouped_gemm, (rows, weights, sizes), "xla", hopper, "xla")
+    return [plain, (layers.grouped_gated_gemm, (rows, weights, weights, sizes), "xla", hopper, "xla")]
+
+
+# Row of the table -> the ops whose choice it tells, the numbers that its cells name, and calls with their choice on a
+# CPU, on Hopper and on a TPU.
+ROWS: dict[str, tuple[tuple[str, ...], set[int], list[Claim]]] = {
+    "norm, forward": (("norm",), {1024, 4096}, norm_rows()),
+    "norm, backward": (
+        ("norm_grad",),
+        {8192},
+        [
+            (backward(fn), (shape(24, columns),), "xla", hopper, "xla")
+            for fn in (layers.layer_norm, layers.rms_norm)
+            for columns, hopper in ((8192, MOSAIC), (8320, "xla"))
+        ],
+    ),
+    "activation": (
+        ("activation",),
+        set(),
+        [
+            (layers.activation, (shape(512, 512),), "xla", "xla", "xla"),
+            (dropped(layers.activation), (shape(512, 512),), "xla", MOSAIC, "xla"),
+        ],
+    ),
+    "gated activation, with dropout or without": (
+        ("activation",),
+        set(),
+        [
+            (fn, (shape(512, 512), shape(512, 512)), "xla", "xla", "xla")
+            for fn in (layers.gated_activation, dropped(layers.gated_activation))
+        ],
+    ),
+    "cross_entropy": (
+        ("cross_entropy",),
+        set(),
+        [(layers.cross_entropy, (shape(64, 32), shape(32, 512), shape(64, dtype="int32")), "xla", "xla", "xla")],
+    ),
+    "route": (
+        ("route",),
+        {16, 512},
+        [
+            (chosen(top_k), (shape(1024, experts, dtype="float32"),), here, here, tpu)
+            for top_k, experts, here, tpu in (
+                (16, 32, "xla", "xla"),
+                (17, 30, "reference", "reference"),
+                (8, 64, "xla", "xla"),
+                (8, 65, "reference", "xla"),
+            )
+        ],
+    ),
+    "grouped_gemm, grouped_gated_gemm": (
+        ("grouped_gemm", "grouped_gated_gemm"),
+        set(),
+        [*grouped_rows("bfloat16", MOSAIC), *grouped_rows("float16", MOSAIC), *grouped_rows("float32", "xla")],
+    ),
+    "nearest_code": (
+        ("nearest_code",),
+        {128},
+        [
+            (vq.nearest_code, (shape(512, width, dtype=dtype), shape(64, width, dtype=dtype)), "xla", hopper, "xla")
+            for width, hopper in ((256, MOSAIC), (192, "xla"))
+            for dtype in ("float32", "bfloat16")
+        ],
+    ),
+}
+
+
+def table() -> dict[str, list[str]]:
+    """Each op's cells: CPU, Hopper, TPU."""
+    lines = DOCS.read_text().partition("## What runs where")[2].partition("\n## ")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert cells[0] == ["op", "CPU", "Hopper", "TPU"]
+    return {row[0]: row[1:] for row in cells[2:]}
+
+
+def test_every_row_of_the_table_is_checked() -> None:
+    assert list(table()) == list(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_the_table_says_runs(row: str) -> None:
+    ops, limits, claims = ROWS[row]
+    cells = table()[row]
+    # bfloat16 and the like are no limits.
+    assert {int(number) for cell in cells for number in re.findall(r"\b\d+\b", cell)} == limits
+    words = {"xla": "XLA", MOSAIC: "Mosaic", "reference": "reference"}
+    for fn, arrays, *wanted in claims:
+        for platform, cell, name in zip(("cpu", "gpu", "tpu"), cells, wanted, strict=True):
+            with target(platform):
+                found = {s.call.op.name: s.implementation for s in explain(fn, *arrays).selections}
+            # Of a function and its gradient the last choice is what runs: the first is made and then not used.
+            made = [implementation for called, implementation in found.items() if called in ops]
+            assert made == [name], (platform, arrays)
+            assert words[name] in (cells[0] if cell == "as on the CPU" else cell)
