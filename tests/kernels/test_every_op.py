@@ -186,8 +186,7 @@ def _layouts(op: Op, case: Case) -> list[dict[str, str]]:
     return [{f: "data", g: "model"} for f in factors for g in factors if f != g]
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("devices", [8, 32])
+@pytest.mark.parametrize("devices", [pytest.param(8, marks=pytest.mark.newest), 32])
 @pytest.mark.parametrize(("op", "name", "case"), _pairs("shard", reference=False))
 def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     """Under jit on a mesh, whatever the layout, contraction included; and the output stays sharded."""
