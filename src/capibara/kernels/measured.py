@@ -109,11 +109,8 @@ class LastKernel:
         self._ran: _Ran | None = None
         self._rate = math.nan
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy has run nothing, and devices are not for pickling
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()  # a copy has run nothing, and devices are not for pickling
 
     def run(
         self,

@@ -101,8 +101,8 @@ class _Turn:
 def _each_tile(plan: Plan, body: Callable[[_Turn, Any], Any]) -> None:
     """body(turn, done), which returns `done` for the next, for every tile of this program."""
     if not plan.config.programs:
-        place = tuple(lax.axis_index(name) for name in ("batch", "head", "tile"))
-        body(_Turn(place), 0)  # type: ignore[arg-type]
+        batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+        body(_Turn((batch, head, tile)), 0)
         return
     program = lax.axis_index("program")
     (programs,), _ = plan.launch

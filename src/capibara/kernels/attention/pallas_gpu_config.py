@@ -135,9 +135,9 @@ def default_config(call: Call) -> HopperConfig:
     head_dim = padded_head_dim(call.need("q").shape[-1])
     # What is added to each score, or drawn for it, wants registers too.
     preferred = {64: 256 if _plain(call) else 128, 128: 128, 256: 64}[head_dim]
-    # Tiles one after another in one program gained 9 to 16 % on an H200 where a tile is soon done, at head_dim 64, and
-    # where all tiles take as long, without causality; with it they cost up to 9 %, since the longest no longer start
-    # first.
+    # Tiles one after another in one program gained 9 to 24 % on an H200 where a tile is soon done, at head_dim 64, and
+    # 2 to 16 % where all tiles take as long, without causality. With it, at head_dim 128, they cost 3 to 19 % at four
+    # of five shapes: the longest no longer start first.
     in_turn = _plain(call) and (head_dim == 64 or (head_dim == 128 and not call.params["causal"]))
     fitting = [c for c in candidates(call) if c.block_q == 64 and c.stages == 2 and c.take_turns]
     fitting = [c for c in fitting if bool(c.programs) == in_turn] or fitting
@@ -145,16 +145,17 @@ def default_config(call: Call) -> HopperConfig:
 
 
 def rank(call: Call) -> float:
-    """Against cuDNN's 30, where no tuned case is near. On an H200 it was ahead by 1 to 14 % wherever position limits
-    what is seen, and without a limit at 1k and 4k; it was behind without a limit at 8k."""
+    """Against cuDNN's 30, where no tuned case is near. On an H200 it was ahead by 5 to 11 % wherever position limits
+    what is seen, and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by
+    2 %."""
     if not call.params["causal"] and call.params["window"] is None:
         return 35 if call.need("k").shape[2] <= 4096 else 25
     return 35
 
 
 def rank_grad(call: Call) -> float:
-    """Against cuDNN's 30. On an H200 it was ahead at head_dim 64 (10 to 16 %), and at 128 up to 4k (2 to 14 %); it was
-    behind from 8k on, by 2 to 9 %, and at 256. Very long calls go in two parts, which take half of the memory that
+    """Against cuDNN's 30. On an H200 it was ahead at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was
+    behind from 8k on, by 1 to 11 %, and at 256. Very long calls go in two parts, which take half of the memory that
     cuDNN wants beside the gradients. With a window no comparison was made: programs skip what lies outside."""
     q, width = call.need("q"), padded_head_dim(call.need("q").shape[-1])
     if call.params["window"] is not None or width == 64:

@@ -153,7 +153,7 @@ IMPLEMENTATION = Implementation(
     pallas_tpu,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 5,  # below xla's until the TPU compiler has taken it
+    rank=lambda call: 5,  # below xla's until it has been timed on a TPU
     kernel=True,
     config_type=TileConfig,
     default_config=lambda call: candidates(call)[0],

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.hopper import LOG2E, load, refuses_chip
 from capibara.kernels.layers.router.pallas_tpu import refuses_sizes
-from capibara.kernels.layers.router.rules import rows_of
+from capibara.kernels.layers.router.rules import rows_of, top_k_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
@@ -54,7 +54,7 @@ class ThreadsConfig:
 
 def candidates(call: Call) -> Sequence[ThreadsConfig]:
     # A list of k numbers and experts for each token: more than one token a thread only where that stays small.
-    few = int(call.params["top_k"]) <= 4  # type: ignore[call-overload]
+    few = top_k_of(call) <= 4
     more = [ThreadsConfig(4 * THREADS)] if few else []
     return [ThreadsConfig(THREADS), ThreadsConfig(2 * THREADS), *more, ThreadsConfig(THREADS, transposed=False)]
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.errors import rule_error
 from capibara.kernels import vmem
 from capibara.kernels.context import current_interpret
-from capibara.kernels.layers.router.rules import MOST_CHOSEN, MOST_EXPERTS, rows_of
+from capibara.kernels.layers.router.rules import MOST_CHOSEN, MOST_EXPERTS, rows_of, top_k_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
@@ -64,7 +64,7 @@ def refuses(call: Call) -> str | None:
 
 
 def refuses_sizes(call: Call) -> str | None:
-    experts, top_k = call.need("logits").shape[-1], int(call.params["top_k"])  # type: ignore[call-overload]
+    experts, top_k = call.need("logits").shape[-1], top_k_of(call)
     if experts > MOST_EXPERTS or top_k > MOST_CHOSEN:
         return f"it takes up to {MOST_EXPERTS} experts and top_k up to {MOST_CHOSEN}; not {top_k} of {experts}"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,10 +61,14 @@ def check_options(experts: int, *, top_k: Any, gate: Any, normalize: Any, scale:
         raise rule_error("The scale is a finite number above 0", repr(scale), "pass a positive float")
 
 
+def top_k_of(call: Call) -> int:
+    return cast("int", call.params["top_k"])
+
+
 def cost(call: Call) -> Cost:
     """The logits read once, weights and indices written once; an exponential and, for each choice, a comparison."""
     logits, bias = call.need("logits"), call["bias"]
-    top_k = int(call.params["top_k"])  # type: ignore[call-overload]
+    top_k = top_k_of(call)
     rows, experts = rows_of(logits), logits.shape[-1]
     wide = jnp.promote_types(jnp.float32, logits.dtype).itemsize
     moved = rows * experts * logits.dtype.itemsize + rows * top_k * (wide + 4)

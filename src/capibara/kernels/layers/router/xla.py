@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.kernels.layers.router.reference import choice_scores, weigh, wide_type
-from capibara.kernels.layers.router.rules import MOST_CHOSEN
+from capibara.kernels.layers.router.rules import MOST_CHOSEN, top_k_of
 from capibara.kernels.op import Call, Implementation
 
 MOST_PASSES = 512  # experts looked at, over all passes of a token
@@ -50,7 +50,7 @@ def _rank(call: Call) -> float:
     of the sort's time and 8 of 128 take 1.1 of it. A TPU is not measured: there the limit is on how many passes are
     written out.
     """
-    top_k, experts = int(call.params["top_k"]), call.need("logits").shape[-1]  # type: ignore[call-overload]
+    top_k, experts = top_k_of(call), call.need("logits").shape[-1]
     few = top_k <= MOST_CHOSEN and (call.target.platform == "tpu" or top_k * experts <= MOST_PASSES)
     return 10 if few else -2
 

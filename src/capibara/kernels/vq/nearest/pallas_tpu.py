@@ -167,7 +167,7 @@ IMPLEMENTATION = Implementation(
     pallas_tpu,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 5,  # below XLA until the TPU compiler has taken it
+    rank=lambda call: 5,  # below XLA until it has been timed on a TPU
     kernel=True,
     config_type=BlockConfig,
     default_config=lambda call: candidates(call)[0],
