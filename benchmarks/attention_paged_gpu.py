@@ -66,7 +66,8 @@ def measure(pool: ThreadPoolExecutor, name: str) -> dict[str, Any]:
     arrays = case.arrays()
     ours = jax.jit(lambda *x: paged_attention(*x, **case.params)).lower(*arrays[:5]).compile()
     q, k, v, *rest = arrays[:5]
-    theirs = (q, k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), *rest)
+    by_head = [x.reshape(*x.shape[:2], -1, q.shape[2]).transpose(2, 0, 1, 3) for x in (k, v)]
+    theirs = (q, *by_head, *rest)
     programs = jax_programs(pool, theirs)
     found = timed(programs, theirs, rounds=2)
     best = min(found, key=lambda who: found[who])

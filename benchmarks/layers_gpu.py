@@ -2,32 +2,24 @@
 
     python benchmarks/layers_gpu.py --json layers.json
 
-A row times what dispatch takes and its peers, interleaved, and holds the figure against the aim. Rates count each
-operand and result once, and the operations that the result needs. `--only norm,route` runs parts; `--small` shrinks
-everything, to see on any machine that it runs.
+See side_by_side.py for what a row is. `--only norm,route` runs parts; `--small` shrinks everything, to see on any
+machine that it runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import datetime
 import functools
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_gpu import timed
 from jax import lax
+from side_by_side import Row, main
 
-from capibara.kernels import explain
-from capibara.kernels.bench import versions
 from capibara.kernels.layers import (
     GROUPED_GEMM_WEIGHTS,
     NORM_GRAD,
@@ -39,26 +31,11 @@ from capibara.kernels.layers import (
     route,
 )
 from capibara.kernels.linalg import fast_svd
-from capibara.kernels.tuning import failures
 from capibara.kernels.vq import nearest_code
 
 bf16, f32 = jnp.bfloat16, jnp.float32
-OURS = ("dispatch", "xla", "in_forward", "in_forward_narrow")  # "xla": our op by that implementation
-
-
-@dataclasses.dataclass
-class Row:
-    """One thing to time: `programs` by name, ours first, all on the same arrays."""
-
-    part: str
-    what: str
-    draw: Callable[[], Sequence[Any]]
-    programs: dict[str, Callable[..., Any]]
-    work: float  # bytes or operations
-    unit: str  # "GB/s", "TFLOP/s" or "ms"
-    aim: str = ""
-    check: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]] | None = None
-    jobs: dict[str, Any] = dataclasses.field(default_factory=dict)
+WITH_XLA = ("dispatch", "xla")  # "xla": our op by that implementation
+CALLS = 16  # in one program, where the host's launch takes longer than the device's work
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = bf16) -> jax.Array:
@@ -145,7 +122,8 @@ def activations(small: bool) -> list[Row]:
             made.append(
                 Row("activation", f"{kind}+dropout {side}x{side} {name}",
                     lambda count=count: [normal(i, (side, side)) for i in range(count)],
-                    fixed, 2.0 * (count + 1) * side * side, "GB/s", "3000" if name == "forward" else "")
+                    fixed, 2.0 * (count + 1) * side * side, "GB/s", "3000" if name == "forward" else "",
+                    ours=WITH_XLA)
             )  # fmt: skip
     return made
 
@@ -198,16 +176,28 @@ def routing(small: bool) -> list[Row]:
         weights, indices = lax.top_k(jax.nn.softmax(logits.astype(f32), -1), k)
         return weights / weights.sum(-1, keepdims=True), indices
 
+    def check(arrays: Sequence[Any], outs: dict[str, Any]) -> dict[str, Any]:
+        """Tokens whose experts are not the plain form's, and the largest difference of a weight."""
+        weights, indices = (np.asarray(x) for x in outs["plain"])
+        found = {who: [np.asarray(x) for x in made] for who, made in outs.items()}
+        return {
+            "tokens_with_other_experts": {who: int((x[1] != indices).any(-1).sum()) for who, x in found.items()},
+            "largest_difference": {who: float(abs(x[0] - weights).max()) for who, x in found.items()},
+        }
+
     made = []
     for tokens, experts, k in ((65536, 32, 4), (16384, 128, 8), (65536, 8, 2)):
         tokens = tokens // 64 if small else tokens
-        made.append(
-            Row("route", f"{tokens}x{experts} top-{k}", lambda t=tokens, e=experts: [normal(0, (t, e), f32)],
-                {"dispatch": lambda x, k=k: tuple(route(x, top_k=k)[:2]),
-                 "xla": lambda x, k=k: tuple(route(x, top_k=k, implementation="xla")[:2]),
-                 "plain": lambda x, k=k: plain(x, k)},
-                1.0, "ms", "3x plain" if k == 4 else "")
-        )  # fmt: skip
+        for calls in (1, CALLS):
+            several = "" if calls == 1 else f", {calls} calls a program"
+            made.append(
+                Row("route", f"{tokens}x{experts} top-{k}{several}",
+                    lambda t=tokens, e=experts: [normal(0, (t, e), f32)],
+                    {"dispatch": lambda x, k=k: tuple(route(x, top_k=k)[:2]),
+                     "xla": lambda x, k=k: tuple(route(x, top_k=k, implementation="xla")[:2]),
+                     "plain": lambda x, k=k: plain(x, k)},
+                    1.0, "ms", "3x plain" if k == 4 else "", check if calls == 1 else None, calls=calls, ours=WITH_XLA)
+            )  # fmt: skip
     return made
 
 
@@ -231,7 +221,7 @@ def codes(small: bool) -> list[Row]:
         Row("vq", f"nearest of {count}, {rows}x{width} float32",
             lambda count=count: [normal(0, (rows, width), f32), normal(1, (count, width), f32)],
             {"dispatch": nearest_code, "xla": functools.partial(nearest_code, implementation="xla"), "plain": plain},
-            1.0, "ms", "1.5x plain", check)
+            1.0, "ms", "1.5x plain", check, ours=WITH_XLA)
         for count in (64, 1024, 8192)
     ]  # fmt: skip
 
@@ -257,7 +247,10 @@ def entropy(small: bool) -> list[Row]:
         "plain": both(plain),
     }
     what = f"cross-entropy {tokens}x{width}x{words} forward+backward"
-    return [Row("entropy", what, draw, programs, 6.0 * tokens * width * words, "TFLOP/s", "0.9x plain, 1/20 of memory")]
+    return [
+        Row("entropy", what, draw, programs, 6.0 * tokens * width * words, "TFLOP/s", "0.9x plain, 1/20 of memory",
+            ours=tuple(who for who in programs if who != "plain"))
+    ]  # fmt: skip
 
 
 def decompositions(small: bool) -> list[Row]:
@@ -297,82 +290,5 @@ PARTS = {
 }  # fmt: skip
 
 
-def taken(row: Row, structs: Sequence[Any]) -> str:
-    found = explain(row.programs["dispatch"], *structs).selections
-    return "+".join(dict.fromkeys(f"{s.call.op.name}:{s.implementation}" for s in found))
-
-
-def prepare(pool: ThreadPoolExecutor, row: Row, structs: Sequence[Any]) -> None:
-    for who, fn in row.programs.items():
-        try:
-            row.jobs[who] = pool.submit(jax.jit(fn).lower(*structs).compile)
-        except failures() as failure:
-            row.jobs[who] = failure
-
-
-def measure(row: Row, structs: Sequence[Any]) -> dict[str, Any]:
-    arrays, ready, notes, outs = list(row.draw()), {}, {}, {}
-    for who, job in row.jobs.items():
-        try:
-            if not isinstance(job, Future):
-                raise job
-            ready[who] = job.result()
-            outs[who] = jax.block_until_ready(ready[who](*arrays))
-        except failures() as failure:
-            notes[who] = str(failure).splitlines()[0][:200]
-            ready.pop(who, None)
-    found = row.check(arrays, outs) if row.check and "dispatch" in outs else {}
-    outs.clear()
-    seconds = timed(ready, arrays)
-    scale = {"GB/s": 1e9, "TFLOP/s": 1e12}.get(row.unit)
-    figures = {who: s * 1e3 if scale is None else row.work / s / scale for who, s in seconds.items()}
-    peers = [s for who, s in seconds.items() if who not in OURS]
-    memory = {who: fn.memory_analysis().temp_size_in_bytes for who, fn in ready.items()}
-    result = {
-        "part": row.part, "what": row.what, "aim": row.aim, "dispatch_takes": taken(row, structs), "unit": row.unit,
-        "figures": figures, "microseconds": {who: s * 1e6 for who, s in seconds.items()},
-        "times_as_fast_as_best_peer": {who: min(peers) / s for who, s in seconds.items()} if peers else {},
-        "temporary_bytes": memory, "notes": notes, **found,
-    }  # fmt: skip
-    shown = "  ".join(
-        f"{who} {figures[who]:.4g} ({min(peers) / seconds[who]:.2f}x, {memory[who] / 2**20:.0f} MiB)"
-        for who in figures
-        if peers
-    )
-    print(f"{row.what:58} {row.unit:8} {shown}  aim {row.aim or '-'}  {found or ''} {notes or ''}", flush=True)
-    return result
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures here")
-    parser.add_argument("--only", help="parts, separated by commas")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to see that it runs")
-    options = parser.parse_args()
-    chosen = options.only.split(",") if options.only else list(PARTS)
-    document: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "rows": [],
-    }
-    with ThreadPoolExecutor(14) as pool:
-        rows = [row for name in chosen for row in PARTS[name](options.small)]
-        shapes = [[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(row.draw)] for row in rows]
-        for row, structs in zip(rows, shapes, strict=True):
-            prepare(pool, row, structs)
-        # Everything compiles while nothing is timed.
-        for row in rows:
-            for job in row.jobs.values():
-                if isinstance(job, Future):
-                    job.exception()
-        for row, structs in zip(rows, shapes, strict=True):
-            document["rows"].append(measure(row, structs))
-            if options.json:
-                with open(options.json, "w", encoding="utf-8") as out:
-                    json.dump(document, out, indent=1)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, PARTS)

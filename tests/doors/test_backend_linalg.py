@@ -123,8 +123,8 @@ def test_mistakes_and_what_is_not_there() -> None:
         ops.optimized_gemm(A, B, precision="float8")
     with pytest.raises(TypeError, match="no_such"):
         ops.optimized_gemm(A, B, no_such=1)
-    with pytest.raises(AttributeError, match=r"TpuV4ScanOps is not in this version; it has .*TpuV4LinalgOps"):
-        _ = backend.TpuV4ScanOps
+    with pytest.raises(AttributeError, match=r"TpuV4CollectiveOps is not in this version; it has .*TpuV4LinalgOps"):
+        _ = backend.TpuV4CollectiveOps
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         _ = backend.Nothing
     documented = ["self", "a", "b", "precision", "use_async", "chunk_size"]

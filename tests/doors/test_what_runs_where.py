@@ -76,16 +76,17 @@ ROWS: dict[str, tuple[tuple[str, ...], set[int], list[Claim]]] = {
         ("activation",),
         set(),
         [
-            (layers.activation, (shape(512, 512),), "xla", "xla", "xla"),
-            (dropped(layers.activation), (shape(512, 512),), "xla", MOSAIC, "xla"),
+            (layers.silu, (shape(512, 512),), "xla", "xla", "xla"),
+            (layers.gelu, (shape(512, 512),), "xla", MOSAIC, "xla"),
+            (dropped(layers.silu), (shape(512, 512),), "xla", MOSAIC, "xla"),
         ],
     ),
-    "gated activation, with dropout or without": (
+    "gated activation": (
         ("activation",),
         set(),
         [
-            (fn, (shape(512, 512), shape(512, 512)), "xla", "xla", "xla")
-            for fn in (layers.gated_activation, dropped(layers.gated_activation))
+            (fn, (shape(512, 512), shape(512, 512)), "xla", hopper, "xla")
+            for fn, hopper in ((layers.gated_activation, "xla"), (dropped(layers.gated_activation), MOSAIC))
         ],
     ),
     "cross_entropy": (
@@ -95,14 +96,17 @@ ROWS: dict[str, tuple[tuple[str, ...], set[int], list[Claim]]] = {
     ),
     "route": (
         ("route",),
-        {16, 512},
+        {16, 256, 512},
         [
-            (chosen(top_k), (shape(1024, experts, dtype="float32"),), here, here, tpu)
-            for top_k, experts, here, tpu in (
-                (16, 32, "xla", "xla"),
-                (17, 30, "reference", "reference"),
-                (8, 64, "xla", "xla"),
-                (8, 65, "reference", "xla"),
+            (chosen(top_k), (shape(1024, experts, dtype="float32"),), cpu, hopper, tpu)
+            for top_k, experts, cpu, hopper, tpu in (
+                (16, 32, "xla", MOSAIC, "xla"),
+                (17, 30, "reference", "reference", "reference"),
+                (8, 64, "xla", MOSAIC, "xla"),
+                (8, 65, "reference", MOSAIC, "xla"),
+                (2, 256, "xla", MOSAIC, "xla"),
+                (2, 257, "reference", "reference", "xla"),
+                (1, 257, "xla", "xla", "xla"),
             )
         ],
     ),

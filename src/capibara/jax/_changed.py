@@ -19,7 +19,18 @@ CHANGED: dict[str, str] = {
     "numpy.matmul": "capibara.kernels.linalg.numpy_api:matmul",
     "numpy.dot": "capibara.kernels.linalg.numpy_api:dot",
     "numpy.einsum": "capibara.kernels.linalg.numpy_api:einsum",
+    "numpy.fft.fft": "capibara.kernels.fft.numpy_api:fft",
+    "numpy.fft.ifft": "capibara.kernels.fft.numpy_api:ifft",
+    "numpy.fft.fft2": "capibara.kernels.fft.numpy_api:fft2",
+    "numpy.fft.ifft2": "capibara.kernels.fft.numpy_api:ifft2",
+    "numpy.fft.fftn": "capibara.kernels.fft.numpy_api:fftn",
+    "numpy.fft.ifftn": "capibara.kernels.fft.numpy_api:ifftn",
+    "numpy.fft.rfft": "capibara.kernels.fft.numpy_api:rfft",
+    "numpy.fft.irfft": "capibara.kernels.fft.numpy_api:irfft",
+    "numpy.fft.rfft2": "capibara.kernels.fft.numpy_api:rfft2",
+    "numpy.fft.irfft2": "capibara.kernels.fft.numpy_api:irfft2",
     "nn.dot_product_attention": "capibara.kernels.attention.nn_api:dot_product_attention",
+    "lax.associative_scan": "capibara.kernels.scan.parallel.lax_api:associative_scan",
     "nn.standardize": "capibara.kernels.layers.norm.nn_api:standardize",
 }
 """Path below jax -> what it calls inside a context. Adding a row changes the name everywhere."""

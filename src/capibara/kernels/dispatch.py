@@ -272,6 +272,13 @@ def recording() -> Iterator[list[Selection]]:
         _recorder.reset(token)
 
 
+def note(decision: Any) -> None:
+    """Tell `explain` a decision that is no op's selection; it has `implementation`, `str()` and `as_dict()` too."""
+    record = _recorder.get()
+    if record is not None:
+        record.append(decision)
+
+
 def explain(fn: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation:
     """What would run and why, for an op, its name, or any function that calls ops. Nothing is computed.
 

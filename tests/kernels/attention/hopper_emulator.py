@@ -215,6 +215,7 @@ class _Program:
         self.scratch: tuple[Any, Any] | None = None
         self.lock = threading.Lock()
         self.failed: list[Exception] = []
+        self.turns = [_Barrier(1), _Barrier(1)]
 
 
 def _value(x: Any) -> np.ndarray:
@@ -352,6 +353,8 @@ def _run_grid(body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_thread
             thread.join()
         if program.failed:
             raise program.failed[0]
+        for waits, turn in enumerate(program.turns):
+            assert turn.phase == turn.waited.get(waits, 0), "a turn was given that nobody waited for"
 
 
 def _kernel(body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int, **_: Any) -> Callable[..., Any]:
@@ -424,6 +427,8 @@ def emulated() -> Iterator[None]:
     changes += [
         (pallas_gpu, "plgpu", gpu),
         (hopper, "plgpu", gpu),
+        (hopper, "give_turn", lambda: _here.program.turns[1 - _here.warpgroup].arrive()),
+        (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
         (pallas_gpu_grad, "pl", _Shim(pl, kernel=_mesh_kernel)),
     ]
     changes += [(prng, "_shift", _for_numpy(prng._shift, _shift)), (prng, "_words", _for_numpy(prng._words, _words))]

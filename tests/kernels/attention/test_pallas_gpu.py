@@ -17,15 +17,19 @@ import pytest
 from capibara.kernels import prng, target
 from capibara.kernels.attention import pallas_gpu_blocks as blocks
 from capibara.kernels.attention.api import ATTENTION
+from capibara.kernels.attention.masking import FAR
 from capibara.kernels.attention.pallas_gpu import mosaic_gpu
 from capibara.kernels.attention.pallas_gpu_config import (
+    TILES_TOGETHER,
     HopperConfig,
     aligned,
     candidates,
     default_config,
     refuses,
 )
+from capibara.kernels.attention.pallas_gpu_grad_steps import HopperGradConfig
 from capibara.kernels.attention.pallas_gpu_tile import Band
+from capibara.kernels.attention.pallas_gpu_walk import Plan
 from capibara.kernels.hopper import SMEM_BYTES
 from capibara.kernels.op import Call
 
@@ -288,7 +292,7 @@ def test_defaults_by_head_size() -> None:
     causal = {d: Form(d=d, params={"causal": True}).call() for d in (64, 128)}
     assert default_config(causal[128]) == HopperConfig(64, 128, 2), "the longest start first"
     assert default_config(causal[64]) == HopperConfig(64, 256, 2, programs=132)
-    assert default_config(_shape(d=256)) == HopperConfig(64, 64, 2)
+    assert default_config(_shape(d=256)) == HopperConfig(64, 64, 2, order=TILES_TOGETHER)
     assert default_config(_shape(d=64, segments="packed")) == HopperConfig(64, 128, 2)
     assert default_config(_shape(d=64, s=40)) == HopperConfig(64, 64, 2, programs=132), "no more keys than there are"
 
@@ -328,3 +332,17 @@ def test_lowers_inside_shard_map(name: str) -> None:
     spec = jax.sharding.PartitionSpec("data")
     mapped = jax.shard_map(form.run, mesh=mesh, in_specs=(dict.fromkeys(arrays, spec),), out_specs=(spec, spec))
     assert "mosaic_gpu" in jax.export.export(jax.jit(mapped), platforms=["cuda"])(arrays).mlir_module()
+
+
+def test_an_order_names_every_axis_of_the_launch_once() -> None:
+    with pytest.raises(ValueError, match="order names batch, head, tile once each, the slowest first"):
+        HopperConfig(order="head tile")
+    with pytest.raises(ValueError, match="order names batch, head, tile once each"):
+        HopperGradConfig(order="head head batch")
+    plan = Plan(
+        config=HopperConfig(order=TILES_TOGETHER), grid=blocks.Grid(300, Band(-FAR, FAR, 300), 128, 128), batch=2,
+        heads=4, group=1, scale=1.0, softcap=None, dropout_rate=0.0, heads_first=True, folded=False,
+    )  # fmt: skip
+    assert plan.launch == ((4, 3, 2), ("head", "tile", "batch")), "the axis named last changes first"
+    places = [tuple(map(int, plan.place(jnp.int32(n)))) for n in (0, 1, 2, 6)]
+    assert places == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0)], "batch, head and tile, as the launch has them"

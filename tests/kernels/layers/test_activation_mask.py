@@ -37,6 +37,20 @@ def test_signed_words_and_parts_that_begin_inside_a_pair_agree(bits: np.ndarray)
         np.testing.assert_array_equal(mask, bits[7:40, 33:100] >= round(rate * 65536))
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("rate", [2**-18, 0.1, 0.5, 0.9999999])
+def test_the_mask_in_fewer_operations_is_the_same(rate: float) -> None:
+    """Hashes at the thresholds too, where an order or a half mistaken for another would show."""
+    columns = jnp.arange(COLUMNS, dtype=jnp.int32)
+    drawn = prng.random_bits(prng.row_keys(jnp.asarray(SEED), jnp.arange(64, dtype=jnp.int32)[:, None]), columns)
+    limit = prng.pair_threshold(rate)
+    halves = np.array([0, max(limit - 1, 0), limit, 0x7FFF, 0x8000, 0xFFFF], np.uint32)
+    edges = ((halves[:, None] << 16) | halves).reshape(-1, 1).view(np.int32)
+    for hashes in (drawn, jnp.broadcast_to(jnp.asarray(edges), (edges.size, COLUMNS))):
+        wanted = prng.pair_kept(prng.half_of(hashes, columns), rate)
+        np.testing.assert_array_equal(prng.pair_kept_of(hashes, columns, rate), wanted)
+
+
 @pytest.mark.parametrize(
     ("rate", "limit"), [(0.0, 0), (2**-18, 0), (2**-16, 1), (0.1, 6554), (0.5, 32768), (0.9999999, 65535)]
 )

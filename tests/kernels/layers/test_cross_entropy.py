@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from capibara.kernels import explain, interpret
+from capibara.kernels import explain, interpret, target
 from capibara.kernels.check import check_output, expected
 from capibara.kernels.layers import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, cross_entropy
 from capibara.kernels.layers.cross_entropy.api import GRADIENTS
@@ -148,7 +149,8 @@ def test_the_default_chunk() -> None:
     assert chunk_columns(64, 50257, None) == 50257  # all at once
     assert chunk_columns(0, 10, None) == 10
     assert chunk_tokens(16384, 128256, 4, None) == 1024  # 512 MiB of float32 logits
-    assert chunk_tokens(16384, 128256, 2, None) == 1536
+    assert chunk_tokens(16384, 128256, 2, None) == 1024  # 384 MiB of bfloat16 hold 1536, which do not divide the tokens
+    assert chunk_tokens(16000, 128256, 2, None) == 1536  # nothing from there down to the half of it divides them
     assert chunk_tokens(5, 100, 4, None) == 5
 
 
@@ -178,18 +180,75 @@ def test_tokens_and_vocabulary_are_split_over_a_mesh(tokens: P, columns: str | N
 
 
 @pytest.mark.newest
-def test_in_forward_on_a_mesh() -> None:
-    """By blocks of three of a device's twelve tokens."""
+@pytest.mark.parametrize(("tokens", "columns"), [(P("data", "model"), None), (P("data"), "model")])
+def test_in_forward_on_a_mesh(tokens: P, columns: str | None) -> None:
+    """By blocks of five of a device's twelve or 24 tokens, against all columns or its half of them."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:8])
     hidden, weights, labels = _draw((8, 12), 16, 64)
     labels = labels.at[1, 1].set(IGNORED)
-    fn = jax.jit(jax.value_and_grad(functools.partial(cross_entropy, gradient="in_forward", block=3), (0, 1)))
-    split = NamedSharding(mesh, P("data", "model"))
-    placed = (jax.device_put(hidden, split), weights, jax.device_put(labels, split))
-    got, wanted = fn(*placed), jax.value_and_grad(cross_entropy, (0, 1))(hidden, weights, labels)
+    more = {"label_smoothing": 0.1, "z_loss": 1e-2}
+    fn = jax.jit(jax.value_and_grad(functools.partial(cross_entropy, gradient="in_forward", block=5, **more), (0, 1)))
+    split = NamedSharding(mesh, P(None, columns))
+    placed = (
+        jax.device_put(hidden, NamedSharding(mesh, tokens)),
+        jax.device_put(weights, split),
+        jax.device_put(labels, NamedSharding(mesh, tokens)),
+    )
+    got, wanted = (
+        fn(*placed),
+        jax.jit(jax.value_and_grad(functools.partial(cross_entropy, **more), (0, 1)))(hidden, weights, labels),
+    )
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-6)
+    assert got[1][1].sharding.is_equivalent_to(split, 2)
     assert "all-gather" not in fn.lower(*placed).compile().as_text()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("gradient", ["recompute", "in_forward"])
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_mesh_with_explicit_axes(gradient: str, entered: bool) -> None:
+    """The layout is part of the type there: gradients have their operands', a loss a token the labels'."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:8])
+    hidden, weights, labels = _draw((16,), 8, 64)
+    specs = (P("data"), P(None, "model"), P("data"))
+    placed = tuple(
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((hidden, weights, labels), specs, strict=True)
+    )
+    fn = jax.jit(jax.value_and_grad(functools.partial(cross_entropy, gradient=gradient), (0, 1)))
+    wanted = fn(hidden, weights, labels)
+    with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
+        got = fn(*placed)
+        each = jax.jit(functools.partial(cross_entropy, reduction="none"))(*placed)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-6)
+    assert [jax.typeof(x).sharding.spec for x in (*got[1], each)] == [P("data", None), P(None, "model"), P("data")]
+    np.testing.assert_allclose(each.mean(), wanted[0], atol=2e-6)
+
+
+def test_the_narrow_form_is_the_default_where_it_was_measured() -> None:
+    def forms(tokens: int = 16384, dtype: str = "bfloat16", device: str = "gpu", **options: Any) -> bool:
+        shapes = [((tokens, 4096), dtype), ((4096, 128256), dtype), ((tokens,), "int32")]
+        arrays = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in shapes]
+
+        def loss(*given: Any) -> Any:
+            return cross_entropy(*given, **options).sum()
+
+        with target(device):
+            seen = {s.call.op.name: s.call.params for s in explain(jax.grad(loss), *arrays).selections}
+        assert ("cross_entropy" in seen) != ("cross_entropy_and_grad" in seen)
+        return bool(seen.get("cross_entropy_and_grad", {}).get("narrow"))
+
+    assert forms()
+    assert forms(reduction="sum", implementation="xla", z_loss=1e-4)
+    assert not forms(gradient="recompute")
+    assert not forms(device="cpu")
+    assert not forms(device="tpu")
+    assert not forms(dtype="float32")
+    assert not forms(tokens=32768), "it would round 32 times"
+    assert not forms(reduction="none")
+    assert not forms(block=4096)
+    assert not forms(implementation="reference")
 
 
 def test_in_forward_makes_a_gradient_only_where_one_is_asked_for() -> None:
@@ -202,12 +261,14 @@ def test_in_forward_makes_a_gradient_only_where_one_is_asked_for() -> None:
 
 
 @pytest.mark.newest
-def test_inside_a_checked_shard_map() -> None:
+@pytest.mark.parametrize(("gradient", "block"), [("recompute", 24), ("in_forward", 1)])
+def test_inside_a_checked_shard_map(gradient: str, block: int) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:8])
     hidden, weights, labels = _draw((16,), 16, 64)
 
     def local(hidden: Any, weights: Any, labels: Any) -> Any:
-        return jax.lax.psum(cross_entropy(hidden, weights, labels, reduction="sum", block=24), "data")
+        total = cross_entropy(hidden, weights, labels, reduction="sum", gradient=gradient, block=block)
+        return jax.lax.psum(total, "data")
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P())
     got = jax.jit(jax.grad(mapped, argnums=(0, 1)))(hidden, weights, labels)

@@ -226,6 +226,12 @@ def test_no_tokens(options: dict[str, Any]) -> None:
     assert not any(slope.any() for slope in slopes.values())
 
 
+def test_parameters_may_be_lists_of_numbers() -> None:
+    params, x = _params(), _normal(3, WIDTH)
+    lists = {name: np.asarray(given).tolist() for name, given in params.items()}
+    np.testing.assert_array_equal(moe_layer(lists, x, top_k=2)[0], moe_layer(params, x, top_k=2)[0])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -261,6 +267,8 @@ def test_bad_arrays_are_named() -> None:
     fails(r"x is a float array", params, x.astype("int32"))
     fails(r"x is a float array \[..., 16\]", params, [1.0, 2.0])
     fails("moe_layer takes arrays", params, "tokens")
+    fails("a mapping of router, gate, up, down to arrays. Got a list", list(params.values()), x)
+    fails(r"takes arrays. Got params\['up'\] of type str", params | {"up": "weights"}, x)
     fails(r"one number an expert, \(8,\)", params | {"bias": jnp.ones(4)}, x)
     routing = route(_normal(4, 8), top_k=2)
     with pytest.raises(ValueError, match="flatten the leading axes"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import pytest
 
 from capibara.kernels.check import check_output, expected
@@ -16,25 +15,7 @@ from capibara.kernels.layers.norm.pallas_gpu_grad import mosaic_gpu_grad
 from capibara.kernels.layers.norm.pallas_gpu_ring import RingConfig
 from capibara.kernels.op import Case, Op
 
-pytestmark = [
-    pytest.mark.newest,
-    pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX emulates these kernels from 0.12 on"),
-]
-
-NONE: frozenset[str] = frozenset()
-
-
-def _emulated(op: Op, kernel: Callable[..., Any], case: Case, config: RingConfig) -> None:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
-
-    arrays = case.arrays()
-    with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
-        out = jax.block_until_ready(kernel(*arrays, config=config, **{**op.params, **case.params}))
-    result = check_output(out, expected(op, arrays, case.params))
-    assert result.ok, result.why
-    assert not interpret_pallas_call.get_races().races_found, "unsynchronised accesses"
-
+pytestmark = pytest.mark.newest
 
 CASES = [
     # (rows, columns, parameters): more rows than a ring holds, rows of one piece and of several, every operand.
@@ -53,6 +34,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("config", [RingConfig(2, 2), RingConfig(3, 1)], ids=str)
-def test_emulated(case: Case, config: RingConfig) -> None:
-    _emulated(NORM, mosaic_gpu, case, config)
-    _emulated(NORM_GRAD, mosaic_gpu_grad, grad_case(case), config)
+def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: RingConfig) -> None:
+    def right(op: Op, kernel: Callable[..., Any], case: Case) -> None:
+        arrays = case.arrays()
+        out = emulated_hopper(kernel, *arrays, config=config, **{**op.params, **case.params})
+        result = check_output(out, expected(op, arrays, case.params))
+        assert result.ok, result.why
+
+    right(NORM, mosaic_gpu, case)
+    right(NORM_GRAD, mosaic_gpu_grad, grad_case(case))

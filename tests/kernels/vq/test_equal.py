@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from capibara.kernels import interpret
-from capibara.kernels.vq.nearest import equal, pallas_gpu, pallas_tpu, xla
+from capibara.kernels.vq.nearest import equal, pallas_tpu, xla
 from capibara.kernels.vq.nearest.equal import lowest_equal
 
 DISTINCT, COPIES = 12, 5
@@ -84,12 +84,7 @@ def _by_pallas_tpu(x: jax.Array, codes: jax.Array) -> Any:
         )
 
 
-def _by_searching_again(x: jax.Array, codes: jax.Array) -> Any:
-    found = pallas_gpu.again(x, codes, jnp.full(len(x), -7, jnp.int32), jnp.ones(len(x), bool))
-    return xla.finish(x, codes, found, False, True)
-
-
-@pytest.mark.parametrize("implementation", [_by_xla, _by_pallas_tpu, _by_searching_again])
+@pytest.mark.parametrize("implementation", [_by_xla, _by_pallas_tpu])
 def test_columns_that_round_differently(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, lowest = _spread()
     kinds = np.arange(40) % len(codes)

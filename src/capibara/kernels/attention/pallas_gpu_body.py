@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from capibara.kernels import hopper
 from capibara.kernels.attention.masking import FAR
 from capibara.kernels.attention.pallas_gpu_blocks import swizzle_of
 from capibara.kernels.attention.pallas_gpu_scores import Scores
@@ -58,7 +59,6 @@ def program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
         "v_arrived": plgpu.Barrier(num_barriers=stages),
         "k_drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "v_drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "turn": plgpu.Barrier(num_barriers=2),
     }
     if config.programs:
         # The next tile's queries arrive while this one's output leaves.
@@ -169,11 +169,11 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
     # A warpgroup has the tensor cores for one block's values and the next block's keys, and then the other has them.
     def hand_over() -> None:
         if config.take_turns:
-            plgpu.barrier_arrive(smem["turn"].at[1 - warpgroup])
+            hopper.give_turn()
 
     def await_turn() -> None:
         if config.take_turns:
-            plgpu.barrier_wait(smem["turn"].at[warpgroup])
+            hopper.await_turn()
 
     def block_step(step: Any, carry: Any, masked: bool) -> Any:
         acc, highest, total, *ahead = carry
@@ -247,10 +247,9 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
         zero = walk.end * 0 if walk.table is None else warpgroup * 0
         left = walk.end - whole_end
         carry = lax.fori_loop(zero, left, lambda n, c: partial_step(whole_end + n, c), carry)
-    if tile.following is None:
-        pl.when(warpgroup == 0)(hand_over)
-    else:
-        hand_over()
+    # Of the very last turn nobody waits for the end.
+    pl.when((warpgroup == 0) if tile.is_last is None else (warpgroup == 0) | ~tile.is_last)(hand_over)
+    if tile.following is not None:
         plgpu.commit_smem()  # all threads are done with these queries
         following = Walk(plan, refs, tile.following)
         pl.when(~tile.is_last)(lambda: fetch_queries(following))

@@ -31,7 +31,15 @@ from capibara.kernels.attention import pallas_gpu_grad_operands as operands
 from capibara.kernels.attention.masking import may_be_dead, span, without_dead_queries
 from capibara.kernels.attention.pallas_gpu import LAYOUTS, laid_out
 from capibara.kernels.attention.pallas_gpu_blocks import Grid
-from capibara.kernels.attention.pallas_gpu_config import VERY_LONG, padded_head_dim, rank_grad, round_up
+from capibara.kernels.attention.pallas_gpu_config import (
+    HEADS_TOGETHER,
+    TILES_TOGETHER,
+    VERY_LONG,
+    best_order,
+    padded_head_dim,
+    rank_grad,
+    round_up,
+)
 from capibara.kernels.attention.pallas_gpu_grad_steps import HopperGradConfig, Steps
 from capibara.kernels.attention.pallas_gpu_tile import Band
 from capibara.kernels.hopper import LOG2E, SMEM_BYTES
@@ -41,8 +49,8 @@ from capibara.kernels.transforms import out_struct, vary_alike, vary_like
 
 def candidates(call: Call) -> Sequence[HopperGradConfig]:
     head_dim = padded_head_dim(call.need("q").shape[-1])
-    orders = [(stages, heads_first) for stages in (2, 3) for heads_first in (False, True)]
-    made = [HopperGradConfig(_block_q(head_dim), stages, heads_first) for stages, heads_first in orders]
+    orders = [(stages, order) for stages in (2, 3) for order in (HEADS_TOGETHER, TILES_TOGETHER)]
+    made = [HopperGradConfig(_block_q(head_dim), stages, order) for stages, order in orders]
     body = _body(head_dim)
     return [c for c in made if body.smem_bytes(c, head_dim, operands.smem_bytes(call, c, body.TILE)) <= SMEM_BYTES]
 
@@ -62,7 +70,8 @@ def default_config(call: Call) -> HopperGradConfig:
     """The sums of dq, in float32, are a quarter of what a long call takes; two parts need half of that."""
     q, k = call.need("q"), call.need("k")
     parts = 2 if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0 else 1
-    return HopperGradConfig(_block_q(padded_head_dim(q.shape[-1])), parts=parts)
+    head_dim = q.shape[-1]
+    return HopperGradConfig(_block_q(padded_head_dim(head_dim)), order=best_order(head_dim), parts=parts)
 
 
 def refuses(call: Call) -> str | None:
@@ -141,7 +150,7 @@ def _launch(body: Any, steps: Steps, arrays: dict[str, jax.Array]) -> tuple[Any,
     of_heads = kv_heads // parts
     sums = [size if axis != head_axis else of_heads * steps.group for axis, size in enumerate(q.shape)]
     grid = {"tile": math.ceil(steps.keys / body.TILE), "head": of_heads, "batch": q.shape[0]}
-    names = ("head", "tile", "batch") if steps.config.heads_first else ("tile", "head", "batch")
+    names = tuple(steps.config.order.split())
     outs = [out_struct(k.shape, k.dtype, q)] * 2
 
     def kernel(part: int, out_type: Any) -> Any:

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
+from capibara.kernels.attention.pallas_gpu_config import HEADS_TOGETHER, check_order
 from capibara.kernels.hopper import LOG2E
 
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
@@ -21,15 +22,16 @@ LAYOUT = plgpu.Layout.WGMMA
 
 @dataclasses.dataclass(frozen=True)
 class HopperGradConfig:
-    """Queries a step, how many steps are fetched ahead, which programs run at the same time, and in how many launches.
+    """Queries a step, how many steps are fetched ahead, the order in which programs start, and in how many launches.
 
-    With `heads_first` neighbouring programs work on different heads, otherwise on different keys of one head. Each of
-    `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq exist at a time.
+    The axis that `order` names last changes first: with the tile last, neighbouring programs have different keys of
+    one head. Each of `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq
+    exist at a time.
     """
 
     block_q: int = 64
     stages: int = 2
-    heads_first: bool = True
+    order: str = HEADS_TOGETHER
     parts: int = 1
 
     def __post_init__(self) -> None:
@@ -39,6 +41,7 @@ class HopperGradConfig:
             raise rule_error("stages is two or more", self.stages, "use 2")
         if self.parts < 1:
             raise rule_error("parts is one or more", self.parts, "use 1")
+        check_order(self.order)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,14 +38,21 @@ class Plan:
         """The kernel's grid: a program for each tile, or as many as run at a time, which go over the tiles."""
         if self.config.programs:
             return (min(self.config.programs, self.tiles),), ("program",)
-        return (self.heads, self.grid.counts[0], self.batch), ("head", "tile", "batch")
+        names = tuple(self.config.order.split())
+        return tuple(self.sizes[name] for name in names), names
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"batch": self.batch, "head": self.heads, "tile": self.grid.counts[0]}
 
     def place(self, number: Any) -> tuple[Any, Any, Any]:
-        """(batch, head, tile) of the number-th tile: those of many heads are neighbours, as in a grid of tiles."""
-        rest = lax.div(number, number * 0 + self.heads)
-        head = number - rest * self.heads
-        batch = lax.div(rest, rest * 0 + self.grid.counts[0])
-        return batch, head, rest - batch * self.grid.counts[0]
+        """(batch, head, tile) of the number-th tile."""
+        found = {}
+        for name in reversed(self.config.order.split()):
+            rest = lax.div(number, number * 0 + self.sizes[name])
+            found[name] = number - rest * self.sizes[name]
+            number = rest
+        return found["batch"], found["head"], found["tile"]
 
 
 class Walk:

@@ -3,7 +3,8 @@
 The scores are computed transposed, keys along the sublanes and queries along the lanes. A maximum or a sum over keys
 is then an elementwise operation between registers, and a query's statistics are one number in a row instead of a
 whole column of lanes: the softmax costs little more than its exponentials. The price is that queries are transposed
-once a block of queries, values once a step, and the output once at the end.
+once a block of queries, values once a step, and the output once at the end. A head_dim below the lanes' 128 comes with
+the length along the lanes (`length_minor`): then the keys are transposed once a step, and nothing else is.
 
 The grid's last axis walks the live blocks of keys from a prefetched table (see pallas_tpu_common); the axes before it
 are parallel and so are split over both cores of a v4 chip. A block is worked through in tiles that stay in registers.
@@ -62,6 +63,11 @@ class _Plan:
         return False, bool(self.rules.columns % self.config.block_k)
 
     @property
+    def keys(self) -> str:
+        """Where a block of keys lies as [keys, depth]."""
+        return "k_rows" if self.config.length_minor else "k"
+
+    @property
     def factor(self) -> float:
         """What the raw product is multiplied by: to the argument of tanh, or to an exponent of two."""
         return self.rules.scale / self.rules.softcap if self.rules.softcap else self.rules.log2_scale
@@ -73,7 +79,7 @@ def _scores(plan: _Plan, refs: dict[str, Any], at: tuple[Any, ...], q0: int, k0:
     row, column = at[2] * plan.config.block_q + q0, at[4] * plan.config.block_k + k0
     queries, keys = pl.ds(q0, cq), pl.ds(k0, ck)
     x = jax.lax.dot(
-        refs["k"][keys, :],
+        refs[plan.keys][keys, :],
         refs["qt"][:, queries],
         precision=rules.precision,
         preferred_element_type=jnp.float32,
@@ -110,7 +116,7 @@ def _update(
             place = (at[2] * plan.config.block_q + q0, at[4] * plan.config.block_k + k0)
             kept = tile.keep_pairs(plan.rules, refs["seed"], at[0] * plan.rules.heads + at[1], *place, (ck, cq))
             p = jnp.where(kept, p, 0.0)
-        values = refs["vt"][:, pl.ds(k0, ck)]
+        values = refs["v" if plan.config.length_minor and not masked else "vt"][:, pl.ds(k0, ck)]
         out = out * shrink + jax.lax.dot(
             values, p.astype(values.dtype), precision=plan.rules.precision, preferred_element_type=jnp.float32
         )
@@ -131,16 +137,22 @@ def _body(*given: Any, plan: _Plan, names: tuple[str, ...]) -> None:
         q = refs["q"][...]
         if plan.folded:
             q = (q.astype(jnp.float32) * plan.factor).astype(q.dtype)
-        refs["qt"][...] = tile.transposed(q, refs.get("pad"))
+        refs["qt"][...] = tile.as_columns(q, refs, config.length_minor)
         refs["m"][...] = jnp.full_like(refs["m"], FLOOR)
         refs["l"][...] = jnp.zeros_like(refs["l"])
         refs["acc"][...] = jnp.zeros_like(refs["acc"])
+
+    def turn_keys() -> None:
+        if config.length_minor:
+            refs["k_rows"][...] = tile.transposed_back(refs["k"][...], refs.get("tall"))
 
     if plan.whole_blocks:
 
         @pl.when(kind == common.WHOLE)
         def _whole() -> None:
-            refs["vt"][...] = tile.transposed(refs["v"][...], refs.get("pad"))
+            turn_keys()
+            if not config.length_minor:
+                refs["vt"][...] = tile.transposed(refs["v"][...], refs.get("pad"))
             for q0 in strips:
                 _update(plan, refs, at, q0, chunks, masked=False)
 
@@ -148,7 +160,8 @@ def _body(*given: Any, plan: _Plan, names: tuple[str, ...]) -> None:
 
         @pl.when(kind == PARTIAL)
         def _partial() -> None:
-            values = tile.transposed(refs["v"][...], refs.get("pad"))
+            turn_keys()
+            values = tile.as_columns(refs["v"][...], refs, config.length_minor)
             refs["vt"][...] = tile.only_seen(rules, config.block_k, refs.get("visible"), key_block, values)
             skip = tile.piece(SKIP_Q, config.block_q, config.chunk_q)
             for first in range(0, config.block_q, skip):
@@ -164,7 +177,9 @@ def _body(*given: Any, plan: _Plan, names: tuple[str, ...]) -> None:
     def _finish() -> None:
         total = refs["l"][...]
         share = jnp.where(total == 0.0, 0.0, 1.0 / (total * (1.0 - rules.dropout_rate)))
-        out = tile.transposed_back(refs["acc"][...] * share, refs.get("wide"))
+        out = refs["acc"][...] * share
+        if not config.length_minor:
+            out = tile.transposed_back(out, refs.get("wide"))
         refs["out"][...] = out.astype(refs["out"].dtype)
         if "lse" in refs:
             lse = refs["m"][...] * math.log(2) + jnp.log(total)
@@ -177,22 +192,26 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
     depth = q.shape[3]
     fitted = config.fit(q.shape[2], k.shape[2])
     bq, bk = fitted.block_q, fitted.block_k
-    size = limits.tile_bytes
-    used = 2 * (2 * size(bq, depth, q.dtype) + 2 * size(bk, depth, q.dtype))
+    size, head = limits.tile_bytes, functools.partial(limits.head_bytes, config, depth)
+    used = 2 * (2 * head(bq, q.dtype) + 2 * head(bk, q.dtype))
     for name in ("bias", "mask"):
         extra = call[name]
         if extra is not None:
             used += 2 * size(min(extra.shape[2], bq), bk, np.int8 if name == "mask" else extra.dtype)
     used += 2 * (2 * size(1, bq, np.float32) + 2 * size(1, bk, np.float32))
     used += size(depth, bq, q.dtype) + size(depth, bk, q.dtype) + size(depth, bq, np.float32) * 2
-    if depth % LANES:
+    if config.length_minor:
+        used += size(bk, depth, q.dtype) + size(common.round_up(depth), bk, q.dtype)
+    elif depth % LANES:
         used += size(max(bq, bk), depth, q.dtype) + size(common.round_up(depth), bq, np.float32)
     return used + 4 * size(fitted.chunk_k, fitted.chunk_q, np.float32)
 
 
 def candidates(call: Call) -> Sequence[FlashConfig]:
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first."""
-    return limits.candidates(call, FlashConfig(), vmem_bytes)
+    return limits.in_both_orders(
+        call, lambda turned: limits.candidates(call, FlashConfig(length_minor=turned), vmem_bytes)
+    )
 
 
 def refuses(call: Call) -> str | None:
@@ -236,16 +255,16 @@ def pallas_tpu(
     def walk(b: Any, h: Any, i: Any, s: Any, table: Any, *_: Any) -> tuple[Any, Any, Any, Any]:
         return b, h, i, common.entry(table, plan.table_shape, plan.query_blocks, steps, (b, h, i, s)) >> 2
 
-    given = tile.Operands(walk, rules, (bq, bk))
+    given = tile.Operands(walk, rules, (bq, bk), config.length_minor)
     prefetched = {"table": table}
     if rules.dropout_rate and dropout_seed is not None:
         prefetched["seed"] = jax.lax.bitcast_convert_type(dropout_seed, jnp.int32)
-    given.add("q", q, given.by_query)
-    given.add("k", k, given.by_key)
-    given.add("v", v, given.by_key)
+    given.add_heads("q", q, given.by_query)
+    given.add_heads("k", k, given.by_key)
+    given.add_heads("v", v, given.by_key)
     given.add_bias(bias)
     given.add_masks(mask, q_segments, kv_segments, visible)
-    outs, out_specs = {"out": out_struct(q.shape, q.dtype, q)}, [given.by_query]
+    outs, out_specs = {"out": out_struct(given.arrays["q"].shape, q.dtype, q)}, [given.by_query]
     if return_lse:
         outs["lse"] = out_struct((batch, heads, 1, rows), jnp.float32, q)
         out_specs.append(given.query_row)
@@ -256,7 +275,10 @@ def pallas_tpu(
         "m": pltpu.VMEM((1, bq), jnp.float32),
         "l": pltpu.VMEM((1, bq), jnp.float32),
     }
-    if depth % LANES:
+    if config.length_minor:
+        scratch["k_rows"] = pltpu.VMEM((bk, depth), k.dtype)
+        scratch["tall"] = pltpu.VMEM((common.round_up(depth), bk), k.dtype)
+    elif depth % LANES:
         scratch["pad"] = pltpu.VMEM((max(bq, bk), common.round_up(depth)), q.dtype)
         scratch["wide"] = pltpu.VMEM((common.round_up(depth), bq), jnp.float32)
     pairs = int((blocks.kinds != common.DEAD).sum()) * bq * bk
@@ -282,6 +304,7 @@ def pallas_tpu(
         name="capibara_attention",
     )
     out, *lse = call(*vary_alike((*prefetched.values(), *given.arrays.values())))
+    out = tile.turned(out, config.length_minor)
     return (out, lse[0].reshape(batch, heads, rows)) if return_lse else out
 
 

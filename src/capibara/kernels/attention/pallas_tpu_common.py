@@ -38,12 +38,15 @@ class FlashConfig:
       block_q, block_k: queries and keys of one grid step.
       chunk_q, chunk_k: queries and keys of one score tile; smaller ones stay in registers, larger ones give the
         matrix units longer runs.
+      length_minor: heads are read and written as [head_dim, length], with the length along the lanes: how XLA lays
+        out a head_dim that does not fill them, so that nothing is copied around the kernel.
     """
 
     block_q: int = 1024
     block_k: int = 512
     chunk_q: int = 256
     chunk_k: int = 512
+    length_minor: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k", "chunk_q", "chunk_k"):

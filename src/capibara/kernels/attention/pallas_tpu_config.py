@@ -38,6 +38,23 @@ def tile_bytes(rows: int, columns: int, dtype: Any) -> int:
     return round_up(rows, 8 * (4 // size)) * round_up(columns) * size
 
 
+def head_bytes(config: FlashConfig, depth: int, length: int, dtype: Any) -> int:
+    """Bytes of a block of one head, as the config has it lie."""
+    return tile_bytes(depth, length, dtype) if config.length_minor else tile_bytes(length, depth, dtype)
+
+
+def in_both_orders(call: Call, made: Callable[[bool], list[AnyConfig]]) -> list[AnyConfig]:
+    """`made(length_minor)` for the orders that the call's heads may be read in, the one XLA lays them out in first."""
+    q, k = call.need("q"), call.need("k")
+    depth, packed = q.shape[3], 32 // np.dtype(q.dtype).itemsize
+    # A head_dim that fills the lanes lies along them; one that is no whole number of packed rows is never turned.
+    if depth % LANES == 0 or depth % packed:
+        return made(False)
+    lengths = (q.shape[2], k.shape[2])
+    turned = sum(tile_bytes(depth, n, q.dtype) for n in lengths) < sum(tile_bytes(n, depth, q.dtype) for n in lengths)
+    return [*made(turned), *made(not turned)]
+
+
 def table_bytes(call: Call, config: FlashConfig) -> int:
     """Scalar memory of the longer of the two tables: by query block and by key block."""
     q, mask = call.need("q"), call["block_mask"]

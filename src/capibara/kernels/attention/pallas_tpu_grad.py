@@ -55,21 +55,24 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
     q, k = call.need("q"), call.need("k")
     (_, heads, rows, depth), columns, size = q.shape, k.shape[2], limits.tile_bytes
     bq, bk = config.block_q, config.block_k
-    used = 2 * (2 * size(bq, depth, q.dtype) + 2 * size(bk, depth, q.dtype))
+    head = functools.partial(limits.head_bytes, config, depth)
+    used = 2 * (2 * head(bq, q.dtype) + 2 * head(bk, q.dtype))
     used += 2 * (3 * size(1, bq, np.float32) + 2 * size(1, bk, np.float32))
     mask = call["mask"]
     if mask is not None:
         used += 2 * size(min(mask.shape[2], bq), bk, np.int8)
     sums = 1 if heads == k.shape[1] or not config.fused else -(-columns // bk)
-    dkv = 2 * 2 * size(bk, depth, q.dtype) + 2 * size(bk, depth, np.float32) * sums
+    dkv = 2 * 2 * head(bk, q.dtype) + 2 * head(bk, np.float32) * sums
     turned = size(depth, bk, q.dtype)
-    if depth % LANES:
+    if config.length_minor:  # keys and values as rows, in each of the kernels
+        used += 2 * size(bk, depth, q.dtype) + size(common.round_up(depth), bk, q.dtype)
+    elif depth % LANES:
         turned += size(max(bq, bk), depth, q.dtype) + size(common.round_up(depth), bq, np.float32)
     if config.fused:
         whole = common.round_up(rows, bq)
-        used += dkv + turned + size(depth, whole, np.float32) + 2 * size(whole, depth, q.dtype)
+        used += dkv + turned + size(depth, whole, np.float32) + 2 * head(whole, q.dtype)
     else:
-        dq = 2 * size(bq, depth, q.dtype) + 2 * size(depth, bq, q.dtype) + turned
+        dq = 2 * head(bq, q.dtype) + 2 * size(depth, bq, q.dtype) + turned
         used += max(dkv, dq + 2 * size(depth, bq, np.float32))
     bias = call["bias"]
     if bias is not None:
@@ -81,8 +84,12 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
 
 def candidates(call: Call) -> Sequence[FlashGradConfig]:
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first; fused ones before."""
-    fused = limits.candidates(call, FlashGradConfig(fused=True), vmem_bytes)
-    return [*fused, *limits.candidates(call, FlashGradConfig(fused=False), vmem_bytes)]
+
+    def made(turned: bool) -> list[FlashGradConfig]:
+        fused, apart = (FlashGradConfig(fused=fused, length_minor=turned) for fused in (True, False))
+        return [*limits.candidates(call, fused, vmem_bytes), *limits.candidates(call, apart, vmem_bytes)]
+
+    return limits.in_both_orders(call, made)
 
 
 def refuses(call: Call) -> str | None:
@@ -148,7 +155,7 @@ def pallas_tpu_grad(
     """(dq, dk, dv, dbias) as one to three Pallas calls; see the module's text."""
     rules = common.rules_of(q, k, params)
     config = config.fit(rules.rows, rules.columns)
-    blocks, depth = (config.block_q, config.block_k), rules.depth
+    blocks, depth, turned = (config.block_q, config.block_k), rules.depth, config.length_minor
     by_data = any(x is not None for x in (mask, q_segments, block_mask))
     positions = (params["causal"], params["q_offset"], params["window"])
     if may_be_dead(q.shape[2], k.shape[2], *positions, by_data):
@@ -199,17 +206,21 @@ def pallas_tpu_grad(
             return b + sb, h + sh, i + si, j
 
         walks: dict[str, Any] = {"dq": walk_dq, "dkv": walk_dkv, "fused": walk_fused, "dbias": walk_dbias}
-        given = tile.Operands(walks[body], rules, blocks)
+        given = tile.Operands(walks[body], rules, blocks, turned)
         for name, x in (("q", q), ("do", d_out)):
-            given.add(name, x, given.by_query)
+            given.add_heads(name, x, given.by_query)
         for name, x in (("k", k), ("v", v)):
-            given.add(name, x, given.by_key)
+            given.add_heads(name, x, given.by_key)
         for name, x in (("lse", exponent), ("delta", delta)):
             given.add(name, x[:, :, None], given.query_row)
         given.add_bias(bias)
         given.add_masks(mask, q_segments, kv_segments, visible if body in ("dq", "fused") else None)
         return plan, given, {"table": table} | seed
 
+    rows: dict[str, Any] = {}  # keys and values as [keys, depth], where they come the other way
+    if turned:
+        rows = {name: pltpu.VMEM((blocks[1], depth), k.dtype) for name in ("k_rows", "v_rows")}
+        rows["tall"] = pltpu.VMEM((common.round_up(depth), blocks[1]), k.dtype)
     dbias = None
     if bias is not None:
         # A kernel of its own: where nothing asks for the bias's gradient, the compiler drops it.
@@ -227,26 +238,28 @@ def pallas_tpu_grad(
                     pl.BlockSpec((None, None, *block), lambda b, h, i, j, *_: (b, h, i, j)),
                 )
             },
-            {"dbias_sum": pltpu.VMEM(block, jnp.float32)}, parallel=4, products=2,
+            {"dbias_sum": pltpu.VMEM(block, jnp.float32)} | rows, parallel=4, products=2,
         )  # fmt: skip
-    shapes = {name: out_struct(x.shape, x.dtype, x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-    turned = {"kt": pltpu.VMEM((depth, blocks[1]), k.dtype)}
-    if depth % LANES:
-        turned["pad"] = pltpu.VMEM((max(blocks), common.round_up(depth)), q.dtype)
-        turned["wide"] = pltpu.VMEM((common.round_up(depth), blocks[0]), jnp.float32)
+    shapes = {
+        name: out_struct((*x.shape[:2], depth, x.shape[2]) if turned else x.shape, x.dtype, x)
+        for name, x in (("dq", q), ("dk", k), ("dv", v))
+    }
+    transposes = {"kt": pltpu.VMEM((depth, blocks[1]), k.dtype)} | rows
+    if depth % LANES and not turned:
+        transposes["pad"] = pltpu.VMEM((max(blocks), common.round_up(depth)), q.dtype)
+        transposes["wide"] = pltpu.VMEM((common.round_up(depth), blocks[0]), jnp.float32)
+    sum_of_keys = (depth, blocks[1]) if turned else (blocks[1], depth)
     if config.fused:
         plan, given, prefetched = prepare("fused")
         kept = plan.outer_blocks if rules.groups > 1 else 1
         query_blocks = -(-rules.rows // blocks[0])
         last = rules.groups - 1
         # Until the group's last head the gradients of the keys are not complete: nothing but block 0 is visited.
-        by_key = pl.BlockSpec(
-            (None, None, blocks[1], depth),
-            lambda b, kv, g, j, *_: (b, kv, jax.lax.select(g == last, j, 0), 0),
+        by_key = tile.head_block(
+            blocks[1], depth, turned, lambda b, kv, g, j, *_: (b, kv, jax.lax.select(g == last, j, 0))
         )
-        whole = pl.BlockSpec(
-            (None, None, query_blocks * blocks[0], depth),
-            lambda b, kv, g, *_: (b, kv * rules.groups + g, 0, 0),
+        whole = tile.head_block(
+            query_blocks * blocks[0], depth, turned, lambda b, kv, g, *_: (b, kv * rules.groups + g, 0)
         )
         dq, dk, dv = _call(
             bodies.fused_body, plan, given, prefetched,
@@ -254,31 +267,29 @@ def pallas_tpu_grad(
             {"dq": (shapes["dq"], whole), "dk": (shapes["dk"], by_key), "dv": (shapes["dv"], by_key)},
             {
                 "dq_sum": pltpu.VMEM((query_blocks, depth, blocks[0]), jnp.float32),
-                "dk_sum": pltpu.VMEM((kept, blocks[1], depth), jnp.float32),
-                "dv_sum": pltpu.VMEM((kept, blocks[1], depth), jnp.float32),
-            } | turned,
+                "dk_sum": pltpu.VMEM((kept, *sum_of_keys), jnp.float32),
+                "dv_sum": pltpu.VMEM((kept, *sum_of_keys), jnp.float32),
+            } | transposes,
             parallel=2, products=5,
         )  # fmt: skip
-        return dq, dk, dv, dbias
+        return *(tile.turned(x, turned) for x in (dq, dk, dv)), dbias
     plan, given, prefetched = prepare("dkv")
     dk, dv = _call(
         bodies.dkv_body, plan, given, prefetched,
         (q.shape[0], k.shape[1], plan.outer_blocks, rules.groups * plan.live),
         {"dk": (shapes["dk"], given.by_key), "dv": (shapes["dv"], given.by_key)},
-        {name: pltpu.VMEM((1, blocks[1], depth), jnp.float32) for name in ("dk_sum", "dv_sum")},
+        {name: pltpu.VMEM((1, *sum_of_keys), jnp.float32) for name in ("dk_sum", "dv_sum")} | rows,
         parallel=3, products=4,
     )  # fmt: skip
     plan, given, prefetched = prepare("dq")
-    scratch = {
-        "qt": pltpu.VMEM((depth, blocks[0]), q.dtype),
-        "dot": pltpu.VMEM((depth, blocks[0]), q.dtype),
-        "dq_sum": pltpu.VMEM((depth, blocks[0]), jnp.float32),
-    }
+    scratch = {"dq_sum": pltpu.VMEM((depth, blocks[0]), jnp.float32)}
+    if not turned:
+        scratch |= {name: pltpu.VMEM((depth, blocks[0]), q.dtype) for name in ("qt", "dot")}
     (dq,) = _call(
         bodies.dq_body, plan, given, prefetched, (*q.shape[:2], plan.outer_blocks, plan.live),
-        {"dq": (shapes["dq"], given.by_query)}, scratch | turned, parallel=3, products=3,
+        {"dq": (shapes["dq"], given.by_query)}, scratch | transposes, parallel=3, products=3,
     )  # fmt: skip
-    return dq, dk, dv, dbias
+    return *(tile.turned(x, turned) for x in (dq, dk, dv)), dbias
 
 
 IMPLEMENTATION = Implementation(

@@ -1,7 +1,8 @@
 """The bodies of the TPU attention kernels' backward pass; see pallas_tpu_grad for which is used when.
 
 The scores lie transposed as in the forward pass, keys along the sublanes and queries along the lanes, so that what
-belongs to a query, its log-sum-exp and its delta, is one row.
+belongs to a query, its log-sum-exp and its delta, is one row. With `length_minor` queries, output gradients and all
+sums lie as [depth, length] as well; only keys and values are transposed, once a block of them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class GradPlan:
 
 def _rows(plan: GradPlan, ref: Any, start: int, row: Any, masked: bool) -> jax.Array:
     """Rows of a block of queries; past the last query there may be NaN, which is put to zero."""
-    x = ref[pl.ds(start, plan.config.chunk_q), :]
+    queries, turned = pl.ds(start, plan.config.chunk_q), plan.config.length_minor
+    x = ref[:, queries] if turned else ref[queries, :]
     if not (masked and plan.tails[0]):
         return x
-    inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < plan.rules.rows - row
+    inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 if turned else 0) < plan.rules.rows - row
     return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
@@ -127,6 +129,21 @@ def _products(rules: Rules) -> tuple[Any, Any]:
     return functools.partial(jax.lax.dot, **options), transposed_right
 
 
+def _turn_keys(plan: GradPlan, refs: dict[str, Any]) -> None:
+    """The block's keys and values as [keys, depth], where they came the other way."""
+    if plan.config.length_minor:
+        refs["k_rows"][...] = tile.transposed_back(refs["k"][...], refs["tall"])
+        refs["v_rows"][...] = tile.transposed_back(refs["v"][...], refs["tall"])
+
+
+def _scores(plan: GradPlan, refs: dict[str, Any], keys: Any, q: jax.Array, do: jax.Array) -> tuple[Any, Any]:
+    """The raw products [keys, queries] of keys and queries, and of values and output gradients."""
+    dot, dot_t = _products(plan.rules)
+    if plan.config.length_minor:
+        return dot(refs["k_rows"][keys, :], q), dot(refs["v_rows"][keys, :], do)
+    return dot_t(refs["k"][keys, :], q), dot_t(refs["v"][keys, :], do)
+
+
 def dkv_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
     """Grid (batch, key head, key block, step): the steps walk the live query blocks of every head of the group."""
     refs = dict(zip(names, given, strict=True))
@@ -135,6 +152,7 @@ def dkv_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
     head = kv_head * rules.groups + jax.lax.div(step, plan.live)
     found = plan.entry(refs["table"], (batch, head, key_block, jax.lax.rem(step, plan.live)))
     place = (batch * rules.heads + head, (found >> 2) * config.block_q, key_block * config.block_k)
+    pl.when(step == 0)(lambda: _turn_keys(plan, refs))
     _accumulate(plan, refs, found & 3, place, 0, None, step == 0, step == rules.groups * plan.live - 1)
 
 
@@ -158,7 +176,8 @@ def fused_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
 
     @pl.when(first)
     def _turn() -> None:
-        keys = tile.transposed(refs["k"][...], refs.get("pad"))
+        _turn_keys(plan, refs)
+        keys = tile.as_columns(refs["k"][...], refs, config.length_minor)
         refs["kt"][...] = tile.only_seen(rules, config.block_k, refs.get("visible"), key_block, keys)
 
     _accumulate(
@@ -170,9 +189,12 @@ def fused_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
     def _finish() -> None:
         @pl.loop(0, refs["dq_sum"].shape[0])
         def _block(i: Any) -> None:
-            dq = tile.transposed_back(refs["dq_sum"][i] * rules.scale, refs.get("wide"))
+            dq = refs["dq_sum"][i] * rules.scale
             rows = pl.ds(pl.multiple_of(i * config.block_q, config.block_q), config.block_q)
-            refs["dq"][rows, :] = dq.astype(refs["dq"].dtype)
+            if config.length_minor:
+                refs["dq"][:, rows] = dq.astype(refs["dq"].dtype)
+            else:
+                refs["dq"][rows, :] = tile.transposed_back(dq, refs.get("wide")).astype(refs["dq"].dtype)
 
 
 def _accumulate(
@@ -191,17 +213,18 @@ def _accumulate(
     def work(q_starts: Sequence[int], k_starts: Sequence[int], masked: bool) -> None:
         for k0 in k_starts:
             keys = pl.ds(k0, config.chunk_k)
-            dk, dv = refs["dk_sum"][at, keys, :], refs["dv_sum"][at, keys, :]
+            part = (at, slice(None), keys) if config.length_minor else (at, keys, slice(None))
+            dk, dv = refs["dk_sum"][part], refs["dv_sum"][part]
             for q0 in q_starts:
                 q, do = (_rows(plan, refs[name], q0, place[1] + q0, masked) for name in ("q", "do"))
-                x, dp = dot_t(refs["k"][keys, :], q), dot_t(refs["v"][keys, :], do)
+                x, dp = _scores(plan, refs, keys, q, do)
                 p, ds = _tile(plan, refs, place, q0, k0, x, dp, masked)
-                ds = ds.astype(q.dtype)
-                dv = dv + dot(p.astype(do.dtype), do)
-                dk = dk + dot(ds, q)
+                p, ds = p.astype(do.dtype), ds.astype(q.dtype)
+                dv = dv + (dot_t(do, p) if config.length_minor else dot(p, do))
+                dk = dk + (dot_t(q, ds) if config.length_minor else dot(ds, q))
                 if query_block is not None:
                     refs["dq_sum"][query_block, :, pl.ds(q0, config.chunk_q)] += dot(refs["kt"][:, keys], ds)
-            refs["dk_sum"][at, keys, :], refs["dv_sum"][at, keys, :] = dk, dv
+            refs["dk_sum"][part], refs["dv_sum"][part] = dk, dv
 
     _run_block(plan, kind, place[1], place[2], work)
 
@@ -221,15 +244,20 @@ def dq_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
     kind, key_block = found & 3, found >> 2
     place = (batch * rules.heads + head, block * config.block_q, key_block * config.block_k)
     dot, _ = _products(rules)
+    turned = config.length_minor
+    q_columns, do_columns = ("q", "do") if turned else ("qt", "dot")
+    k_rows, v_rows = ("k_rows", "v_rows") if turned else ("k", "v")
 
     @pl.when(step == 0)
     def _start() -> None:
-        refs["qt"][...] = tile.transposed(refs["q"][...], refs.get("pad"))
-        refs["dot"][...] = tile.transposed(refs["do"][...], refs.get("pad"))
+        if not turned:
+            refs["qt"][...] = tile.transposed(refs["q"][...], refs.get("pad"))
+            refs["dot"][...] = tile.transposed(refs["do"][...], refs.get("pad"))
         refs["dq_sum"][...] = jnp.zeros_like(refs["dq_sum"])
 
     def prepare(masked: bool) -> None:
-        keys = tile.transposed(refs["k"][...], refs.get("pad"))
+        _turn_keys(plan, refs)
+        keys = tile.as_columns(refs["k"][...], refs, turned)
         if masked:
             keys = tile.only_seen(rules, config.block_k, refs.get("visible"), key_block, keys)
         refs["kt"][...] = keys
@@ -240,8 +268,8 @@ def dq_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
             dq = refs["dq_sum"][:, queries]
             for k0 in k_starts:
                 keys = pl.ds(k0, config.chunk_k)
-                x = dot(refs["k"][keys, :], refs["qt"][:, queries])
-                dp = dot(refs["v"][keys, :], refs["dot"][:, queries])
+                x = dot(refs[k_rows][keys, :], refs[q_columns][:, queries])
+                dp = dot(refs[v_rows][keys, :], refs[do_columns][:, queries])
                 _, ds = _tile(plan, refs, place, q0, k0, x, dp, masked)
                 dq = dq + dot(refs["kt"][:, keys], ds.astype(refs["kt"].dtype))
             refs["dq_sum"][:, queries] = dq
@@ -251,7 +279,9 @@ def dq_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
     @pl.when(step == plan.live - 1)
     def _finish() -> None:
         dq = refs["dq_sum"][...] * rules.scale
-        refs["dq"][...] = tile.transposed_back(dq, refs.get("wide")).astype(refs["dq"].dtype)
+        if not turned:
+            dq = tile.transposed_back(dq, refs.get("wide"))
+        refs["dq"][...] = dq.astype(refs["dq"].dtype)
 
 
 def dbias_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
@@ -265,7 +295,6 @@ def dbias_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
     last = functools.reduce(jnp.logical_and, (pl.program_id(a) == pl.num_programs(a) - 1 for a in (4, 5, 6)))
     batch, head, block = kept[0] + batch, kept[1] + head, kept[2] + block
     place = (batch * rules.heads + head, block * config.block_q, key_block * config.block_k)
-    _, dot_t = _products(rules)
     by_row = refs["dbias_sum"].shape[0] > 1
 
     @pl.when(first)
@@ -277,14 +306,15 @@ def dbias_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
             keys = pl.ds(k0, config.chunk_k)
             for q0 in q_starts:
                 q, do = (_rows(plan, refs[name], q0, place[1] + q0, masked) for name in ("q", "do"))
-                x, dp = dot_t(refs["k"][keys, :], q), dot_t(refs["v"][keys, :], do)
+                x, dp = _scores(plan, refs, keys, q, do)
                 ds = _tile(plan, refs, place, q0, k0, x, dp, masked)[1].T
                 if by_row:
                     refs["dbias_sum"][pl.ds(q0, config.chunk_q), keys] += ds
                 else:
                     refs["dbias_sum"][:, keys] += jnp.sum(ds, axis=0, keepdims=True)
 
-    _run_block(plan, plan.entry(refs["table"], (batch, head, block, key_block)), place[1], place[2], work)
+    kind = plan.entry(refs["table"], (batch, head, block, key_block))
+    _run_block(plan, kind, place[1], place[2], work, lambda masked: _turn_keys(plan, refs))
 
     @pl.when(last)
     def _finish() -> None:

@@ -18,13 +18,21 @@ from capibara.kernels.attention.pallas_tpu_common import LANES, Rules, round_up
 class Operands:
     """The blocked inputs of one kernel, by name and in order.
 
-    `walk` turns the grid's coordinates and the prefetched table into (batch, head, query block, key block).
+    `walk` turns the grid's coordinates and the prefetched table into (batch, head, query block, key block). With
+    `length_minor` heads lie as [depth, length].
     """
 
-    def __init__(self, walk: Callable[..., tuple[Any, Any, Any, Any]], rules: Rules, blocks: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        walk: Callable[..., tuple[Any, Any, Any, Any]],
+        rules: Rules,
+        blocks: tuple[int, int],
+        length_minor: bool = False,
+    ) -> None:
         self.walk = walk
         self.rules = rules
         self.blocks = blocks
+        self.length_minor = length_minor
         self.arrays: dict[str, Any] = {}
         self.specs: list[pl.BlockSpec] = []
 
@@ -32,21 +40,27 @@ class Operands:
         """A block chosen by (batch, head, query block, key block)."""
         return pl.BlockSpec(block, lambda *at: pick(*self.walk(*at)))
 
+    def of_heads(self, length: int, pick: Callable[..., tuple[Any, Any, Any]]) -> pl.BlockSpec:
+        """A block of `length` positions of one head; `pick` gives (batch, head, block)."""
+        return head_block(length, self.rules.depth, self.length_minor, lambda *at: pick(*self.walk(*at)))
+
     @property
     def by_query(self) -> pl.BlockSpec:
-        return self.spec((None, None, self.blocks[0], self.rules.depth), lambda b, h, i, j: (b, h, i, 0))
+        return self.of_heads(self.blocks[0], lambda b, h, i, j: (b, h, i))
 
     @property
     def by_key(self) -> pl.BlockSpec:
         groups = self.rules.groups
         # lax.div: floor division of traced integers takes signs that a head does not have.
-        pick = lambda b, h, i, j: (b, jax.lax.div(h, groups), j, 0)  # noqa: E731
-        return self.spec((None, None, self.blocks[1], self.rules.depth), pick)
+        return self.of_heads(self.blocks[1], lambda b, h, i, j: (b, jax.lax.div(h, groups), j))
 
     @property
     def query_row(self) -> pl.BlockSpec:
         """One number a query, as [B, H, 1, T]."""
         return self.spec((None, None, 1, self.blocks[0]), lambda b, h, i, j: (b, h, 0, i))
+
+    def add_heads(self, name: str, x: jax.Array, spec: pl.BlockSpec) -> None:
+        self.add(name, turned(x, self.length_minor), spec)
 
     def add(self, name: str, x: jax.Array, spec: pl.BlockSpec) -> None:
         self.arrays[name] = x
@@ -73,6 +87,28 @@ class Operands:
             self.add_pairs("kv_segments", kv_segments[:, None, None, :])
         if visible is not None:
             self.add_pairs("visible", visible)
+
+
+def turned(x: Any, length_minor: bool) -> Any:
+    """Heads [B, H, T, D] as the kernel reads them, and what it wrote as [B, H, T, D] again."""
+    return x.swapaxes(2, 3) if length_minor else x
+
+
+def head_block(length: int, depth: int, length_minor: bool, pick: Callable[..., tuple[Any, Any, Any]]) -> pl.BlockSpec:
+    """A block of one head of [B, H, T, D] or [B, H, D, T]; `pick` makes (batch, head, block) of the grid's place."""
+    if not length_minor:
+        return pl.BlockSpec((None, None, length, depth), lambda *at: (*pick(*at), 0))
+
+    def turned_pick(*at: Any) -> tuple[Any, Any, Any, Any]:
+        batch, head, block = pick(*at)
+        return batch, head, 0, block
+
+    return pl.BlockSpec((None, None, depth, length), turned_pick)
+
+
+def as_columns(x: jax.Array, refs: dict[str, Any], length_minor: bool) -> jax.Array:
+    """A block of a head as [depth, n], whichever way it came."""
+    return x if length_minor else transposed(x, refs.get("pad"))
 
 
 def transposed(x: jax.Array, pad: Any) -> jax.Array:

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import explain, interpret, target
-from capibara.kernels.attention.paged import PAGED_ATTENTION, paged_attention
+from capibara.kernels.attention.paged import PAGED_ATTENTION, paged_attention, pallas_tpu
+from capibara.kernels.attention.paged.rules import Sizes
 from capibara.kernels.attention.paged.xla import GroupConfig
 from capibara.kernels.check import check
 
@@ -175,6 +176,11 @@ BAD = [
     ({"query": jnp.ones((3, 3, 32))}, "multiple of the cache's heads"),
     ({"query": jnp.ones((3, 4, 16))}, "the query's head_dim"),
     ({"query": jnp.ones((3, 4, 32), jnp.bfloat16)}, "one floating-point type"),
+    (
+        {"key_pages": jnp.ones((5, 4)), "value_pages": jnp.ones((5, 4))},
+        "or \\[pages, page_size, kv_heads \\* head_dim\\]",
+    ),
+    ({"key_pages": jnp.ones((5, 4, 80)), "value_pages": jnp.ones((5, 4, 80))}, "the query's head_dim"),
     ({"page_table": jnp.ones((3,), jnp.int32)}, "page_table is \\[sequences, max_pages\\]"),
     ({"context_lengths": jnp.ones((3,), jnp.float32)}, "context_lengths is int32"),
     ({"context_lengths": jnp.ones((2,), jnp.int32)}, "one context length a row"),
@@ -193,11 +199,14 @@ def test_bad_input_says_the_rule(bad: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
-def test_heads_of_a_ragged_batch_are_split_over_a_mesh(name: str) -> None:
+@pytest.mark.parametrize(("name", "side_by_side"), [("xla", False), ("xla", True), ("pallas_tpu", False)])
+def test_heads_of_a_ragged_batch_are_split_over_a_mesh(name: str, side_by_side: bool) -> None:
     """Query heads with their key heads; nothing is gathered."""
     case = PAGED_ATTENTION.case("ragged")
     arrays = case.arrays()
+    if side_by_side:
+        pools = [x.reshape(*x.shape[:2], -1) for x in arrays[1:3]]
+        arrays = (arrays[0], *pools, *arrays[3:])
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
     specs = [P(None, "model"), P(None, None, "model"), P(None, None, "model"), P(), P(), P()]
     placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
@@ -211,6 +220,66 @@ def test_heads_of_a_ragged_batch_are_split_over_a_mesh(name: str) -> None:
     np.testing.assert_allclose(lse, wanted[1], rtol=1e-5, atol=1e-5)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 3)
     assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("kv", [1, 2, 4])
+def test_heads_side_by_side_are_the_same_cache(kv: int) -> None:
+    """A pool of three axes gives the bits of the same pool of four, one key head for all or for each included."""
+    pools = {name: small()[name][:, :, :1].repeat(kv, 2) for name in ("key_pages", "value_pages")}
+    flat = {name: x.reshape(5, 4, kv * 32) for name, x in pools.items()}
+    np.testing.assert_array_equal(paged_attention(**small() | pools), paged_attention(**small() | flat))
+
+
+def sizes_with(**changed: int) -> Sizes:
+    given = {"heads": 32, "depth": 64, "page_size": 64, "kv_heads": 8} | changed
+    return Sizes(tokens=64, pages=4096, sequences=64, max_pages=64, **given)
+
+
+@pytest.mark.parametrize(
+    ("n", "side_by_side", "form"),
+    [
+        (sizes_with(depth=128), False, "rows"),
+        (sizes_with(depth=128), True, "lanes"),
+        (sizes_with(), True, "lanes"),
+        (sizes_with(), False, "lanes"),  # copied, and not padded
+        (sizes_with(page_size=128), False, "turned"),
+        (sizes_with(page_size=128), True, "lanes"),
+        (sizes_with(depth=96), True, "lanes"),
+        (sizes_with(kv_heads=1), True, "rows"),  # half of a row of lanes
+        (sizes_with(page_size=8), True, "rows"),  # half of a packed tile of bfloat16
+    ],
+)
+def test_a_page_is_read_as_it_lies(n: Sizes, side_by_side: bool, form: str) -> None:
+    """What the TPU compiler was seen to lay out without a copy."""
+    assert pallas_tpu.form_of(n, jnp.bfloat16, side_by_side) == form
+    pool = (n.pages, n.page_size, n.kv_heads * n.depth) if side_by_side else (n.pages, n.page_size, n.kv_heads, n.depth)
+    shapes = [(n.tokens, n.heads, n.depth), pool, pool, (64, 64), (64,)]
+    args = [jax.ShapeDtypeStruct(s, "bfloat16" if i < 3 else "int32") for i, s in enumerate(shapes)]
+    with target("tpu", "TPU v4"):
+        made = pallas_tpu.candidates(PAGED_ATTENTION.call(*args))
+    assert {config.form for config in made} == {form}
+
+
+def test_the_form_is_how_the_pools_enter_the_kernel() -> None:
+    """Each form's values are checked on the cases that take it; here, that the config's is the one taken."""
+    case = PAGED_ATTENTION.case("keys-minor")
+    pages = case.shapes[1][0]
+    for form, page in {"rows": (256, 64), "lanes": (128, 128), "turned": (128, 128)}.items():
+        config = pallas_tpu.PagesConfig(pages=2, chunk=1, form=form)
+        fn = lambda *xs, c=config: pallas_tpu.pallas_tpu(*xs, config=c, **{**PAGED_ATTENTION.params, **case.params})  # noqa: E731
+        traced = jax.make_jaxpr(fn)(*(x for x in case.args() if x is not None))
+        (call,) = [e for e in traced.eqns if e.primitive.name == "pallas_call"]
+        assert [v.aval.shape for v in call.invars[-2:]] == [(pages, *page)] * 2
+        assert ("transpose" in {e.primitive.name for e in traced.eqns}) == (form == "turned")
+
+
+def test_a_form_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(ValueError, match="form"):
+        pallas_tpu.PagesConfig(form="columns")
+    pool = jnp.ones((5, 4, 2, 64))
+    given = small(query=jnp.ones((3, 4, 64)), key_pages=pool, value_pages=pool)
+    with interpret(), pytest.raises(ValueError, match="a page's keys are a multiple of 128 here, not 4"):
+        paged_attention(**given, implementation="pallas_tpu", config=pallas_tpu.PagesConfig(form="turned"))
 
 
 def test_dispatch_names_its_choice() -> None:

@@ -5,25 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.jax.tpu_v4.backend.attention import TpuV4AttentionOps, init_multihead_attention
+from capibara.jax.tpu_v4.backend.conv import TpuV4ConvOps
+from capibara.jax.tpu_v4.backend.fft import TpuV4FFTOps
 from capibara.jax.tpu_v4.backend.layers import TpuV4LayerOps, init_moe
 from capibara.jax.tpu_v4.backend.linalg import TpuV4LinalgOps
+from capibara.jax.tpu_v4.backend.scan import TpuV4ScanOps
 from capibara.jax.tpu_v4.backend.vq import TpuV4VQOps
 
 __all__ = [
     "TpuV4AttentionOps",
+    "TpuV4ConvOps",
+    "TpuV4FFTOps",
     "TpuV4LayerOps",
     "TpuV4LinalgOps",
+    "TpuV4ScanOps",
     "TpuV4VQOps",
     "init_moe",
     "init_multihead_attention",
 ]
 
-_PLANNED = (
-    "TpuV4CollectiveOps",
-    "TpuV4ConvOps",
-    "TpuV4FFTOps",
-    "TpuV4ScanOps",
-)
+_PLANNED = ("TpuV4CollectiveOps",)
 
 
 def __getattr__(name: str) -> Any:

@@ -39,8 +39,8 @@ for _made in IMPLEMENTATIONS:
 
 def paged_attention(
     query: Float[Array, "tokens H D"],
-    key_pages: Float[Array, "pages page_size Hkv D"],
-    value_pages: Float[Array, "pages page_size Hkv D"],
+    key_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size Hkv*D"],
+    value_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size Hkv*D"],
     page_table: Int[Array, "sequences max_pages"],
     context_lengths: Int[Array, "sequences"],  # noqa: UP037 (jaxtyping names an axis)
     query_starts: Int[Array, sequences + 1] | None = None,
@@ -64,7 +64,10 @@ def paged_attention(
     Args:
       query: [tokens, heads, head_dim], the tokens of all sequences one after another.
       key_pages, value_pages: the pools, [pages, page_size, kv_heads, head_dim], this call's tokens written already.
-        Head h of the query uses head h // (heads / kv_heads) of the pools.
+        Head h of the query uses head h // (heads / kv_heads) of the pools. Or [pages, page_size, kv_heads * head_dim],
+        a key's heads side by side: the way to hold a cache with a head_dim below 128 on a TPU, whose compiler would
+        lay four axes out in an order that no page can be fetched from, and copy the pool at every call. (Pages of a
+        multiple of 128 keys can be fetched either way.)
       page_table: [sequences, max_pages]; key i of a sequence is in its page i // page_size.
       context_lengths: how many keys each sequence has, this call's tokens included. 0 gives zeros.
       query_starts: [sequences + 1], where each sequence's tokens start and the last one's end. None: one token a

@@ -19,11 +19,19 @@ def _heads(call: Call) -> tuple[str, str]:
     return ("h", "h") if n.group == 1 else ("(h g)", "h")
 
 
+def _side_by_side(call: Call) -> bool:
+    """Whether the pools have one axis for heads and head_dim."""
+    return len(call.need("key_pages").shape) == 3
+
+
 def rule(call: Call) -> str:
     heads, kv_heads = _heads(call)
     ragged = call["query_starts"] is not None
     token = "t" if ragged else "b"
     pool = f"p s {kv_heads} d"
+    if _side_by_side(call):
+        # `d` of the query under another name: one that an axis shows may have no size of its own.
+        pool = "p s e" if kv_heads == "u" else f"p s ({kv_heads} e)"
     terms = [f"{token} {heads} d", pool, pool, "b m", "b", *(["n"] if ragged else [])]
     lse = f", {token} {heads}" if call.params["return_lse"] else ""
     return f"{', '.join(terms)} -> {token} {heads} d{lse}"
@@ -31,13 +39,20 @@ def rule(call: Call) -> str:
 
 def whole(call: Call) -> tuple[str, ...]:
     """The factors that no device may hold a part of."""
-    always = ("t", "p", "s", "d", "m", "n", "u")
+    always = ("t", "p", "s", "d", "e", "m", "n", "u")
     kept = always if _heads(call)[0] == "g" else (*always, "g")
     return kept if call["query_starts"] is None else (*kept, "b")
 
 
 def factor_sizes(call: Call) -> dict[str, int]:
-    return {"g": sizes(call).group} if _heads(call)[0] == "(h g)" else {}
+    n = sizes(call)
+    heads, kv_heads = _heads(call)
+    made = {"g": n.group} if heads == "(h g)" else {}
+    if _side_by_side(call) and kv_heads == "h":
+        made["e"] = n.depth
+        if heads == "(h g)":
+            made["h"] = n.kv_heads  # no axis is the heads alone
+    return made
 
 
 PARTITION = Partition(rule, replicated=whole, sizes=factor_sizes)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
 from capibara.kernels.attention.paged import tiles as work
-from capibara.kernels.attention.paged.rules import Sizes, scale_of, sizes
+from capibara.kernels.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
 from capibara.kernels.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, swizzled
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
@@ -126,7 +126,7 @@ def mosaic_gpu(
     softcap: float | None, key_splits: int | None, return_lse: bool,
 ) -> Any:  # fmt: skip
     """One kernel over (parts, tiles, heads of the cache); see the module's text."""
-    n = Sizes(*query.shape, *key_pages.shape[:3], *page_table.shape)
+    n = sizes_of(query, key_pages, page_table)
     per_tile = 1 if query_starts is None else config.tokens
     if per_tile * n.group > ROWS:
         raise rule_error(f"tokens times query heads a key head is {ROWS} at most", config, "use fewer tokens")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.attention.paged.rules import sizes_of
 from capibara.kernels.attention.reference import reference as attention_reference
 
 
@@ -31,7 +32,8 @@ def reference(
     """
     tokens, heads, depth = query.shape
     sequences, max_pages = page_table.shape
-    pages, page_size, kv_heads, _ = key_pages.shape
+    kv_heads = sizes_of(query, key_pages, page_table).kv_heads
+    pages, page_size = key_pages.shape[:2]
     length = max_pages * page_size
 
     def sequence(rows: jax.Array, table: jax.Array, position: jax.Array, live: jax.Array) -> Any:

@@ -36,8 +36,16 @@ class Sizes(NamedTuple):
 
 
 def sizes(call: Call) -> Sizes:
-    keys = call.need("key_pages").shape
-    return Sizes(*call.need("query").shape, *keys[:3], *call.need("page_table").shape)
+    return sizes_of(*(call.need(name) for name in ("query", "key_pages", "page_table")))
+
+
+def sizes_of(query: Any, key_pages: Any, page_table: Any) -> Sizes:
+    """The sizes of a call; a pool of three axes has its heads side by side in the last."""
+    tokens, heads, depth = query.shape
+    pages, page_size, kv_heads = key_pages.shape[:3]
+    if len(key_pages.shape) == 3:
+        kv_heads //= max(depth, 1)
+    return Sizes(tokens, heads, depth, pages, page_size, kv_heads, *page_table.shape)
 
 
 def check(call: Call) -> None:
@@ -45,7 +53,8 @@ def check(call: Call) -> None:
     _check_axes(call)
     n = sizes(call)
     query, keys, values = (call.need(name) for name in ("query", "key_pages", "value_pages"))
-    if keys.shape != values.shape or keys.shape[3] != n.depth:
+    own = (n.kv_heads, n.depth) if len(keys.shape) == 4 else (n.kv_heads * n.depth,)
+    if keys.shape != values.shape or keys.shape[2:] != own:
         raise rule_error(
             "Key pages and value pages have one shape, and the query's head_dim",
             f"{describe(query)}, {describe(keys)} and {describe(values)}",
@@ -84,8 +93,10 @@ def _check_axes(call: Call) -> None:
             if name == "query_starts":
                 continue
             raise rule_error("paged_attention needs all of its arrays but query_starts", f"no {name}", f"pass {name}")
-        if len(x.shape) != named.count(",") + 1:
-            raise rule_error(f"{name} is [{named}]", describe(x), "check its shape")
+        pool = name in ("key_pages", "value_pages")
+        if len(x.shape) != named.count(",") + 1 and not (pool and len(x.shape) == 3):
+            also = " or [pages, page_size, kv_heads * head_dim]" if pool else ""
+            raise rule_error(f"{name} is [{named}]{also}", describe(x), "check its shape")
         if name in ("page_table", "context_lengths", "query_starts") and x.dtype != jnp.int32:
             raise rule_error(f"{name} is int32", describe(x), "convert it with .astype(jnp.int32)")
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from capibara.errors import rule_error
 from capibara.kernels.attention.chunks import dot
 from capibara.kernels.attention.paged import tiles as work
-from capibara.kernels.attention.paged.rules import scale_of, sizes
+from capibara.kernels.attention.paged.rules import scale_of, sizes, sizes_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import vary_like
 
@@ -86,7 +86,8 @@ def xla(
 ) -> Any:  # fmt: skip
     """The op, group after group; see the module's text."""
     tokens, heads, depth = query.shape
-    pages, page_size, kv_heads, _ = key_pages.shape
+    kv_heads = sizes_of(query, key_pages, page_table).kv_heads
+    pages, page_size = key_pages.shape[:2]
     sequences, max_pages = page_table.shape
     wide = jnp.promote_types(jnp.float32, query.dtype)
     if 0 in query.shape or 0 in key_pages.shape or 0 in page_table.shape:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from capibara.kernels.batching import one_by_one
 from capibara.kernels.dispatch import run
+from capibara.kernels.layers.cross_entropy.explicit_mesh import on_one_device
 from capibara.kernels.layers.cross_entropy.reference import vocabulary_axis
 from capibara.kernels.op import Call, Op, Partition, Prefer
 
@@ -53,7 +54,7 @@ def rule_grad(call: Call) -> str:
     return f"{', '.join(terms.values())} -> {terms['hidden']}, {terms['weights']}"
 
 
-def _own_labels(arrays: tuple[Any, ...], params: Params, axes: Axes) -> tuple[Any, ...]:
+def own_labels(arrays: tuple[Any, ...], params: Params, axes: Axes) -> tuple[Any, ...]:
     """The operands with labels counted from this device's first column; those of other devices are then no index."""
     hidden, weights, labels, *rest = arrays
     names = axes.get("v", ())
@@ -63,9 +64,10 @@ def _own_labels(arrays: tuple[Any, ...], params: Params, axes: Axes) -> tuple[An
     return hidden, weights, labels, *rest
 
 
+@on_one_device
 def local(op: Op, arrays: tuple[Any, ...], params: Params, axes: Axes, prefer: Prefer) -> Any:
     """One device's tokens against its columns; then the sums are those of all columns."""
-    lse, *sums = run(op, _own_labels(arrays, params, axes), params, prefer=prefer, local=True)
+    lse, *sums = run(op, own_labels(arrays, params, axes), params, prefer=prefer, local=True)
     names = axes.get("v", ())
     if not names:
         return lse, *sums
@@ -74,8 +76,9 @@ def local(op: Op, arrays: tuple[Any, ...], params: Params, axes: Axes, prefer: P
     return highest + jnp.log(total), *(jax.lax.psum(x, names) for x in sums)
 
 
+@on_one_device
 def local_grad(op: Op, arrays: tuple[Any, ...], params: Params, axes: Axes, prefer: Prefer) -> Any:
-    d_hidden, d_weights = run(op, _own_labels(arrays, params, axes), params, prefer=prefer, local=True)
+    d_hidden, d_weights = run(op, own_labels(arrays, params, axes), params, prefer=prefer, local=True)
 
     def summed(x: Any, names: tuple[str, ...]) -> Any:
         wide = jnp.promote_types(jnp.float32, x.dtype)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.layers.moe.arrange import by_group, in_buffers
 from capibara.kernels.layers.moe.dispatch import capacity, combine, take_rows
-from capibara.kernels.layers.moe.layer import MoeMetrics, Params, check_params, metrics_of, routed, run_experts
+from capibara.kernels.layers.moe.layer import MoeMetrics, Params, checked_params, metrics_of, routed, run_experts
 from capibara.kernels.layers.router.api import Routing
 from capibara.kernels.operands import as_array
 
@@ -64,7 +64,7 @@ def expert_parallel_moe(
         shares of room; the first tokens are kept. It is a limit for a pair of devices, not for an expert.
     """
     x = as_array("expert_parallel_moe", "x", x)
-    check_params(params, x)
+    params = checked_params(params, x)
     split = (*token_axes, axis)
     for name in split:
         if name not in mesh.shape:

@@ -95,7 +95,7 @@ def moe_layer(
     ((2, 3, 8), 12, 0)
     """
     x = as_array("moe_layer", "x", x)
-    check_params(params, x)
+    params = checked_params(params, x)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     experts = params["router"].shape[-1]
     logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, rng)
@@ -116,13 +116,24 @@ def moe_layer(
     return y, metrics_of(logits, routing, gate, dropped)
 
 
-def check_params(params: Params, x: Any) -> None:
+def checked_params(params: Any, x: Any) -> dict[str, jax.Array]:
+    """The parameters as arrays (lists of numbers are made such), or an error about names and shapes."""
+    if not isinstance(params, Mapping):
+        raise rule_error(
+            f"The parameters are a mapping of {', '.join(NEEDED)} to arrays",
+            f"a {type(params).__name__}",
+            "make them with init_moe",
+        )
     for name in NEEDED:
         if name not in params:
             raise rule_error(f"The parameters are {', '.join(NEEDED)}", f"no {name!r}", "make them with init_moe")
     for name in params:
         if name not in (*NEEDED, "bias"):
             raise unknown_name("parameter of a mixture of experts", name, (*NEEDED, "bias"))
+    params = {
+        name: as_array("A mixture of experts", f"params[{name!r}]", given, optional=name == "bias")
+        for name, given in params.items()
+    }
     if params["router"].ndim != 2 or params["gate"].ndim != 3:
         given = f"router {describe(params['router'])} and gate {describe(params['gate'])}"
         raise rule_error("The router is [width, experts] and the gate [experts, width, hidden]", given, "reshape them")
@@ -135,6 +146,7 @@ def check_params(params: Params, x: Any) -> None:
             raise rule_error(f"{name} is {shape}", given, "make the parameters with init_moe")
     if x.ndim < 1 or x.shape[-1] != width or not jnp.issubdtype(x.dtype, jnp.floating):
         raise rule_error(f"x is a float array [..., {width}]", describe(x), "check the router's first axis")
+    return params
 
 
 def routed(

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.hopper import SMEM_BYTES, load, swizzled
 from capibara.kernels.transforms import out_struct
+from capibara.kernels.vq.nearest.pallas_gpu_lists import packed, words_of
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT, COLUMN_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)
@@ -39,11 +40,16 @@ TINY = 1e-35
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-    """Codes of a tile, stages of the ring, and how many codes are kept for every row."""
+    """Codes of a tile, stages of the ring, how many codes are kept for every row; and what stays in SMEM.
+
+    With `resident` and a tile of 256 it is the rows, and a stage is a block of 64 x 64 numbers of the codes, see
+    `pallas_gpu_resident`; with a tile of 64 it is the codes, all of them, see `pallas_gpu_few`. Else nothing stays.
+    """
 
     tile: int
     stages: int
     kept: int = 4
+    resident: bool = False
 
     def __post_init__(self) -> None:
         if self.tile not in (64, 128, 192, 256):
@@ -52,6 +58,8 @@ class SearchConfig:
             raise rule_error("stages is 2 or more", self.stages, "use 3")
         if not 2 <= self.kept <= 8:
             raise rule_error("kept is from 2 to 8", self.kept, "use 4")
+        if self.resident and self.tile not in (64, 256):
+            raise rule_error("tile is 64 where codes stay in shared memory, 256 where rows do", self.tile, "use 256")
 
     def smem_bytes(self, x_bytes: int) -> int:
         return self.stages * DEPTH * (PROGRAM_ROWS * x_bytes + self.tile * 2) + 2 * 4 * ROWS * (self.kept + 1) + 2048
@@ -61,31 +69,31 @@ class SearchConfig:
 
 
 def search(
-    x: jax.Array, codes: jax.Array, half: jax.Array, bounds: jax.Array, config: SearchConfig, programs: int
-) -> jax.Array:
-    """[kept + 1, rows up to a multiple of 128] int32: the best codes of every row, and how many may be the nearest.
+    x: jax.Array, codes: jax.Array, half: jax.Array, centre: jax.Array, bounds: jax.Array, config: SearchConfig,
+    programs: int,
+) -> jax.Array:  # fmt: skip
+    """[words, rows up to a multiple of 128] int32: the lists of `pallas_gpu_lists`, the best codes of every row.
 
-    `codes` [K, D] are 16-bit, scaled, K a multiple of the tile; `half` is half of each one's squared norm, -LOWEST for
-    one that cannot be used. `bounds` is (the scale, the largest norm of a code, the largest norm of what rounding took
-    from one). A count of `kept` says that there may be more.
+    Codes, half norms, centre and bounds are as `prepare` makes them, K a multiple of the tile. A count of `kept` says
+    that there may be more.
     """
     rows, width = x.shape
     padded = math.ceil(rows / PROGRAM_ROWS) * PROGRAM_ROWS
     made = plgpu.kernel(
         functools.partial(_program, config=config, rows=rows, width=width, count=codes.shape[0]),
-        out_type=[out_struct((config.kept + 1, padded), jnp.int32, x)],
+        out_type=[out_struct((words_of(config.kept, codes.shape[0]), padded), jnp.int32, x)],
         grid=(programs,),
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(x, codes, half, bounds)
+    )(x, codes, half, centre, bounds)
     return made[0]
 
 
 def _program(
-    x_hbm: Any, codes_hbm: Any, half_hbm: Any, bounds_hbm: Any, out_hbm: Any, *, config: SearchConfig, rows: int,
-    width: int, count: int,
+    x_hbm: Any, codes_hbm: Any, half_hbm: Any, centre_hbm: Any, bounds_hbm: Any, out_hbm: Any, *,
+    config: SearchConfig, rows: int, width: int, count: int,
 ) -> None:  # fmt: skip
     stages, kept = config.stages, config.kept
     steps, tiles = math.ceil(width / DEPTH), count // config.tile
@@ -103,7 +111,7 @@ def _program(
         pl.run_scoped,
         x_smem=plgpu.SMEM((stages, 2, ROWS, DEPTH), x_hbm.dtype, transforms=swizzled(x_hbm.dtype)),
         codes_smem=plgpu.SMEM((stages, config.tile, DEPTH), codes_hbm.dtype, transforms=swizzled(codes_hbm.dtype)),
-        found_smem=plgpu.SMEM((2, kept + 1, ROWS), jnp.int32),
+        found_smem=plgpu.SMEM((2, words_of(kept, count), ROWS), jnp.int32),
         filled=plgpu.Barrier(num_arrivals=3, num_barriers=stages),  # both halves of the rows, and the codes
         drained=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both computing warpgroups
         collective_axes="warpgroup",
@@ -136,7 +144,7 @@ def _program(
         @pl.when(warpgroup < 2)
         def _compute() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            ring = _Ring(x_smem, codes_smem, filled, drained, warpgroup, steps)
+            ring = _Ring(x_smem, codes_smem, centre_hbm, filled, drained, warpgroup, steps)
             scale = bounds_hbm[0]
 
             def compute(row_tile: Any, before: Any) -> None:
@@ -146,26 +154,26 @@ def _program(
                 best = (lowest,) * kept, (nobody,) * kept
 
                 scores, squares, lost = ring.contract(before, scale, (nothing, nothing))
-                best = _merged(best, _tile_best(scores, half_hbm, lax.rem(before, 1), config))
+                best = merged(best, tile_best(scores, half_hbm, lax.rem(before, 1), config))
 
                 def tile_step(tile: Any, best: Any) -> Any:
                     scores, *_ = ring.contract(before + tile * steps, scale, None)
-                    return _merged(best, _tile_best(scores, half_hbm, tile, config))
+                    return merged(best, tile_best(scores, half_hbm, tile, config))
 
                 if tiles > 1:
                     best = lax.fori_loop(1, tiles, tile_step, best)
-                error = _error(squares, lost, best[0][0], bounds_hbm, width)
+                error = error_bound(squares, lost, best[0][0], bounds_hbm, width, COLUMN_BITS)
                 threshold = best[0][0] - 2 * error
                 number = nobody
                 for value in best[0]:
                     # Not below: what cannot be compared counts too.
                     number = number + jnp.where(value < threshold, 0, 1).astype(jnp.int32)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for place, vector in enumerate((*best[1], number)):
+                for place, vector in enumerate(packed((*best[1], number), count)):
                     found_smem[warpgroup, place] = vector
                 plgpu.commit_smem()
                 start = row_tile * PROGRAM_ROWS + warpgroup * ROWS
-                for place in range(kept + 1):
+                for place in range(words_of(kept, count)):
                     plgpu.copy_smem_to_gmem(found_smem.at[warpgroup, place], out_hbm.at[place, pl.ds(start, ROWS)])
 
             each_row_tile(compute)
@@ -175,8 +183,11 @@ def _program(
 class _Ring:
     """A computing warpgroup's side of the ring."""
 
-    def __init__(self, x_smem: Any, codes_smem: Any, filled: Any, drained: Any, warpgroup: Any, steps: int) -> None:
+    def __init__(
+        self, x_smem: Any, codes_smem: Any, centre_hbm: Any, filled: Any, drained: Any, warpgroup: Any, steps: int
+    ) -> None:
         self.x_smem, self.codes_smem, self.filled, self.drained = x_smem, codes_smem, filled, drained
+        self.centre_hbm = centre_hbm
         self.warpgroup, self.steps = warpgroup, steps
         self.stages = codes_smem.shape[0]
 
@@ -191,7 +202,7 @@ class _Ring:
                 wide = raw.astype(jnp.float32)
                 norms = norms[0] + (wide * wide).sum(axis=1), norms[1]
             return narrow, norms
-        wide = raw * scale
+        wide = (raw - across(self.centre_hbm, lax.rem(turn, self.steps) * DEPTH, (ROWS, DEPTH))) * scale
         narrow = wide.astype(self.codes_smem.dtype)
         if norms is not None:
             lost = wide - narrow.astype(jnp.float32)
@@ -234,15 +245,15 @@ class _Ring:
         return made if carried else (*made, None, None)
 
 
-def _tile_best(scores: Any, half_hbm: Any, tile: Any, config: SearchConfig) -> tuple[list[Any], list[Any]]:
+def tile_best(scores: Any, half_hbm: Any, tile: Any, config: SearchConfig) -> tuple[list[Any], list[Any]]:
     """The best `kept` scores of a tile and their indices, by row.
 
     The low bits of a score are replaced by its column, so that one maximum finds both; the bound on the error knows.
     """
     keys = []
     for start in range(0, config.tile, PIECE):
-        half = load(half_hbm.at[pl.ds(tile * config.tile + start, PIECE)], COLUMN_LAYOUT, optimized=False)
-        score = scores[:, start : start + PIECE] - lax.broadcast_in_dim(half, (ROWS, PIECE), (1,))
+        half = across(half_hbm, tile * config.tile + start, (ROWS, PIECE))
+        score = scores[:, start : start + PIECE] - half
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=LAYOUT) + start
         bits = (lax.bitcast_convert_type(score, jnp.int32) & OTHER_BITS) | column
         keys.append(lax.bitcast_convert_type(bits, jnp.float32))
@@ -258,25 +269,31 @@ def _tile_best(scores: Any, half_hbm: Any, tile: Any, config: SearchConfig) -> t
     return values, indices
 
 
-def _merged(best: Any, new: Any) -> Any:
-    """Both lists as one, the best first, as long as the first."""
+def across(ref: Any, first: Any, shape: tuple[int, int]) -> Any:
+    """Some numbers of `ref` [n], one a column, in all rows of `shape`."""
+    line = load(ref.at[pl.ds(first, shape[1])], COLUMN_LAYOUT, optimized=False)
+    return lax.broadcast_in_dim(line, shape, (1,))
+
+
+def merged(best: Any, new: Any) -> Any:
+    """Both lists as one, the best first, as long as the first. Both are in order."""
     values, indices = list(best[0]), list(best[1])
-    for value, index in zip(*new, strict=True):
-        for place in range(len(values)):
+    for number, (value, index) in enumerate(zip(*new, strict=True)):
+        for place in range(number, len(values)):  # as many are ahead of it at the least
             better = value > values[place]
             values[place], value = jnp.where(better, value, values[place]), jnp.where(better, values[place], value)
             indices[place], index = jnp.where(better, index, indices[place]), jnp.where(better, indices[place], index)
     return tuple(values), tuple(indices)
 
 
-def _error(squares: Any, lost: Any, highest: Any, bounds_hbm: Any, width: int) -> Any:
+def error_bound(squares: Any, lost: Any, highest: Any, bounds: Any, width: int, column_bits: int) -> Any:
     """How far a score may be from the true one, for those near the best.
 
     With x̂ = x - δx and ĉ = c - δc: |x·c - x̂·ĉ| ≤ |x||δc| + |δx||ĉ| by Cauchy-Schwarz. The tensor cores add 16 products
     at a time and cut, not round, what does not fit a float32: two units a step of the largest sum, and a margin. The
-    codes' half norms are rounded sums. The column that took the score's low 8 bits changed it by 2⁻¹⁵ of itself.
+    codes' half norms are rounded sums. The column took the score's low bits: of 8 bits that is 2⁻¹⁵ of it at the most.
     """
-    largest, rounded_off = bounds_hbm[1], bounds_hbm[2]
+    largest, rounded_off = bounds[1], bounds[2]
 
     def root(x: Any) -> Any:
         return x * lax.rsqrt(jnp.maximum(x, TINY))
@@ -284,4 +301,4 @@ def _error(squares: Any, lost: Any, highest: Any, bounds_hbm: Any, width: int) -
     row, row_lost = root(squares), root(lost)
     added = (width / 8 + 16) * 2.0**-22
     error = row * rounded_off + row_lost * largest + row * (largest * added) + largest * largest * 2.0**-20
-    return 1.01 * (error + jnp.abs(highest) * 2.0**-15)
+    return 1.01 * (error + jnp.abs(highest) * (column_bits * 2.0**-23))

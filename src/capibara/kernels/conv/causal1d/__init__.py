@@ -1,0 +1,1 @@
+"""Short causal convolutions of sequences, one filter a channel."""

@@ -1,0 +1,141 @@
+"""conv2d: the public function, and the op behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from capibara.errors import rule_error
+from capibara.kernels.context import current_target
+from capibara.kernels.conv.conv2d import gradient, pallas_gpu, pallas_tpu, rules, winograd, xla
+from capibara.kernels.conv.conv2d.cases import CASES
+from capibara.kernels.conv.conv2d.points import TILES
+from capibara.kernels.conv.conv2d.reference import reference
+from capibara.kernels.dispatch import run
+from capibara.kernels.op import Gradient, Implementation, Op, register
+from capibara.kernels.operands import as_array
+
+CONV2D: Op = Op(
+    "conv2d",
+    family="conv",
+    reference=reference,
+    operands=("inputs", "filters"),
+    params={
+        "strides": (1, 1), "padding": "SAME", "dilation": (1, 1), "groups": 1, "precision": None, "tile_size": None,
+    },
+    hints=("tile_size",),
+    check=rules.check,
+    cost=rules.cost,
+    tolerance=rules.tolerance,
+    gradient=Gradient(gradient.forward, lambda *args: gradient.backward(CONV2D, *args)),
+    batch=gradient.batch,
+    partition=gradient.PARTITION,
+    cases=CASES,
+)  # fmt: skip
+for _made in (
+    xla.IMPLEMENTATION,
+    *winograd.IMPLEMENTATIONS,
+    xla.DIRECT,
+    pallas_tpu.IMPLEMENTATION,
+    pallas_gpu.IMPLEMENTATION,
+    Implementation("reference", reference, rank=lambda call: -1),
+):
+    CONV2D.implement(_made)
+
+
+def conv2d(
+    inputs: Float[Array, "N H W C"],
+    filters: Float[Array, "R S Cg O"],
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: str | Sequence[Sequence[int]] = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    precision: str | None = None,
+    tile_size: int | None = None,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Float[Array, "N Y X O"]:
+    """The convolution of images with filters, summed in float32, by the fastest implementation that takes it.
+
+    Args:
+      inputs: images, rows, columns, channels (NHWC).
+      filters: rows, columns, channels of a group, outputs (HWIO), of the inputs' type.
+      strides, dilation: one number, or one for rows and one for columns.
+      padding: "SAME", "VALID", or the zeros around the image, ((top, bottom), (left, right)).
+      groups: how many groups the channels, and the outputs, are divided into.
+      precision: None, "default", "high" or "highest": how the matrix units multiply float32.
+      tile_size: ask for Winograd's form with this output tile, 2, 4 or 6. A convolution that it is not made for (other
+        than 3x3, stride 1, no dilation, one group) runs on another implementation, which `explain` shows and the log
+        says once.
+      implementation: force one by name ("xla", "winograd2", "winograd4", "winograd6", "winograd4_gpu", "direct",
+        "pallas_tpu", "reference"); a refusal is an error. Asked for by name or tile, "winograd4" also takes 16-bit
+        operands, whose error is then about ten times the direct form's: see `winograd_error_bound`.
+      config: that implementation's tuning choices; by default from the tuned table or a rule.
+
+    >>> x = jnp.ones((1, 8, 8, 3)); w = jnp.ones((3, 3, 3, 4))
+    >>> y = conv2d(x, w, tile_size=4)
+    >>> y.shape, round(float(y[0, 3, 3, 0]), 3)
+    ((1, 8, 8, 4), 27.0)
+    """
+    arrays = as_array("conv2d", "inputs", inputs), as_array("conv2d", "filters", filters)
+    given = {
+        "strides": _pair(strides), "padding": _padding(padding), "dilation": _pair(dilation), "groups": groups,
+        "precision": precision, "tile_size": tile_size,
+    }  # fmt: skip
+    named = {f"winograd{tile}": tile for tile in TILES} | {"winograd4_gpu": 4}
+    if implementation in named and tile_size is None:
+        given["tile_size"] = named[implementation]  # to ask by name is to ask for its tile
+    elif implementation is not None and tile_size is not None and named.get(implementation) != tile_size:
+        raise rule_error(
+            "tile_size asks for a Winograd implementation", f"tile_size={tile_size} and implementation="
+            f"{implementation!r}", "leave one of them out",
+        )  # fmt: skip
+    params = {name: value for name, value in given.items() if value != CONV2D.params[name]}
+    # A tile that is asked for goes before the tuned table; a name is stronger, and makes a refusal an error.
+    prefer = None if given["tile_size"] is None else f"winograd{given['tile_size']}"
+    if prefer == "winograd4" and current_target().platform == "gpu":
+        prefer = "winograd4_gpu"  # where it refuses, the tile's own rank leads to the form in XLA
+    return run(CONV2D, arrays, params, implementation=implementation, config=config, prefer=prefer)
+
+
+def winograd_conv2d(
+    inputs: Float[Array, "N H W C"],
+    filters: Float[Array, "R S C O"],
+    *,
+    tile_size: int | None = None,
+    **options: Any,
+) -> Float[Array, "N Y X O"]:
+    """`conv2d` with Winograd's form asked for: by default F(4x4, 3x3) in float32 and F(2x2, 3x3) in 16-bit types.
+
+    >>> y = winograd_conv2d(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1)))
+    >>> round(float(y[0, 1, 1, 0]), 3)
+    9.0
+    """
+    if tile_size is None and options.get("implementation") is None:
+        # What is left for conv2d's checks to refuse has no type here.
+        tile_size = 4 if getattr(inputs, "dtype", jnp.dtype("float32")).itemsize >= 4 else 2
+    return conv2d(inputs, filters, tile_size=tile_size, **options)
+
+
+def _pair(given: Any) -> Any:
+    """One number as two; a sequence as a tuple. What is neither is left for the op's check to name."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(given)
+    if isinstance(given, jax.Array):
+        raise rule_error("strides and dilation are Python numbers", str(given), "pass an int or a pair of ints")
+    return (given, given)
+
+
+def _padding(given: Any) -> Any:
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(tuple(pair) if isinstance(pair, Sequence) else pair for pair in given)
+    return given.upper() if isinstance(given, str) else given
+
+
+CONV2D.public = conv2d
+register(CONV2D)

@@ -1,0 +1,1 @@
+"""Causal convolutions with filters as long as the sequence."""

@@ -1,0 +1,115 @@
+"""The three ops of the family on planes: the complex transform, and the real ones there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from capibara.kernels.dispatch import run
+from capibara.kernels.fft import matmul, mesh, packed, pallas_gpu, pallas_tpu, rules, xla
+from capibara.kernels.fft.cases import CASES, IRFFT_CASES, RFFT_CASES
+from capibara.kernels.fft.reference import reference, reference_irfft, reference_rfft
+from capibara.kernels.op import Gradient, Implementation, Op, register
+
+FFT: Op = Op(
+    "fft",
+    family="fft",
+    reference=reference,
+    operands=("re", "im"),
+    params=rules.PARAMS,
+    untuned=("norm", "factors"),
+    check=rules.check,
+    cost=rules.cost,
+    tolerance=rules.tolerance,
+    gradient=Gradient(mesh.forward, lambda _, *rest: mesh.backward(FFT, *rest)),
+    batch=mesh.batch,
+    partition=mesh.PARTITION,
+    cases=CASES,
+)
+
+RFFT: Op = Op(
+    "rfft",
+    family="fft",
+    reference=reference_rfft,
+    operands=("x",),
+    params=rules.REAL_PARAMS,
+    untuned=("norm",),
+    check=rules.check_rfft,
+    cost=rules.cost_rfft,
+    tolerance=rules.tolerance_rfft,
+    gradient=Gradient(mesh.forward_rfft, lambda *args: mesh.backward_rfft(IRFFT, *args)),
+    batch=mesh.batch,
+    partition=mesh.PARTITION_RFFT,
+    cases=RFFT_CASES,
+)
+
+IRFFT: Op = Op(
+    "irfft",
+    family="fft",
+    reference=reference_irfft,
+    operands=("re", "im"),
+    params={"n": 0, **rules.REAL_PARAMS},
+    untuned=("norm",),
+    check=rules.check_irfft,
+    cost=rules.cost_irfft,
+    tolerance=rules.tolerance_irfft,
+    gradient=Gradient(mesh.forward, lambda _, *rest: mesh.backward_irfft(RFFT, *rest)),
+    batch=mesh.batch,
+    partition=mesh.PARTITION_IRFFT,
+    cases=IRFFT_CASES,
+)
+
+_PACKED = packed.implementations(FFT)
+
+for _made in (
+    xla.IMPLEMENTATION,
+    matmul.IMPLEMENTATION,
+    pallas_tpu.IMPLEMENTATION,
+    pallas_gpu.IMPLEMENTATION,
+    Implementation("reference", reference, rank=lambda call: -1),
+):
+    FFT.implement(_made)
+for _made in (xla.RFFT, _PACKED[0], Implementation("reference", reference_rfft, rank=lambda call: -1)):
+    RFFT.implement(_made)
+for _made in (xla.IRFFT, _PACKED[1], Implementation("reference", reference_irfft, rank=lambda call: -1)):
+    IRFFT.implement(_made)
+
+
+def fft_planes(
+    re: jax.Array,
+    im: jax.Array,
+    *,
+    inverse: bool = False,
+    norm: str = "backward",
+    precision: str = "float32",
+    factors: tuple[int, ...] | None = None,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The transform of the last axis of re + i·im, as two float32 planes in and out.
+
+    Kernels read and write planes; `fft` takes a complex array apart and puts one together, which costs a pass over
+    memory each way unless the vendor's transform runs. What goes through several transforms can stay in planes.
+
+    Args:
+      re, im: float32 [..., n].
+      inverse, norm: the transform back, and the scale: "backward" (1/n on the way back), "ortho", "forward".
+      precision: "float32", or "bfloat16": matrix products of bfloat16 numbers with float32 sums.
+      factors: the radices to use, see `plan`; implementations that choose their own refuse it.
+      implementation, config: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "reference") and its choices.
+
+    >>> re, im = fft_planes(jnp.ones(4), jnp.zeros(4))
+    >>> re.tolist(), im.tolist()
+    ([4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0])
+    """
+    given = {"inverse": inverse, "norm": norm, "precision": precision, "factors": factors}
+    params = {name: value for name, value in given.items() if value != FFT.params[name]}
+    # On an H200 the kernel took a third of cuFFT's time where planes come in and go out, and one pass is enough.
+    kernel = "mosaic_gpu" if precision == "bfloat16" and len(re.shape) and re.shape[-1] <= pallas_gpu.TILE else None
+    return run(FFT, (re, im), params, implementation=implementation, config=config, prefer=kernel)
+
+
+register(FFT)
+register(RFFT)
+register(IRFFT)

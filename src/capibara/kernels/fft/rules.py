@@ -1,0 +1,142 @@
+"""What the transforms' ops take, what they cost, and how exact they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from capibara.errors import rule_error, unknown_name
+from capibara.kernels.fft.plan import plan
+from capibara.kernels.op import Call, Cost, describe, unit_roundoff
+
+NORMS = ("backward", "ortho", "forward")
+PRECISIONS = ("float32", "bfloat16")
+MOST_AXES = 3
+PARAMS = {"inverse": False, "norm": "backward", "precision": "float32", "axes": 1, "factors": None}
+REAL_PARAMS = {"norm": "backward", "precision": "float32"}
+
+
+def scale_of(lengths: tuple[int, ...], norm: str, inverse: bool) -> float:
+    """What numpy multiplies a transform by: 1, 1/n or 1/sqrt(n)."""
+    n = math.prod(lengths)
+    if norm == "ortho":
+        return 1 / math.sqrt(n)
+    return 1 / n if (norm == "backward") == inverse else 1.0
+
+
+def transposed_norm(norm: str) -> str:
+    """The norm that gives the transform back the same scale as `norm` gives this one."""
+    return {"backward": "forward", "forward": "backward", "ortho": "ortho"}[norm]
+
+
+KNOWN = {"norm": NORMS, "precision": PRECISIONS}
+
+
+def check_names(call: Call, *names: str) -> None:
+    """Those of the parameters that are one of a few names."""
+    for name in names or KNOWN:
+        value = call.params[name]
+        if value not in KNOWN[name]:
+            raise unknown_name(name, value, KNOWN[name])
+
+
+def _check_planes(call: Call) -> None:
+    re, im = call["re"], call["im"]
+    if re is None or im is None or re.shape != im.shape or {re.dtype, im.dtype} != {jnp.dtype("float32")}:
+        raise rule_error(
+            "A complex signal is two float32 planes of one shape", f"re={describe(re)}, im={describe(im)}",
+            "pass x.real and x.imag of a complex64 array, or call capibara.kernels.fft.fft(x)",
+        )  # fmt: skip
+
+
+def check(call: Call) -> None:
+    _check_planes(call)
+    check_names(call)
+    axes, factors = call.params["axes"], call.params["factors"]
+    shape = call.need("re").shape
+    if not isinstance(axes, int) or not 1 <= axes <= MOST_AXES:
+        raise rule_error(f"A call transforms the last 1 to {MOST_AXES} axes", f"axes={axes}", "do the others in turn")
+    if len(shape) < axes or 0 in shape[-axes:]:
+        raise rule_error("A transformed axis has one point or more", f"shape {shape}, axes={axes}", "check the shape")
+    if factors is not None:
+        if axes > 1 or not isinstance(factors, tuple):
+            raise rule_error(
+                "factors is a tuple of radices for one axis", f"factors={factors!r}, axes={axes}", "leave factors out"
+            )
+        plan(shape[-1], factors)
+
+
+def check_rfft(call: Call) -> None:
+    x = call.need("x")
+    check_names(call)
+    if x.dtype != jnp.dtype("float32") or not x.shape or x.shape[-1] == 0:
+        raise rule_error("rfft takes float32 [..., n] with n of 1 or more", describe(x), "convert, or check the shape")
+
+
+def check_irfft(call: Call) -> None:
+    _check_planes(call)
+    check_names(call)
+    n, points = call.params["n"], call.need("re").shape[-1:]
+    if not isinstance(n, int) or n < 1 or points != (n // 2 + 1,):
+        raise rule_error("irfft makes n numbers of n // 2 + 1 points", f"n={n}, {points} points", "cut or pad them")
+
+
+def _cost(batch: int, lengths: tuple[int, ...], moved: float, precision: Any) -> Cost:
+    """The customary 5 n log2 n operations, and each number moved once."""
+    n = math.prod(lengths)
+    return Cost(5.0 * max(batch, 1) * n * max(math.log2(n), 1), moved, str(precision))
+
+
+def cost(call: Call) -> Cost:
+    shape, axes = call.need("re").shape, call.params["axes"]
+    assert isinstance(axes, int)
+    moved = 16.0 * math.prod(shape)
+    return _cost(math.prod(shape[:-axes]), shape[-axes:], moved, call.params["precision"])
+
+
+def cost_rfft(call: Call) -> Cost:
+    shape = call.need("x").shape
+    batch, n = math.prod(shape[:-1]), shape[-1]
+    return _cost(batch, (n,), batch * (4.0 * n + 8 * (n // 2 + 1)), call.params["precision"])
+
+
+def cost_irfft(call: Call) -> Cost:
+    n = call.params["n"]
+    assert isinstance(n, int)
+    batch = math.prod(call.need("re").shape[:-1])
+    return _cost(batch, (n,), batch * (4.0 * n + 8 * (n // 2 + 1)), call.params["precision"])
+
+
+def tolerance_of(lengths: tuple[int, ...], precision: Any) -> float:
+    """The relative error that a right result stays under.
+
+    In bfloat16 each product rounds the data and the matrix, each by up to 2^-9: independent errors, so 2^-8 times the
+    root of the number of products, and as much again for the worst of many points. In float32 a product's sum over a
+    radix loses the root of its length, and the factors a few roundings more. A length with a large prime goes by a
+    longer transform there and back, whose errors on up to twice as many points fall on its own.
+    """
+    plans = [plan(n) for n in lengths]
+    products = sum(p.products for p in plans)
+    longer = 2.0 if any(p.padded for p in plans) else 1.0
+    if precision == "bfloat16":
+        return 2 * longer * 2**-8 * math.sqrt(products)
+    return longer * unit_roundoff("float32") * (16 + 4 * math.sqrt(sum(sum(p.factors) for p in plans)))
+
+
+def tolerance(call: Call) -> float:
+    axes = call.params["axes"]
+    assert isinstance(axes, int)
+    return tolerance_of(call.need("re").shape[-axes:], call.params["precision"])
+
+
+def tolerance_rfft(call: Call) -> float:
+    """As the complex transform's, twice: two halves are told apart by sums and differences."""
+    return 2 * tolerance_of(call.need("x").shape[-1:], call.params["precision"])
+
+
+def tolerance_irfft(call: Call) -> float:
+    n = call.params["n"]
+    assert isinstance(n, int)
+    return 2 * tolerance_of((n,), call.params["precision"])

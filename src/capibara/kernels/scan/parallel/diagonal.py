@@ -1,0 +1,121 @@
+"""All steps at once where every leaf is scale * leaf + offset: the coefficients, the recurrences, then the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.kernels.scan.parallel import affine
+from capibara.kernels.scan.parallel.affine import Affine
+from capibara.kernels.scan.parallel.sequential import Leaves, in_segments
+from capibara.kernels.scan.parallel.step import Step, is_literal, needed
+from capibara.kernels.scan.recurrence.api import linear_recurrence
+
+Rounds = Sequence[Sequence[int]]
+
+
+def run(step: Step, rounds: Rounds, segments: int, checkpoints: bool, implementation: str | None) -> Any:
+    """(final carry, outputs) as leaves. Segments follow one another; inside one, all steps run at once."""
+
+    def segment(carry: Leaves, xs: Leaves, steps: int) -> tuple[Leaves, Leaves]:
+        # In one piece, the trajectories are kept and only what is computed from them is computed again.
+        again = jax.checkpoint if checkpoints and segments == 1 else _once
+        paths = trajectories(step, rounds, carry, xs, steps, implementation, again)
+        ends = tuple(paths[i][0 if step.reverse else -1] for i in range(step.size))
+        return ends, outputs(step, paths, carry, xs, steps, again)
+
+    if segments == 1:
+        return segment(step.init, step.xs, step.length)
+    return in_segments(segment, step.init, step.xs, step.length, segments, step.reverse, checkpoints)
+
+
+def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
+
+
+def trajectories(
+    step: Step, rounds: Rounds, carry: Leaves, xs: Leaves, steps: int, implementation: str | None, again: Any
+) -> dict[int, Any]:
+    """For each leaf of the rounds, its value after every step."""
+    known: dict[int, Any] = {}
+    for found in rounds:
+        before = {i: shifted(path, carry[i], step.reverse) for i, path in known.items()}
+        plain: dict[int, bool] = {}
+
+        def coefficients(before: dict[int, Any], x: Leaves, found: Any = found, plain: Any = plain) -> dict[int, Any]:
+            made = {i: affine.split(step, i, [before.get(j) for j in range(step.size)], x) for i in found}
+            plain.update((i, not isinstance(one, Affine)) for i, one in made.items())
+            return {i: (one.scale, one.offset) if isinstance(one, Affine) else one for i, one in made.items()}
+
+        parts = jax.vmap(again(coefficients), axis_size=steps)(before, xs)
+        for i in found:
+            if plain[i]:
+                known[i] = jnp.broadcast_to(parts[i], (steps, *carry[i].shape)).astype(carry[i].dtype)
+            else:
+                scale, offset = parts[i]
+                known[i] = recurrence(scale, offset, carry[i], steps, step.reverse, implementation)
+    return known
+
+
+def takes(dtype: Any) -> bool:
+    """Whether `linear_recurrence` keeps a leaf's digits: its state is float32, or complex64."""
+    widest = 8 if jnp.issubdtype(dtype, jnp.complexfloating) else 4
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and dtype.itemsize <= widest
+
+
+def recurrence(scale: Any, offset: Any, first: Any, steps: int, reverse: bool, implementation: str | None) -> Any:
+    """h = scale * h + offset from `first`, after every step; no scale is 1, no offset 0, both have time in front."""
+    shape, dtype = (steps, *first.shape), first.dtype
+
+    def full(part: Any, otherwise: int) -> Any:
+        if part is None:
+            return jnp.full(shape, otherwise, dtype)
+        return jnp.broadcast_to(part.reshape(steps, *(1,) * (len(shape) - part.ndim), *part.shape[1:]), shape)
+
+    if scale is None and offset is None:
+        return jnp.broadcast_to(first, shape)
+    if takes(dtype):
+        made = linear_recurrence(
+            full(scale, 1), full(offset, 0), first, reverse=reverse, axis=0, implementation=implementation
+        )
+        return made.astype(dtype)
+    # Whole numbers wrap around, which is exact in any order; float64 keeps its digits. The first step takes the carry.
+    at = -1 if reverse else 0
+    if scale is None and jnp.issubdtype(dtype, jnp.integer):
+        return jax.lax.cumsum(full(offset, 0).at[at].add(first), axis=0, reverse=reverse)
+    a, b = full(scale, 1), full(offset, 0)
+    b = b.at[at].add(a[at] * first)
+    return jax.lax.associative_scan(lambda u, v: (u[0] * v[0], v[0] * u[1] + v[1]), (a, b), reverse=reverse)[1]
+
+
+def shifted(path: Any, first: Any, reverse: bool) -> Any:
+    """Each step's old value from the values after every step."""
+    pair = (path[1:], first[None]) if reverse else (first[None], path[:-1])
+    return jnp.concatenate(pair)
+
+
+def outputs(step: Step, paths: dict[int, Any], carry: Leaves, xs: Leaves, steps: int, again: Any) -> Leaves:
+    """The step's outputs at every step, from the known carries."""
+    jaxpr = step.jaxpr
+    wanted = jaxpr.outvars[step.size :]
+    inputs = set(jaxpr.invars) | set(jaxpr.constvars)
+    new = {v: i for i, v in enumerate(jaxpr.outvars[: step.size]) if not is_literal(v) and v not in inputs}
+    if all(not is_literal(v) and v in new for v in wanted):
+        return tuple(paths[new[v]] for v in wanted)
+    given = dict.fromkeys([*new, *jaxpr.constvars, *jaxpr.invars])
+    used = {v for eqn in needed(jaxpr.eqns, wanted, given) for v in eqn.invars if not is_literal(v)}
+    used |= {v for v in wanted if not is_literal(v)}
+    old = {i: shifted(paths[i], carry[i], step.reverse) for i in range(step.size) if jaxpr.invars[i] in used}
+    after = {v: paths[i] for v, i in new.items() if v in used}
+
+    def made(old: dict[int, Any], after: list[Any], x: Leaves) -> Leaves:
+        env = {jaxpr.invars[i]: value for i, value in old.items()}
+        env |= dict(zip(jaxpr.invars[step.size :], x, strict=True))
+        env |= dict(zip(after_names, after, strict=True))
+        return tuple(step.values(wanted, env))
+
+    after_names = list(after)
+    return tuple(jax.vmap(again(made), axis_size=steps)(old, list(after.values()), xs))

@@ -1,0 +1,1 @@
+"""The selective scan of Mamba, and its single step for decoding."""

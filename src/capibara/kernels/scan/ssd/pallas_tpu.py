@@ -1,0 +1,156 @@
+"""State space duality for the TPU, in Pallas (Mosaic): a head's chunks of 128 steps in order, its state in VMEM.
+
+The grid is (batch, heads, chunks), the last in order. A chunk is four products of 128 rows; the state [N, P] waits in
+float32 in VMEM from one chunk to the next. Running sums of log_decay come ready made, as lanes, and are turned once
+where rows need them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from capibara.kernels import vmem
+from capibara.kernels.context import current_interpret
+from capibara.kernels.op import Call, Implementation
+from capibara.kernels.scan.ssd.rules import sizes_of
+from capibara.kernels.transforms import out_struct
+
+CHUNK = 128  # steps: the lanes of a register
+LINES = 8  # a register's sublanes, of which three are used: running sums, dt, dt · decay to the chunk's end
+
+
+def refuses(call: Call) -> str | None:
+    n = sizes_of(call)
+    if 0 in (n.batch, n.time):
+        return "x is empty"
+    kinds = {np.dtype(call.need(name).dtype).name for name in ("x", "B", "C")}
+    if len(kinds) > 1 or not kinds <= {"bfloat16", "float32"}:
+        return f"x, B and C are all bfloat16 or all float32, not {', '.join(sorted(kinds))}"
+    if any(x is not None and np.dtype(x.dtype).name not in ("bfloat16", "float32") for x in call.args):
+        return "a TPU's vector units take bfloat16 and float32"
+    if call.params["chunk"] not in (None, CHUNK):
+        return f"its chunks are {CHUNK} steps, not {call.params['chunk']}"
+    padded = [math.ceil(size / 128) * 128 for size in (n.states, n.width)]
+    # Two of each block in float32, the state four times, and some squares of scores.
+    needed = 4 * (2 * CHUNK * 2 * sum(padded) + 4 * padded[0] * padded[1] + 6 * CHUNK * CHUNK)
+    return None if needed <= vmem.limit(call) else f"a state of {n.states} x {n.width} does not fit the core's VMEM"
+
+
+def _body(*given: Any, names: tuple[str, ...], has_steps: bool) -> None:
+    refs = dict(zip(names, given, strict=True))
+    number, state = pl.program_id(2), refs["state"]
+
+    @pl.when(number == 0)
+    def _() -> None:
+        state[...] = refs["initial_state"][...] if "initial_state" in refs else jnp.zeros_like(state)
+
+    x, b, c = refs["x"][...], refs["B"][...], refs["C"][...]
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def product(left: Any, right: Any, over: tuple[int, int]) -> Any:
+        axes = (((over[0],), (over[1],)), ((), ()))
+        return lax.dot_general(left, right, axes, precision=precision, preferred_element_type=jnp.float32)
+
+    lines = refs["lines"][...]
+    columns = lines.T  # [steps, lines]
+    sums, turned, to_end = lines[0:1], columns[:, 0:1], columns[:, 2:3]
+    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+    weights = jnp.exp(jnp.where(row >= column, turned - sums, -jnp.inf))
+    if has_steps:
+        weights = weights * lines[1:2]
+    weights = (product(c, b, (1, 1)) * weights).astype(x.dtype)
+    before = state[...]
+    y = product(weights, x, (1, 0)) + jnp.exp(turned) * product(c, before.astype(x.dtype), (1, 0))
+    wide = x.astype(jnp.float32)
+    if "D" in refs:
+        y = y + refs["D"][0:1, 0:1] * wide
+    refs["y"][...] = y.astype(x.dtype)
+    after = jnp.exp(sums[:, CHUNK - 1 :]) * before + product(b, (wide * to_end).astype(x.dtype), (0, 0))
+    state[...] = after
+    if "final" in refs:
+
+        @pl.when(number == pl.num_programs(2) - 1)
+        def _() -> None:
+            refs["final"][...] = after
+
+
+def pallas_tpu(
+    x: jax.Array, log_decay: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array | None = None,
+    D: jax.Array | None = None, initial_state: jax.Array | None = None, *, return_final_state: bool,
+    chunk: int | None = None,
+) -> Any:  # fmt: skip
+    """The forward pass as one Pallas call; see the module's text."""
+    assert chunk in (None, CHUNK)  # `refuses` has seen to it
+    batch, time, heads, width = x.shape
+    groups, states = B.shape[2:]
+    chunks = math.ceil(time / CHUNK)
+    length = chunks * CHUNK
+
+    def heads_first(v: jax.Array) -> jax.Array:
+        """[batch, time, heads, ...] as [batch, heads, time, ...], whole chunks."""
+        moved = jnp.moveaxis(v, 2, 1)
+        return jnp.pad(moved, ((0, 0), (0, 0), (0, length - time), *((0, 0),) * (v.ndim - 3)))
+
+    by_chunk = heads_first(log_decay.astype(jnp.float32)).reshape(batch, heads, chunks, CHUNK)
+    sums = jnp.cumsum(by_chunk, -1)
+    steps = jnp.ones_like(sums) if dt is None else heads_first(dt.astype(jnp.float32)).reshape(sums.shape)
+    lines = jnp.stack([sums, steps, jnp.exp(sums[..., -1:] - sums) * steps], -2)
+    lines = jnp.pad(lines, ((0, 0), (0, 0), (0, 0), (0, LINES - 3), (0, 0)))
+
+    each = heads // groups
+    of_head = pl.BlockSpec((None, None, CHUNK, width), lambda b, h, k: (b, h, k, 0))
+    of_group = pl.BlockSpec((None, None, CHUNK, states), lambda b, h, k: (b, lax.div(h, each), k, 0))
+    of_state = pl.BlockSpec((None, None, states, width), lambda b, h, k: (b, h, 0, 0))
+    operands: dict[str, tuple[Any, Any]] = {
+        "x": (heads_first(x), of_head),
+        "B": (heads_first(B), of_group),
+        "C": (heads_first(C), of_group),
+        "lines": (lines, pl.BlockSpec((None, None, None, LINES, CHUNK), lambda b, h, k: (b, h, k, 0, 0))),
+    }
+    if D is not None:
+        spread = jnp.broadcast_to(D.astype(jnp.float32)[:, None, None], (heads, LINES, CHUNK))
+        operands["D"] = (spread, pl.BlockSpec((None, LINES, CHUNK), lambda b, h, k: (h, 0, 0)))
+    if initial_state is not None:
+        operands["initial_state"] = (initial_state.astype(jnp.float32), of_state)
+    outs = {"y": (out_struct((batch, heads, length, width), x.dtype, x), of_head)}
+    if return_final_state:
+        outs["final"] = (out_struct((batch, heads, states, width), jnp.float32, x), of_state)
+    flops = 2 * batch * heads * length * (CHUNK * (states + width) + 2 * states * width)
+    y, *last = pl.pallas_call(
+        functools.partial(_body, names=(*operands, *outs, "state"), has_steps=dt is not None),
+        out_shape=[struct for struct, _ in outs.values()],
+        grid=(batch, heads, chunks),
+        in_specs=[spec for _, spec in operands.values()],
+        out_specs=[spec for _, spec in outs.values()],
+        scratch_shapes=[pltpu.VMEM((states, width), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=flops,
+            transcendentals=batch * heads * length * CHUNK,
+            bytes_accessed=sum(v.size * v.dtype.itemsize for v, _ in operands.values()) + x.size * x.dtype.itemsize,
+        ),
+        interpret=current_interpret().pallas_argument(),
+        name="capibara_ssd",
+    )(*(v for v, _ in operands.values()))
+    y = jnp.moveaxis(y[:, :, :time], 1, 2)
+    return (y, last[0]) if return_final_state else y
+
+
+IMPLEMENTATION = Implementation(
+    "pallas_tpu",
+    pallas_tpu,
+    platforms=("tpu",),
+    refuses=refuses,
+    rank=lambda call: 20,  # predicted: as compiled for v4 it moves a fifth of the bytes of XLA's form
+    kernel=True,
+    hints=("chunk",),
+)

@@ -1,0 +1,71 @@
+"""The convolution by transforms against the sum it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.kernels import fft
+from capibara.kernels.fft.rules import tolerance_of
+
+
+def _normal(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype("float32")
+
+
+def _direct(x: Any, h: Any) -> Any:
+    """The definition, in float64 where x is."""
+    time = x.shape[2]
+    padded = np.pad(x, ((0, 0), (0, 0), (h.shape[1] - 1, 0)))
+    return sum(h[:, s, None] * padded[:, :, h.shape[1] - 1 - s :][:, :, :time] for s in range(h.shape[1]))
+
+
+def _error(got: Any, wanted: Any) -> float:
+    assert got.shape == wanted.shape
+    return float(np.linalg.norm(np.asarray(got, "float64") - wanted) / np.linalg.norm(wanted))
+
+
+def _bound(length: int, precision: str) -> float:
+    """Three transforms: of the signal, of the filter, and back; and the products of spectra, a few roundings."""
+    return 3 * tolerance_of((length,), precision)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "taps"), [(4, 9), (3, 1), (1, 40)])
+def test_values_and_gradients(batch: int, taps: int, precision: str) -> None:
+    x, h, flow = _normal(batch, 2, 21), _normal(2, taps), _normal(batch, 2, 21, seed=1)
+    bound = _bound(fft.smooth_length(21 + min(taps, 21) - 1), precision)
+
+    @jax.jit
+    def both(x: Any, h: Any, flow: Any) -> Any:
+        made, pull = jax.vjp(lambda x, h: fft.fft_convolve(x, h, precision=precision), x, h)
+        return made, *pull(flow)
+
+    got, dx, dh = both(x, h, flow)
+    assert _error(got, _direct(x.astype("float64"), h.astype("float64"))) < bound
+    # A correlation is the convolution of the reversed flow, read backwards.
+    wanted_dx = _direct(flow[:, :, ::-1].astype("float64"), h.astype("float64"))[:, :, ::-1]
+    lags = [np.einsum("bct,bct->c", flow[:, :, s:], x[:, :, : 21 - s], dtype="float64") for s in range(min(taps, 21))]
+    wanted_dh = np.pad(np.stack(lags, 1), ((0, 0), (0, max(taps - 21, 0))))
+    assert _error(dx, wanted_dx) < bound
+    assert _error(dh, wanted_dh) < bound
+
+
+def test_vmap_and_type() -> None:
+    x, h = _normal(3, 2, 2, 10), _normal(3, 2, 4)
+    got = jax.vmap(fft.fft_convolve)(jnp.asarray(x, "bfloat16"), jnp.asarray(h))
+    assert got.dtype == jnp.bfloat16
+    wanted = np.stack([_direct(a, b) for a, b in zip(x, h, strict=True)])
+    assert _error(got.astype("float32"), wanted) < 2 * 2**-9 + _bound(15, "float32")  # x rounded, and the result
+
+
+def test_bad_calls_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match="each channel one filter"):
+        fft.fft_convolve(jnp.ones((2, 3, 8)), jnp.ones((2, 8)))
+    with pytest.raises(ValueError, match="precision"):
+        fft.fft_convolve(jnp.ones((2, 3, 8)), jnp.ones((3, 8)), precision="float64")

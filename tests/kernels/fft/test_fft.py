@@ -1,0 +1,196 @@
+"""The transforms as numpy.fft has them, beyond what every op must pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from capibara.errors import ImplementationRefused
+from capibara.kernels import explain, fft, target
+from capibara.kernels.fft.matmul import LARGEST_TABLE, table
+from capibara.kernels.fft.rules import tolerance_of
+from capibara.kernels.fft.twiddles import twiddles
+
+
+def _complex(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    draw = np.random.default_rng((seed, *shape)).standard_normal((2, *shape))
+    return (draw[0] + 1j * draw[1]).astype("complex64")
+
+
+def _error(got: Any, wanted: Any) -> float:
+    assert got.shape == wanted.shape
+    return float(np.linalg.norm(np.asarray(got) - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("norm", [None, "ortho", "forward"])
+@pytest.mark.parametrize("implementation", ["xla", "matmul"])
+def test_numpy_agrees_on_axis_length_and_norm(implementation: str, norm: str | None) -> None:
+    x = _complex(5, 12, 3)
+    for n, ours, numpys in ((12, fft.fft, np.fft.fft), (10, fft.ifft, np.fft.ifft), (15, fft.fft, np.fft.fft)):
+        got = ours(x, n, axis=1, norm=norm, implementation=implementation)
+        assert _error(got, numpys(x, n, axis=1, norm=norm)) < tolerance_of((n,), "float32")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_real_transforms_are_numpys(precision: str) -> None:
+    x = _complex(3, 14).real
+    for n in (14, 9, 16):
+        bound = 2 * tolerance_of((n,), precision)
+        half = fft.rfft(x, n, norm="ortho", precision=precision)
+        assert _error(half, np.fft.rfft(x, n, norm="ortho")) < bound
+        back = fft.irfft(_complex(3, 9), n, norm="forward", precision=precision)
+        assert _error(back, np.fft.irfft(_complex(3, 9), n, norm="forward")) < bound
+    # Two axes: as many transforms again.
+    assert _error(fft.rfft2(x, precision=precision), np.fft.rfft2(x)) < 2 * bound
+    plane = _complex(4, 5)
+    assert _error(fft.irfft2(plane, s=(3, 7), precision=precision), np.fft.irfft2(plane, s=(3, 7))) < 2 * bound
+
+
+def test_several_axes_are_numpys() -> None:
+    x = _complex(2, 3, 4, 5)
+    bound = tolerance_of((2, 3, 4, 5), "float32")
+    assert _error(fft.fft2(x, axes=(0, 2), implementation="matmul"), np.fft.fft2(x, axes=(0, 2))) < bound
+    assert _error(fft.ifft2(x, s=(3, 4)), np.fft.ifft2(x, s=(3, 4))) < bound
+    assert _error(fft.fftn(x, norm="ortho"), np.fft.fftn(x, norm="ortho")) < bound
+    assert _error(fft.ifftn(x, s=(2, 2, 2), axes=(0, 1, 3)), np.fft.ifftn(x, s=(2, 2, 2), axes=(0, 1, 3))) < bound
+
+
+def test_bfloat16_is_as_exact_as_the_documents_say() -> None:
+    """About half of 2^-8 times the root of the number of products, for any number of radices: never more than all of
+    it, and much more than float32 would have, so that the products are seen to be in bfloat16."""
+    for n in (64, 4096, 27000, 1009):
+        x = _complex(2, n)
+        unit = 2**-8 * fft.plan(n).products ** 0.5
+        assert 0.3 * unit < _error(fft.fft(x, precision="bfloat16"), np.fft.fft(x)) < unit
+
+
+@pytest.mark.newest
+def test_the_gradient_of_a_real_loss() -> None:
+    """d/dx of |fft(x)|² weighted: against jnp.fft's own derivative, for every form."""
+    x, weight = _complex(3, 10), _complex(3, 10, seed=1).real
+
+    def loss(transform: Any) -> Any:
+        def of(x: jax.Array) -> jax.Array:
+            y = transform(x)
+            return (jnp.abs(y) ** 2 * weight[:, : y.shape[1]]).sum()
+
+        return jax.jit(jax.grad(of))
+
+    pairs = (
+        (lambda x: fft.ifft(x, implementation="matmul", norm="ortho"), lambda x: jnp.fft.ifft(x, norm="ortho")),
+        (lambda x: fft.rfft(x.real, implementation="packed"), lambda x: jnp.fft.rfft(x.real)),
+        (lambda x: fft.irfft(x, 9, implementation="packed"), lambda x: jnp.fft.irfft(x, 9)),
+    )
+    for ours, jaxs in pairs:
+        # Four times the forward tolerance: the loss squares the result, and the gradient transforms it back.
+        assert _error(loss(ours)(x), np.asarray(loss(jaxs)(x))) < 4 * tolerance_of((10,), "float32")
+
+
+def test_what_is_chosen_where() -> None:
+    x = jax.ShapeDtypeStruct((16, 4096), "complex64")
+    for platform, precision, name in (
+        ("cpu", "float32", "xla"), ("gpu", "float32", "xla"), ("tpu", "float32", "matmul"),
+        ("cpu", "bfloat16", "matmul"), ("tpu", "bfloat16", "matmul"),
+    ):  # fmt: skip
+        with target(platform):
+            assert explain(lambda x, p=precision: fft.fft(x, precision=p), x).implementation == name
+
+
+def test_a_complex_array_costs_no_pass_in_front_of_the_vendors_transform() -> None:
+    """Taking it apart and putting it together cancel: the program is the transform alone."""
+    compiled = jax.jit(fft.fft).lower(jnp.zeros((4, 8), jnp.complex64)).compile().as_text()
+    assert "fft(" in compiled
+    assert "real(" not in compiled
+    assert "complex(" not in compiled
+
+
+def test_factors_are_used_or_refused() -> None:
+    x = _complex(2, 12)
+    text = jax.jit(lambda x: fft.fft(x, factors=(2, 6), implementation="matmul")).lower(x).as_text()
+    assert "2x2x2x2x" in text.replace("tensor<", "")  # the radix-2 matrix on planes, beside a signal in two parts
+    with pytest.raises(ImplementationRefused, match="chooses its own radices"):
+        fft.fft(x, factors=(2, 6), implementation="xla")
+    with pytest.raises(ValueError, match=r"product is the length, 12.*use factors=\(12,\)"):
+        fft.fft(x, factors=(2, 5))
+    with pytest.raises(ValueError, match=r"from 1 to 128.*use factors=\(16, 16\)"):
+        fft.plan(256, (256,))
+    with pytest.raises(ValueError, match="goes by a longer transform"):
+        fft.plan(262, (2, 131))
+
+
+def test_bad_calls_say_what_to_do() -> None:
+    x = _complex(2, 12)
+    with pytest.raises(ValueError, match="norm"):
+        fft.fft(x, norm="orthogonal")
+    with pytest.raises(ValueError, match="at least one point"):
+        fft.fft(x, 0)
+    with pytest.raises(ValueError, match="one of the array's"):
+        fft.fft(x, axis=2)
+    with pytest.raises(ValueError, match="use fft for complex"):
+        fft.rfft(x)
+    with pytest.raises(ValueError, match="precision"):
+        fft.fft(x, precision="float16")
+    with pytest.raises(ValueError, match="keyword of a transform"):
+        fft.fft(x, radix=2)
+    with pytest.raises(ValueError, match="once"):
+        fft.fft2(x, axes=(0, -2))
+
+
+def test_plans_are_few_and_large_radices() -> None:
+    for n in range(1, 600):
+        made = fft.plan(n)
+        assert np.prod(made.factors) == (made.padded or n)
+        assert max(made.factors) <= 128
+        if made.padded:
+            assert made.padded >= 2 * n - 1
+    assert fft.plan(1 << 24).factors == (64, 64, 64, 64)
+
+
+def test_a_long_table_of_two_small_ones_is_as_exact() -> None:
+    left, radix = 3 << 14, 16
+    assert left * radix > LARGEST_TABLE
+    made = np.asarray(table(left * radix, left, radix, False))
+    # One rounding for each factor, and three in their product.
+    assert np.abs(made - twiddles(left * radix, left, radix, False)).max() < 5 * 2**-24
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_sharded_along_its_own_axis(inverse: bool) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "time"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:8])
+    x = _complex(2, 96)
+    wanted = np.fft.ifft(x, norm="ortho") if inverse else np.fft.fft(x)
+    how: dict[str, Any] = {"axis_name": "time", "inverse": inverse, "norm": "ortho" if inverse else None}
+    bound = tolerance_of((12, 8), "float32")
+    with_mesh = fft.sharded_fft(x, mesh=mesh, **how)
+    assert _error(with_mesh, wanted) < bound
+    assert "time" in str(with_mesh.sharding.spec)
+
+    spec = P("data", "time")
+    local = jax.jit(jax.shard_map(lambda x: fft.sharded_fft(x, **how), mesh=mesh, in_specs=spec, out_specs=spec))
+    assert _error(local(x), wanted) < bound
+    text = local.lower(x).compile().as_text()
+    assert "all-to-all" in text
+    assert "all-gather" not in text
+
+    weight = _complex(2, 96, seed=1).real
+    if inverse:
+        coarse = _error(fft.sharded_fft(x, mesh=mesh, precision="bfloat16", **how), wanted)
+        assert bound < coarse < tolerance_of((12, 8), "bfloat16")
+        return
+    grad = jax.jit(jax.grad(lambda x, f: (jnp.abs(f(x)) ** 2 * weight).sum()), static_argnums=1)
+    assert _error(grad(x, local), np.asarray(grad(x, jnp.fft.fft))) < 4 * bound
+
+
+def test_a_sharded_length_must_divide() -> None:
+    mesh = jax.make_mesh((4,), ("time",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    with pytest.raises(ValueError, match="pad it to 16"):
+        fft.sharded_fft(jnp.zeros(12), axis_name="time", mesh=mesh)
+    with pytest.raises(ValueError, match="mesh axis"):
+        fft.sharded_fft(jnp.zeros(16), axis_name="tiem", mesh=mesh)

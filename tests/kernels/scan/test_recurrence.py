@@ -1,0 +1,266 @@
+"""linear_recurrence: what the documents promise, beyond what every op must pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.errors import ImplementationRefused
+from capibara.kernels import explain, interpret, target
+from capibara.kernels.check import check
+from capibara.kernels.scan import LINEAR_RECURRENCE, LINEAR_RECURRENCE_GRAD, linear_recurrence
+from capibara.kernels.scan.recurrence.cases import LOWERED, draw_complex, draw_complex_decay, draw_decay
+from capibara.kernels.scan.recurrence.pallas_gpu_ring import TileConfig, Walk
+from capibara.kernels.scan.recurrence.pallas_tpu_tiles import BlockConfig
+from capibara.kernels.scan.recurrence.xla import ChunkConfig
+
+EVERYWHERE = ("xla", "pallas_tpu", "reference")
+
+
+def _normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), dtype)
+
+
+def _decay(*shape: int, seed: int = 7, dtype: Any = "float32") -> jax.Array:
+    return jnp.asarray(draw_decay(np.random.default_rng((seed, *shape)), shape), dtype)
+
+
+def _loop(a: Any, b: Any, initial: Any = None, *, axis: int = 1, reverse: bool = False) -> tuple[Any, Any]:
+    """Step by step in float64, and the last state."""
+    wide = np.result_type(np.asarray(b).dtype, np.float64)
+    a, b = (np.moveaxis(np.asarray(x, wide), axis, 0) for x in np.broadcast_arrays(a, b))
+    state = np.zeros(b.shape[1:], wide) if initial is None else np.asarray(initial, wide)
+    h = np.zeros_like(b)
+    for t in range(len(b))[:: -1 if reverse else 1]:
+        state = h[t] = a[t] * state + b[t]
+    return np.moveaxis(h, 0, axis), state
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_against_numpy(name: str, reverse: bool) -> None:
+    a, b, initial = _decay(2, 21, 3), _normal(2, 21, 3), _normal(2, 3, seed=1)
+    with interpret("hlo"):
+        h, final = linear_recurrence(a, b, initial, reverse=reverse, return_final=True, implementation=name)
+        alone = linear_recurrence(a, b, reverse=reverse, implementation=name)
+    # Float32: two roundings a step of numbers up to about 10, 21 steps.
+    for got, wanted in zip((h, final), _loop(a, b, initial, reverse=reverse), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+    np.testing.assert_allclose(alone, _loop(a, b, reverse=reverse)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, 4), (2, 4, 3), (2, 3, 4, 2)])
+def test_any_axis_of_any_array(shape: tuple[int, ...]) -> None:
+    a, b = _decay(*shape), _normal(*shape)
+    for axis in range(-1, len(shape)):
+        state = _normal(*np.delete(shape, axis), seed=1)
+        h, final = linear_recurrence(a, b, state, axis=axis, return_final=True)
+        wanted, last = _loop(a, b, state, axis=axis)
+        np.testing.assert_allclose(h, wanted, atol=1e-5)
+        np.testing.assert_allclose(final, last, atol=1e-5)
+
+
+def test_decays_broadcast() -> None:
+    b = _normal(2, 5, 3)
+    for a in (_decay(5, 3), _decay(3), _decay(2, 1, 3), jnp.float32(0.5)):
+        np.testing.assert_allclose(linear_recurrence(a, b), _loop(a, b)[0], atol=1e-5)
+    grad = jax.grad(lambda a: linear_recurrence(a, b).sum())(_decay(3))
+    assert grad.shape == (3,)
+
+
+def test_complex_numbers() -> None:
+    """Also where one operand alone is complex, and the gradient is JAX's."""
+    generator = np.random.default_rng(0)
+    a, b = draw_complex_decay(generator, (2, 9, 3)), draw_complex(generator, (2, 9, 3))
+    np.testing.assert_allclose(linear_recurrence(a, b), _loop(a, b)[0], atol=2e-5)
+    real = _normal(2, 9, 3)
+    mixed, state = linear_recurrence(a, real, return_final=True)
+    assert mixed.dtype == state.dtype == jnp.complex64
+    np.testing.assert_allclose(mixed, _loop(a, real.astype("complex64"))[0], atol=2e-5)
+
+    def loss(a: Any, b: Any, name: str) -> Any:
+        return jnp.abs(linear_recurrence(a, b, implementation=name) ** 2).sum()
+
+    slopes = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    for mine, right in zip(slopes(a, real, "xla"), slopes(a, real, "reference"), strict=True):
+        assert mine.dtype == right.dtype
+        np.testing.assert_allclose(mine, right, atol=1e-5 * float(jnp.abs(right).max()))
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_the_state_is_float32(name: str) -> None:
+    """Ones added up in bfloat16 would stop at 256; the last state is returned unrounded."""
+    ones = jnp.ones((1, 300, 1), "bfloat16")
+    with interpret("hlo"):
+        h, final = linear_recurrence(ones, ones, return_final=True, implementation=name)
+    assert h.dtype == jnp.bfloat16
+    assert final.dtype == jnp.float32
+    assert float(final[0, 0]) == 300
+    assert float(h[0, -1, 0]) == 300  # 8 bits: 300 is a multiple of 2
+
+
+def test_two_pieces_are_one() -> None:
+    a, b = _decay(2, 10, 3, dtype="bfloat16"), _normal(2, 10, 3, dtype="bfloat16")
+    whole, last = linear_recurrence(a, b, return_final=True)
+    first, state = linear_recurrence(a[:, :4], b[:, :4], return_final=True)
+    second, final = linear_recurrence(a[:, 4:], b[:, 4:], state, return_final=True)
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (whole, jnp.concatenate([first, second], 1))))
+    np.testing.assert_array_equal(last, final)
+
+
+def test_nothing_to_do() -> None:
+    start = _normal(2, 3)
+    h, final = linear_recurrence(jnp.ones((2, 0, 3)), jnp.ones((2, 0, 3)), start, return_final=True)
+    assert h.shape == (2, 0, 3)
+    np.testing.assert_array_equal(final, start)
+    assert linear_recurrence(jnp.ones((0, 4, 3)), jnp.ones((0, 4, 3))).shape == (0, 4, 3)
+    empty = jax.vmap(linear_recurrence)(jnp.ones((2, 0, 4, 3)), jnp.ones((2, 0, 4, 3)))
+    assert empty.shape == (2, 0, 4, 3)
+    start_grad = jax.grad(lambda s: (linear_recurrence(h, h, s, return_final=True)[1] * start).sum())(start)
+    np.testing.assert_array_equal(start_grad, start)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_time_in_segments(reverse: bool) -> None:
+    """What accelerators run: two levels of segments with a short one, forward and backward."""
+    config = ChunkConfig(3, parallel=True)
+    a, b, initial = _decay(2, 17, 3), _normal(2, 17, 3), _normal(2, 3, seed=1)
+    params = {"reverse": reverse, "return_final": True}
+    assert check(LINEAR_RECURRENCE, (a, b, initial), params, "xla", config).ok
+    h, flow, final = linear_recurrence(a, b, initial, reverse=reverse), _normal(2, 17, 3, seed=2), _normal(2, 3, seed=3)
+    result = check(LINEAR_RECURRENCE_GRAD, (a, h, initial, flow, final), {"reverse": reverse}, "xla", config)
+    assert result.ok, result.why
+
+
+@pytest.mark.parametrize("case", [c for c in LINEAR_RECURRENCE.cases if c.tags == LOWERED], ids=lambda c: c.name)
+def test_cases_that_the_shared_suite_only_lowers(case: Any) -> None:
+    result = check(LINEAR_RECURRENCE, case.arrays(), case.params, "xla")
+    assert result.ok, result.why
+
+
+def test_the_backward_pass_keeps_a_and_h() -> None:
+    a, b = _decay(2, 8, 3, dtype="bfloat16"), _normal(2, 8, 3, dtype="bfloat16")
+    _, pull = jax.vjp(lambda a, b: linear_recurrence(a, b, implementation="xla"), a, b)
+    assert [(leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(pull)] == [("bfloat16", (2, 8, 3))] * 2
+
+
+@pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
+def test_second_derivatives(name: str) -> None:
+    a, b, initial, direction = _decay(1, 6, 2), _normal(1, 6, 2), _normal(1, 2, seed=1), _normal(1, 6, 2, seed=2)
+
+    def slope(implementation: str) -> Any:
+        def loss(*xs: Any) -> Any:
+            h, final = linear_recurrence(*xs, return_final=True, implementation=implementation)
+            return (h**3).sum() + (final**2).sum()
+
+        bent = jax.grad(lambda *xs: (jax.grad(loss)(*xs) * direction).sum(), argnums=(0, 1, 2))
+        return jax.jit(bent)(a, b, initial)
+
+    with interpret("hlo"):
+        for got, wanted in zip(slope(name), slope("reference"), strict=True):
+            # Both in float32, some thirty roundings deep.
+            np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_forward_mode_by_the_reference() -> None:
+    a, b, tangent = _decay(1, 6, 2), _normal(1, 6, 2), _normal(1, 6, 2, seed=1)
+    _, moved = jax.jvp(lambda a: linear_recurrence(a, b, implementation="reference"), (a,), (tangent,))
+    _, pull = jax.vjp(lambda a: linear_recurrence(a, b), a)
+    # <J t, t> = <t, Jᵀ t>, in float32.
+    np.testing.assert_allclose((moved * tangent).sum(), (pull(tangent)[0] * tangent).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: linear_recurrence(x, x, axis=3), "axis is one of b's 3 axes"),
+        (lambda x: linear_recurrence(x, x, axis=True), "axis is one of b's 3 axes"),
+        (lambda x: linear_recurrence(x, x[0]), "a has b's shape"),
+        (lambda x: linear_recurrence(x[:, :2], x), "a has b's shape"),
+        (lambda x: linear_recurrence(x, x, x[0]), "initial has b's shape without the axis of time"),
+        (lambda x: linear_recurrence(x.astype("int32"), x), "a of i32"),
+        (lambda x: linear_recurrence(x, "terms"), "linear_recurrence takes arrays"),
+        (lambda x: linear_recurrence(x, x, reverse=1), "reverse is True or False"),
+        (lambda x: linear_recurrence(x, x, return_final="yes"), "return_final is True or False"),
+        (lambda x: LINEAR_RECURRENCE(x[0], x[0]), "the middle axis of"),
+        (lambda x: LINEAR_RECURRENCE(x, x[:1]), "b has a's shape"),
+        (lambda x: LINEAR_RECURRENCE(x, x.astype("complex64")), "all real or all complex"),
+        (lambda x: LINEAR_RECURRENCE_GRAD(x, x, None, x[:, :1]), "d_h has a's shape"),
+        (lambda x: LINEAR_RECURRENCE_GRAD(x, x, None, x, x[0]), "d_final is one number a channel"),
+        (lambda x: ChunkConfig(1, parallel=True), "2 or more for segments"),
+        (lambda x: BlockConfig(40, 128, 16), "steps is a positive multiple of chunk"),
+        (lambda x: TileConfig(32, 0), "stages and segments are 1 or more"),
+        (lambda x: TileConfig(32, 2, width=64), "width is 128 or 256"),
+    ],
+)
+def test_bad_input_is_named(call: Any, words: str) -> None:
+    with pytest.raises((ValueError, KeyError), match=words):
+        call(jnp.ones((2, 4, 3)))
+
+
+def test_kernels_say_why_they_refuse() -> None:
+    def refusal(name: str, shape: tuple[int, ...], dtype: str = "float32") -> str:
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        with target({"pallas_tpu": "tpu", "mosaic_gpu": "gpu"}[name]):
+            return str(LINEAR_RECURRENCE.implementations[name].refusal(LINEAR_RECURRENCE.call(x, x)))
+
+    assert "float16" in refusal("pallas_tpu", (2, 8, 128), "float16")
+    assert "it takes bfloat16, float16, float32 and complex64" in refusal("mosaic_gpu", (2, 8, 128), "float64")
+    assert "multiple of 128" in refusal("mosaic_gpu", (2, 8, 129))
+    assert "no steps" in refusal("pallas_tpu", (2, 0, 128))
+    assert refusal("mosaic_gpu", (2, 8, 128)) == refusal("pallas_tpu", (2, 8, 129)) == "None"
+    with target("gpu", "NVIDIA H200"), pytest.raises(ImplementationRefused, match="multiple of 128"):
+        explain(
+            lambda x: linear_recurrence(x, x, implementation="mosaic_gpu"), jax.ShapeDtypeStruct((2, 8, 3), "float32")
+        )
+
+
+def test_a_config_that_was_asked_for_is_used() -> None:
+    x = jax.ShapeDtypeStruct((2, 64, 256), "float32")
+    for kind, name, chosen in (
+        ("tpu", "pallas_tpu", BlockConfig(16, 128, 8)),
+        ("gpu", "mosaic_gpu", TileConfig(8, 2, width=256, segments=2)),
+        ("cpu", "xla", ChunkConfig(2, parallel=True)),
+    ):
+        with target(kind):
+            made = explain(lambda x, n=name, c=chosen: linear_recurrence(x, x, implementation=n, config=c), x)
+        assert made.selections[0].config == chosen
+    with target("gpu"), pytest.raises(ValueError, match="segments divides the steps"):
+        explain(lambda x: linear_recurrence(x, x, implementation="mosaic_gpu", config=TileConfig(8, 2, segments=5)), x)
+
+
+def test_few_channels_are_cut_into_segments_of_time() -> None:
+    """Segments cost a second reading, so there are none where the channels fill an H200's 132 multiprocessors."""
+
+    def segments(*shape: int) -> int:
+        x = jax.ShapeDtypeStruct(shape, "float32")
+        with target("gpu", "NVIDIA H200"):
+            call = LINEAR_RECURRENCE.call(x, x)
+            return LINEAR_RECURRENCE.implementations["mosaic_gpu"].candidates(call)[0].segments
+
+    assert segments(8, 4096, 2048) == segments(1, 1021, 128) == 1
+    assert segments(1, 65536, 256) == 64
+    assert segments(1, 1024, 128) == 8
+
+
+@pytest.mark.parametrize(
+    ("walk", "loop"),
+    [
+        (Walk(12, 4, backwards=False, edge=False), range(3)),
+        (Walk(13, 4, backwards=False, edge=False), range(3)),
+        (Walk(13, 4, backwards=True, edge=False), range(1, 4)),
+        (Walk(13, 4, backwards=True, edge=True), range(1, 3)),
+        (Walk(12, 4, backwards=False, edge=True), range(2)),
+        (Walk(3, 4, backwards=True, edge=True), range(1, 1)),
+    ],
+)
+def test_a_walk_takes_every_step_once(walk: Walk, loop: range) -> None:
+    assert walk.alike == loop
+    steps = [walk.start(t) + row for t in range(walk.turns) for row in range(walk.rows(t))]
+    assert sorted(steps) == list(range(walk.length))
+    assert all(walk.rows(turn) == walk.steps for turn in walk.alike)
