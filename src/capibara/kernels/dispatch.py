@@ -118,7 +118,9 @@ def select(call: Call, implementation: str | None = None, config: Config = None,
     if config is None:
         config = made.default_config(call)
     elif made.config_type is None or not isinstance(config, made.config_type):
-        expected = made.config_type.__name__ if made.config_type else "no config"
+        if made.config_type is None:
+            raise rule_error(f"{op.name} on {chosen} has nothing to configure", repr(config), "leave config out")
+        expected = made.config_type.__name__
         raise rule_error(f"{op.name} on {chosen} takes a config of type {expected}", repr(config), "pass that type")
 
     verdicts = tuple(
@@ -202,12 +204,20 @@ def run(
             chosen_target = context.target_of(device)
     manual = local or (traced and bool(jax.sharding.get_abstract_mesh().manual_axes))
     # With their types: 1 is True to a dictionary, and not to an op's check.
-    parameters = tuple((name, type(value), value) for name, value in params.items())
+    parameters = tuple((name, _kind(value), value) for name, value in params.items())
     key = (
         implementation, prefer, config, tuple(operands), parameters, chosen_target,
         context.current_interpret(), manual, context.matmul_precision(), tables.generation(),
     )  # fmt: skip
-    runner = op.runners.get(key)
+    try:
+        runner = op.runners.get(key)
+    except TypeError:
+        given = {"config": config, **params}
+        wrong = [f"{name}={value!r}" for name, value in given.items() if not _hashable(value)]
+        raise rule_error(
+            f"{op.name} takes numbers, words and tuples of them, and a config of its implementation's type",
+            ", ".join(wrong), "pass a tuple for a list, and the config's own class for a dictionary",
+        ) from None  # fmt: skip
     if runner is None:
         call = op.call(*arrays, target=chosen_target, **params)
         selection = select(call, implementation, config, prefer)
@@ -220,6 +230,18 @@ def run(
     if manual and not local:
         arrays = transforms.vary_alike(arrays)
     return runner.traced(*arrays)
+
+
+def _kind(value: Any) -> Any:
+    return tuple(map(_kind, value)) if type(value) is tuple else type(value)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _build(selection: Selection, manual: bool) -> _Runner:

@@ -24,8 +24,10 @@ def _emulated(arrays: tuple[Any, ...], config: RowsConfig, **params: Any) -> Any
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
 
-    # Past 128 tokens the last two programs may share some, and write the same results to the same places.
-    apart = math.prod(arrays[0].shape[:-1]) <= 128
+    # Where 128 does not divide the tokens the last two programs share some, and write the same results to the same
+    # places.
+    tokens = math.prod(arrays[0].shape[:-1])
+    apart = tokens <= 128 or tokens % 128 == 0
     with force_gpu_interpret_mode(InterpretGPUParams(detect_races=apart)):
         out = jax.block_until_ready(mosaic_gpu(*arrays, config=config, **{**ROUTE.params, **params}))
     if apart:
@@ -73,10 +75,27 @@ def test_a_nan_spoils_its_own_token_alone() -> None:
     np.testing.assert_allclose(weights, wanted, rtol=1e-5)
 
 
-def test_every_config_lowers_for_cuda() -> None:
-    logits = jax.ShapeDtypeStruct((300, 24), jnp.bfloat16)
-    params = {"top_k": 3, "normalize": False}
+@pytest.mark.parametrize(("experts", "top_k"), [(24, 3), (17, 2), (65, 8)])
+def test_every_config_lowers_for_cuda(experts: int, top_k: int) -> None:
+    """Also where the last piece of the experts is a single one."""
+    logits = jax.ShapeDtypeStruct((300, experts), jnp.bfloat16)
+    params = {"top_k": top_k, "normalize": False}
     with target("gpu"):
         for config in ROUTE.implementations["mosaic_gpu"].candidates(ROUTE.call(logits, **params)):
             asked = functools.partial(ROUTE, implementation="mosaic_gpu", config=config, **params)
             assert "mosaic_gpu" in jax.export.export(jax.jit(asked), platforms=["cuda"])(logits).mlir_module()
+
+
+def test_a_single_expert_is_refused() -> None:
+    call = ROUTE.call(jax.ShapeDtypeStruct((300, 1), jnp.bfloat16), top_k=1)
+    reason = ROUTE.implementations["mosaic_gpu"].refuses(call)
+    assert reason is not None
+
+
+@emulates
+def test_a_last_expert_alone_and_many_programs() -> None:
+    """Two programs that share no token: races are looked for."""
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((256, 17)), jnp.float32)
+    params = {"top_k": 3}
+    result = check_output(_emulated((logits, None), RowsConfig(16), **params), expected(ROUTE, (logits, None), params))
+    assert result.ok, result.why

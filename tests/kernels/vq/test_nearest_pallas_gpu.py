@@ -13,13 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara.kernels.context import Target
+from capibara.kernels.op import Call
 from capibara.kernels.vq.nearest import (
+    pallas_gpu,
+    pallas_gpu_compare,
     pallas_gpu_few,
+    pallas_gpu_lists,
     pallas_gpu_prepare,
     pallas_gpu_resident,
     pallas_gpu_resolve,
     pallas_gpu_search,
+    pallas_gpu_slices,
 )
+from capibara.kernels.vq.nearest.api import NEAREST_CODE
 from capibara.kernels.vq.nearest.pallas_gpu_search import SearchConfig
 
 pytestmark = [
@@ -33,7 +40,10 @@ assert _spec is not None
 assert _spec.loader is not None
 emulator: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(emulator)
-emulator.KERNELS = (pallas_gpu_prepare, pallas_gpu_search, pallas_gpu_resident, pallas_gpu_few, pallas_gpu_resolve)
+emulator.KERNELS = (
+    pallas_gpu_compare, pallas_gpu_few, pallas_gpu_lists, pallas_gpu_prepare, pallas_gpu_resident, pallas_gpu_resolve,
+    pallas_gpu_search, pallas_gpu_slices,
+)  # fmt: skip
 
 PROGRAMS = 2
 
@@ -73,8 +83,11 @@ def _found(x: Any, codebook: Any, config: SearchConfig) -> tuple[np.ndarray, np.
         prepared = pallas_gpu_prepare.prepare(codebook, config.tile)
         search = pallas_gpu_resident.search_resident if config.resident else pallas_gpu_search.search
         found = search(x, *prepared, config, PROGRAMS)
-        indices = pallas_gpu_resolve.resolve(x, codebook, found, prepared.half, streams=config.resident)
-        return indices, found[config.kept, : x.shape[0]]
+        indices = pallas_gpu_resolve.resolve(x, codebook, found, prepared.half, config.kept, streams=config.resident)
+        if found.shape[0] == config.kept + 1:
+            return indices, found[config.kept, : x.shape[0]]
+        word, byte = divmod(config.kept, 4)
+        return indices, found[word, : x.shape[0]] >> (8 * byte) & 0xFF
 
     with emulated():
         indices, counts = jax.jit(call)(jnp.asarray(x), jnp.asarray(codebook))
@@ -135,10 +148,14 @@ def test_the_scale_of_the_data_is_no_matter(scale: float) -> None:
     np.testing.assert_array_equal(indices, _distances(x, codebook).argmin(1))
 
 
-@pytest.mark.parametrize("config", [SearchConfig(64, 2), RESIDENT], ids=str)
-def test_where_the_list_is_not_complete_all_codes_are_compared(config: SearchConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "copies"),
+    [(SearchConfig(64, 2), 7), (RESIDENT, 7), (RESIDENT, 11)],
+    ids=["bytes", "words", "slices"],
+)
+def test_where_the_list_is_not_complete_all_codes_are_compared(config: SearchConfig, copies: int) -> None:
     """Duplicates beyond it, what float16 cannot hold, rows and codes of no number."""
-    x, codebook = _normal(7, 136, 128), np.tile(_normal(8, 12, 128), (7, 1))
+    x, codebook = _normal(7, 136, 128), np.tile(_normal(8, 12, 128), (copies, 1))
     x[3, 5], x[70], x[100, 0], x[135] = np.nan, np.inf, 1e6, 1e-9
     codebook[0], codebook[1, 0] = np.nan, np.inf
     indices, counts = _found(x, codebook, config)
@@ -149,12 +166,91 @@ def test_where_the_list_is_not_complete_all_codes_are_compared(config: SearchCon
     np.testing.assert_array_equal(indices, right)
 
 
-def test_where_every_distance_overflows_the_first_that_can_be_used_is_taken() -> None:
+@pytest.mark.parametrize(("codes", "none"), [(6, 2), (270, 130)])
+def test_where_every_distance_overflows_the_first_that_can_be_used_is_taken(codes: int, none: int) -> None:
+    """Also where the first slice has none."""
     far = np.full((16, 128), 1e18, np.float32)  # its squares are float32 numbers, those of twice as much are not
-    codebook = -np.tile(far[:1], (6, 1))
-    codebook[:2] = np.nan
+    codebook = -np.tile(far[:1], (codes, 1))
+    codebook[:none] = np.nan
     indices, _ = _found(far, codebook, SearchConfig(64, 2))
-    assert (indices == 2).all()
+    assert (indices == none).all()
+
+
+def test_a_full_list_is_shared_by_many_programs() -> None:
+    """One program a row would be what a whole batch waits for: 8192 codes, 4 at a time, are 2 ms on an H200."""
+    for codes in (129, 1024, 8192, 100_000):
+        length = pallas_gpu_slices.slice_length(codes)
+        slices = -(-codes // length)
+        assert slices > 1
+        assert slices <= pallas_gpu_slices.MOST_SLICES
+        assert slices <= 0.02 * codes, "a word a slice: more than 2 % of a table of rows by codes"
+    assert pallas_gpu_slices.slice_length(8192) <= 128
+
+
+def test_only_full_lists_are_compared_with_all_codes() -> None:
+    """Of 296 rows, in three parts of 128, some of each; the last part begins inside the one before it."""
+    x, codebook = _normal(30, 296, 128), _normal(31, 300, 128)
+    found = np.zeros((5, 296), np.int32)
+    full = [0, 127, 130, 255, 256, 295]
+    found[4, full] = 4
+    half = np.full(300, 1.0, np.float32)
+    half[:200] = 1e30
+    with emulated():
+        by_slices = jax.jit(lambda *arrays: pallas_gpu_slices.by_slices(*arrays, kept=4))
+        made = np.asarray(by_slices(x, codebook, found, half))
+    distances = _distances(x[full], codebook)
+    assert (made[0, full] == -1).all()
+    np.testing.assert_array_equal(made[1, full], 200 + distances[:, 200:256].argmin(1))
+    np.testing.assert_array_equal(made[2, full], 256 + distances[:, 256:].argmin(1))
+    others = np.delete(made, full, axis=1)
+    assert (others == others.flat[0]).all(), "rows whose list is complete were looked at"
+
+
+@pytest.mark.parametrize("kept", [2, 3, 6, 8])
+def test_lists_of_few_codes_are_bytes(kept: int) -> None:
+    """A word an entry would be more than a twentieth of a table of rows by 64 codes."""
+    entries = np.random.default_rng(kept).integers(0, 128, (kept + 1, 8)).astype(np.int32)
+    words = np.stack(pallas_gpu_lists.packed(list(entries), 64))
+    assert len(words) == pallas_gpu_lists.words_of(kept, 64)
+    assert len(words) < 64 / 20
+    for row in range(8):
+        entry = pallas_gpu_lists.entry_of(words, row, kept)
+        assert [int(entry(place)) for place in range(kept + 1)] == entries[:, row].tolist()
+        assert [int(entry(np.int32(place))) for place in range(kept + 1)] == entries[:, row].tolist()
+
+
+@pytest.mark.parametrize("codes", [60, 300])
+def test_bounds_are_the_largest_of_the_codes_that_can_be_used(codes: int) -> None:
+    """By one program, and by several whose last has few codes."""
+    codebook = _normal(32, codes, 512)
+    codebook[[7, -2]] *= [[3], [5]]
+    codebook[3, 3] = np.nan
+    with emulated():
+        prepare = jax.jit(lambda c: pallas_gpu_prepare.prepare(c, 64))
+        narrow, half, centre, bounds = map(np.asarray, prepare(codebook))
+    codebook[3] = centre
+    wide = (codebook - centre) * bounds[0]
+    lost = wide - narrow[:codes].astype(np.float32)
+    lost[3] = 0
+    largest = [np.sqrt((each.astype(np.float64) ** 2).sum(1).max()) for each in (wide, lost)]
+    # 512 additions in float32, whose errors are a few units in the last place; what was lost is smaller, and exact.
+    np.testing.assert_allclose(bounds[1:3], largest, rtol=1e-5)
+    assert bounds[3] == 0
+    assert half[3] == half[codes:].min() == 1e30
+
+
+@pytest.mark.parametrize(
+    ("codes", "width", "config"),
+    [(64, 768, SearchConfig(64, 5, 6)), (8192, 768, RESIDENT), (8192, 2048, SearchConfig(256, 3, 4))],
+)
+def test_the_default_is_what_was_fastest_on_a_chip(codes: int, width: int, config: SearchConfig) -> None:
+    x, codebook = (jax.ShapeDtypeStruct((n, width), jnp.float32) for n in (65536, codes))
+    call = Call(NEAREST_CODE, (x, codebook), NEAREST_CODE.params, Target("gpu", "NVIDIA H200"))
+    assert pallas_gpu.refuses(call) is None
+    chosen = pallas_gpu.candidates(call)[0]
+    # How long a ring fits beside rows that stay is arithmetic.
+    assert (chosen.tile, chosen.kept, chosen.resident) == (config.tile, config.kept, config.resident)
+    assert chosen.resident or chosen.stages == config.stages
 
 
 def test_what_stays_has_its_tile() -> None:

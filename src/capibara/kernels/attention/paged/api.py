@@ -59,7 +59,8 @@ def paged_attention(
     Each sequence's tokens see its own keys causally: token j of the n that a sequence has here stands at position
     context_length - n + j and sees the keys up to its own. Keys that no token sees, the unused rest of a page and
     page-table entries that hold no key in sight may be anything, NaN included: they are never used. With a window,
-    pages that lie wholly before it may be freed.
+    pages that lie wholly before it may be freed. A NaN or an infinity among the keys that are seen is its own head's
+    alone, but on a TPU, whose kernel multiplies the heads of a page together: there it may reach the sequence's others.
 
     Args:
       query: [tokens, heads, head_dim], the tokens of all sequences one after another.

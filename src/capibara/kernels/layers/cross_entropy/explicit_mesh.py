@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from capibara.errors import rule_error
+
 
 def with_automatic_axes(fn: Callable[..., Any], arrays: tuple[Any, ...], laid_out_as: Any) -> Any:
     """`fn(*arrays)`; on a mesh with explicit axes they are automatic inside of it.
@@ -25,6 +27,12 @@ def with_automatic_axes(fn: Callable[..., Any], arrays: tuple[Any, ...], laid_ou
         return fn(*arrays)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if AxisType.Manual in mesh.axis_types:
+        raise rule_error(
+            "Inside shard_map cross_entropy takes no mesh axes that are explicit",
+            f"axes of the kinds {', '.join(str(kind) for kind in mesh.axis_types)}",
+            "make all axes manual, or call it outside of shard_map, where it takes explicit axes",
+        )
     spec = PartitionSpec() if laid_out_as is None else jax.typeof(laid_out_as).sharding.spec
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))(*arrays)
 

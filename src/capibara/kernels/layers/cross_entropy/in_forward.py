@@ -35,7 +35,6 @@ from capibara.kernels.transforms import vary_like
 
 CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32; in 16 bits three quarters of it, since they need it twice
 STEP = 128  # tokens that a matrix unit takes at a time
-MOST_ROUNDINGS = 16  # of a narrow sum: independent ones make four times the error of one
 Params = dict[str, Any]
 
 
@@ -82,24 +81,6 @@ def chunks(call: Call) -> int:
     """How many chunks of tokens the narrow form takes: so often it rounds the gradient of the weights."""
     n, block = rules.sizes_of(call), cast(int | None, call.params["block"])
     return math.ceil(n.tokens / chunk_tokens(n.tokens, n.vocabulary, call.need("hidden").dtype.itemsize, block)) or 1
-
-
-def gradient_form(call: Call, reduction: str, implementation: str | None) -> str:
-    """How the loss of `call` is differentiated where nobody says: the narrow form where it was measured and fits.
-
-    On an H200, 16384 tokens of 4096 and 128256 words in bfloat16, it has 0.98 of the speed of logits in memory with a
-    28th of their memory; the recomputing form has 0.72 with a 25th. In 16 chunks the gradient of the weights is 2.7
-    times as far from the one in float32 as one rounding is (4.5e-3 of it); a sum of more is not for a default.
-    """
-    narrow = (
-        call.target.platform == "gpu"
-        and call.need("hidden").dtype == jnp.bfloat16
-        and reduction != "none"
-        and call.params["block"] is None  # of columns
-        and implementation in (None, "xla")
-        and chunks(call) <= MOST_ROUNDINGS
-    )
-    return "in_forward_narrow" if narrow else "recompute"
 
 
 def xla(

@@ -64,6 +64,8 @@ def refuses(call: Call) -> str | None:
             return f"it takes bfloat16, float16 and float32; {name} is {given.dtype.name}"
     if rows_of(call.need("logits")) == 0:
         return "there are no tokens"
+    if call.need("logits").shape[-1] == 1:
+        return "there is one expert alone, and nothing to choose"
     return refuses_sizes(call)
 
 
@@ -92,7 +94,10 @@ def _program(
         """The tokens' logits of some experts, one array an expert.
 
         One column of a thread's registers is the maximum of it and of the least integer, which the compiler knows.
+        JAX 0.12 finds no layout for a single column, so the one before it is read with it.
         """
+        if count == 1:
+            return several(first - 1, 2)[1:]
         across = _rows(vector)
         values = load(logits_hbm.at[at, pl.ds(first, count)], across, optimized=False).astype(jnp.float32)
         bits = lax.bitcast_convert_type(values, jnp.int32)

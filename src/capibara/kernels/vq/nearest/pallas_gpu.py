@@ -3,7 +3,8 @@
 A search finds for every row the few best codes by float16 products (bfloat16 ones are exact), with a bound on their
 error. Where one code is ahead of all others by more than that, it is the nearest. Where a few are not told apart,
 `resolve` compares their distances in float32; where the list may not be complete (many near ties, numbers beyond
-float16, NaN), the distances to all codes. Nothing waits for the host, and no table of rows by codes is ever stored.
+float16, NaN), the distances to all codes, which many programs share (`pallas_gpu_slices`). Nothing waits for the host,
+and no table of rows by codes is ever stored.
 
 What stays in shared memory makes three searches: of 64 codes or fewer the codes do, and all is one kernel
 (`pallas_gpu_few`); rows do that fit beside a ring of codes (`pallas_gpu_resident`); else both come by again and again
@@ -44,13 +45,14 @@ def candidates(call: Call) -> Sequence[SearchConfig]:
         made += [SearchConfig(TILE, slots_for(width), kept, resident=True) for kept in (6, 5)]
     widest = min(256, -(-codes // 64) * 64)
     for tile in dict.fromkeys([widest, *(t for t in (192, 128, 64) if t < widest)]):
-        for kept in (4, 6, 3):
+        # Beside few codes a longer list is short work, and one that is full is what all rows wait for.
+        for kept in (6, 4, 3) if codes <= FEW_CODES else (4, 6, 3):
             deepest = next((s for s in (6, 5, 4, 3, 2) if SearchConfig(tile, s, kept).fits(size)), None)
             if deepest is not None:
                 made.append(SearchConfig(tile, deepest, kept))
     if rows >= PROGRAM_ROWS and codes <= ROWS:
         # Last, so only by name or by tuning: it was emulated, and has not been timed on a chip.
-        few = (SearchConfig(ROWS, stages, 4, resident=True) for stages in (4, 3, 2))
+        few = (SearchConfig(ROWS, stages, 6, resident=True) for stages in (4, 3, 2))
         made += [config for config in few if pallas_gpu_few.fits(config, width, size)][:1]
     return made
 
@@ -92,9 +94,10 @@ IMPLEMENTATION = Implementation(
     mosaic_gpu,
     platforms=("gpu",),
     refuses=refuses,
-    # On an H200, 65536x768 float32: 8 to 10 times xla's exact search for 64 to 8192 codes. Beside an argmin of TF32
-    # products, which is not exact: 1.55 times as fast at 8192 codes (rows that stay, before they had registers too and
-    # while the host was asked for rows that are left), 0.8 at 64.
+    # On an H200, 65536x768 float32: 6 to 14 times xla's exact search for 64 to 8192 codes. Beside an argmin of TF32
+    # products, which is not exact, it was measured in earlier forms: 0.8 of its speed at 64 codes (a list of 6), 1.14
+    # times at 1024, 1.55 times at 8192. In one form a single row in 65536 with a full list, which one program compared
+    # with all 8192 codes, took as long as everything else; that many programs share it now has not been timed.
     rank=lambda call: 20,
     kernel=True,
     config_type=SearchConfig,

@@ -1,7 +1,7 @@
 """How the rows' lists lie in memory between the search and what reads them: [words, rows] int32.
 
-A list is `kept` codes, the best first, and how many of them may be the nearest: a word each, or a byte each where every
-code's index is one.
+A list is `kept` codes, the best first, and how many of them may be the nearest: a word each, or a byte each where there
+are so few codes that words would be much beside a table of rows by codes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+MOST_PACKED = 128  # codes whose indices are bytes
 BYTES = 4  # of a word
 BYTE = 256
 
 
 def words_of(kept: int, codes: int) -> int:
     """Of a row's list; codes are as many as the search has."""
-    return kept + 1 if codes > BYTE else -(-(kept + 1) // BYTES)
+    return kept + 1 if codes > MOST_PACKED else -(-(kept + 1) // BYTES)
 
 
 def packed(entries: Sequence[Any], codes: int) -> list[Any]:
     """The words of lists whose entries are vectors of int32."""
-    if codes > BYTE:
+    if codes > MOST_PACKED:
         return list(entries)
     words = []
     for first in range(0, len(entries), BYTES):
-        # The highest byte may reach the sign, and is a byte like the others.
         word, *others = entries[first : first + BYTES]
         for place, entry in enumerate(others, 1):
             word = word + entry * BYTE**place

@@ -21,11 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.hopper import load, swizzled
 from capibara.kernels.transforms import out_struct
 from capibara.kernels.vq.nearest.pallas_gpu_compare import LARGEST_USABLE, THREADS
-from capibara.kernels.vq.nearest.pallas_gpu_search import COLUMN_LAYOUT, DEPTH, LAYOUT, LOWEST, ROW_LAYOUT, ROWS
+from capibara.kernels.vq.nearest.pallas_gpu_search import COLUMN_LAYOUT, DEPTH, LAYOUT, LOWEST, ROW_LAYOUT, ROWS, TINY
 
 SAMPLE = 16  # codes that the centre and the scale are from
 LARGEST_NUMBER = 8.0  # of the scaled sample: rows and codes may have 8,000 times as large ones before float16 ends
 LARGEST_NARROW = 65000.0
+MOST_AHEAD = 4  # steps of the codes that are on the way from memory together
 LARGEST_SAMPLED = 1e18  # numbers of the sample from here on are left out of it
 
 
@@ -46,38 +47,36 @@ def prepare(codebook: jax.Array, tile: int) -> Prepared:
     exact = codebook.dtype != jnp.float32
     narrow_type = codebook.dtype if exact else jnp.dtype(jnp.float16)
     codes = lax.pad(codebook, np.zeros((), codebook.dtype), ((0, padded - count, 0), (0, 0, 0)))
-    narrow, half, lost, centre, scale = plgpu.kernel(
+    programs = padded // ROWS
+    narrow, half, centre, bounds = plgpu.kernel(
         functools.partial(_program, count=count, exact=exact),
         out_type=[
             out_struct((padded, width), narrow_type, codebook),
-            *(out_struct((size,), jnp.float32, codebook) for size in (padded, padded, width, 4)),
+            *(out_struct((size,), jnp.float32, codebook) for size in (padded, width, programs * 4)),
         ],
-        grid=(padded // ROWS,),
+        grid=(programs,),
         grid_names=("program",),
         num_threads=1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(codes)
-    return Prepared(narrow, half, centre, _bounds(scale, half, lost))
-
-
-def _bounds(scale: jax.Array, half: jax.Array, lost: jax.Array) -> jax.Array:
-    largest = 2 * lax.reduce_max(lax.select(half < LARGEST_USABLE, half, lax.full_like(half, 0)), (0,))
-    gone = lax.reduce_max(lost, (0,))
-    return lax.concatenate([scale[:1], *(lax.sqrt(each)[None] for each in (largest, gone)), scale[3:]], 0)
+    # Each program wrote those of its codes; the largest are those of all.
+    if programs > 1:
+        bounds = lax.reduce_max(bounds.reshape(programs, 4), (0,))
+    return Prepared(narrow, half, centre, bounds)
 
 
 def _program(
-    codes_hbm: Any, narrow_hbm: Any, half_hbm: Any, lost_hbm: Any, centre_hbm: Any, scale_hbm: Any, *, count: int,
-    exact: bool,
+    codes_hbm: Any, narrow_hbm: Any, half_hbm: Any, centre_hbm: Any, bounds_hbm: Any, *, count: int, exact: bool
 ) -> None:  # fmt: skip
     width = codes_hbm.shape[1]
     steps, program = width // DEPTH, lax.axis_index("program")
+    ahead = math.gcd(steps, MOST_AHEAD)
     own = pl.ds(program * ROWS, ROWS)
 
     @functools.partial(
         pl.run_scoped,
-        narrow_smem=plgpu.SMEM((steps, ROWS, DEPTH), narrow_hbm.dtype, transforms=swizzled(narrow_hbm.dtype)),
+        narrow_smem=plgpu.SMEM((ahead, ROWS, DEPTH), narrow_hbm.dtype, transforms=swizzled(narrow_hbm.dtype)),
         centre_smem=plgpu.SMEM((width,), jnp.float32),
         collective_axes="warpgroup",
     )
@@ -88,15 +87,25 @@ def _program(
         @pl.when(program == 0)
         def _() -> None:
             centre_hbm[...] = centre
-            for place in range(4):
-                scale_hbm[place] = scale if place == 0 else np.float32(0)
 
         nothing = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), ROW_LAYOUT)
 
-        def step(number: Any, carry: Any) -> Any:
+        def several(turn: Any, carry: Any) -> Any:
+            numbers = [turn * ahead + part for part in range(ahead)]
+            coming = [
+                load(codes_hbm.at[own, pl.ds(number * DEPTH, DEPTH)], LAYOUT, optimized=False) for number in numbers
+            ]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # those before have left
+            for part, raw in enumerate(coming):
+                narrow_smem[part], carry = step(numbers[part], raw.astype(jnp.float32), carry)
+            plgpu.commit_smem()
+            for part, number in enumerate(numbers):
+                plgpu.copy_smem_to_gmem(narrow_smem.at[part], narrow_hbm.at[own, pl.ds(number * DEPTH, DEPTH)])
+            return carry
+
+        def step(number: Any, wide: Any, carry: Any) -> tuple[Any, Any]:
             raw, norms, lost = carry
             depth = pl.ds(number * DEPTH, DEPTH)
-            wide = load(codes_hbm.at[own, depth], LAYOUT, optimized=False).astype(jnp.float32)
             raw = raw + (wide * wide).sum(axis=1)
             if not exact:
                 off = load(centre_smem.at[depth], COLUMN_LAYOUT, optimized=False)
@@ -104,19 +113,22 @@ def _program(
             narrow = jnp.where(jnp.abs(wide) < LARGEST_NARROW if not exact else jnp.abs(wide) < np.inf, wide, 0.0)
             narrow = narrow.astype(narrow_hbm.dtype)
             gone = wide - narrow.astype(jnp.float32)
-            narrow_smem[number] = narrow
-            return raw, norms + (wide * wide).sum(axis=1), lost + (gone * gone).sum(axis=1)
+            return narrow, (raw, norms + (wide * wide).sum(axis=1), lost + (gone * gone).sum(axis=1))
 
-        raw, norms, lost = lax.fori_loop(0, steps, step, (nothing, nothing, nothing))
-        plgpu.commit_smem()
-        for number in range(steps):
-            plgpu.copy_smem_to_gmem(narrow_smem.at[number], narrow_hbm.at[own, pl.ds(number * DEPTH, DEPTH)])
+        raw, norms, lost = lax.fori_loop(0, steps // ahead, several, (nothing, nothing, nothing))
         code = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 0, layout=LAYOUT).max(axis=1) + program * ROWS
         usable = (raw < np.inf) & (code < count)
         # Norms beyond are of codes that are lost as a whole, so that every distance is computed.
-        half_hbm[own] = jnp.where(usable, jnp.minimum(norms * 0.5, 0.5 * LARGEST_USABLE), -LOWEST)
-        lost_hbm[own] = jnp.where(usable, lost, 0.0)
+        norms = jnp.minimum(norms, LARGEST_USABLE)
+        half_hbm[own] = jnp.where(usable, norms * 0.5, -LOWEST)
+        bounds = [scale, *(_root(jnp.where(usable, squares, 0.0).max()) for squares in (norms, lost)), np.float32(0)]
+        for place, bound in enumerate(bounds):
+            bounds_hbm[program * 4 + place] = bound
         plgpu.wait_smem_to_gmem(0)
+
+
+def _root(square: Any) -> Any:
+    return square * lax.rsqrt(jnp.maximum(square, TINY))
 
 
 def _sampled(codes_hbm: Any, count: int, exact: bool) -> tuple[Any, Any]:

@@ -55,21 +55,28 @@ def _program(
     first = number * length
     layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
     place = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout)
+
+    def look(start: Any, read: Any, count: Any) -> None:
+        row = place + read
+        full = (count >= kept) & (row >= start) & (row < rows)
+
+        def one(_: Any, after: Any) -> Any:
+            # From the last to the first: the threads agree on a largest number.
+            this = jnp.max(jnp.where(full & (row < after), row, np.int32(-1)))
+            values = Row(x_hbm, codes_hbm, this)
+            nearest = values.nearest(lambda at: usable(half_hbm, jnp.minimum(first + at, codes - 1)), length)
+            out_hbm[number, this] = nearest
+            return this
+
+        lax.fori_loop(0, jnp.sum(jnp.where(full, np.int32(1), np.int32(0))), one, np.int32(rows))
+
     starts = [(group * together + part) * THREADS for part in range(together)]
     # The last rows' counts are read with some before them, which are then another part's.
     reads = [jnp.minimum(start, found_hbm.shape[1] - THREADS) for start in starts]
     # All of them are asked for before the first is looked at.
     counts = [load(found_hbm.at[kept, pl.ds(read, THREADS)], layout) for read in reads]
-    for start, read, count in zip(starts, reads, counts, strict=True):
-        row = place + read
-        full = (count >= kept) & (row >= start) & (row < rows)
 
-        def one(_: Any, after: Any, row: Any = row, full: Any = full) -> Any:
-            this = jnp.max(jnp.where(full & (row < after), row, np.int32(-1)))
-            values = Row(x_hbm, codes_hbm, this)
-            out_hbm[number, this] = values.nearest(
-                lambda at: usable(half_hbm, jnp.minimum(first + at, codes - 1)), length
-            )
-            return this
-
-        lax.fori_loop(0, jnp.sum(jnp.where(full, np.int32(1), np.int32(0))), one, np.int32(rows))
+    @pl.when(jnp.max(functools.reduce(jnp.maximum, counts)) >= kept)
+    def _some_are_full() -> None:
+        for part in zip(starts, reads, counts, strict=True):
+            look(*part)
