@@ -80,6 +80,7 @@ def test_the_tpu_kernel_hands_on_what_the_next_block_needs() -> None:
         (lambda: causal_conv1d(X, W, BIAS[:3]), "one number a channel"),
         (lambda: causal_conv1d(X, W, initial_state=STATE[:, :2]), "the last inputs"),
         (lambda: causal_conv1d(X, W, activation="relu"), "activation of causal_conv1d"),
+        (lambda: causal_conv1d(X, W, activation=["silu"]), r"activation=\['silu'\]"),
         (lambda: causal_conv1d(X.astype("int32"), W), "causal_conv1d takes"),
         (lambda: causal_conv1d_step(STATE, X, W), "One step takes"),
         (lambda: causal_conv1d_step(STATE[:, 1:], X[:, 0], W), "the last inputs"),

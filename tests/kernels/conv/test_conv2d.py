@@ -135,6 +135,30 @@ def test_against_numpy_with_numbers_for_pairs() -> None:
         np.testing.assert_allclose(conv2d(X, W, **options), want, atol=1e-4)  # type: ignore[arg-type]
 
 
+def test_numpys_whole_numbers_are_pythons() -> None:
+    pairs = {"strides": np.array([2, 1]), "padding": np.array([[1, 1], [1, 1]]), "dilation": (np.int32(1), np.int64(1))}
+    told = explain(lambda x, w: conv2d(x, w, groups=np.int64(1), tile_size=np.int32(4), **pairs), *SHAPES)
+    (plain,) = explain(
+        lambda x, w: conv2d(x, w, strides=(2, 1), padding=((1, 1), (1, 1)), tile_size=4), *SHAPES
+    ).selections
+    assert told.selections[0].call.params == plain.call.params
+    assert {type(n) for n in told.selections[0].call.params["strides"]} == {int}  # type: ignore[attr-defined]
+
+
+def test_two_is_not_taken_for_two_point_zero() -> None:
+    """Nor after a right call, whose decision is kept."""
+    conv2d(X, W, strides=2)
+    with pytest.raises(ValueError, match="strides is a whole number above 0"):
+        conv2d(X, W, strides=2.0)  # type: ignore[arg-type]
+
+
+def test_the_largest_tile_tells_16_bit_operands_to_be_converted() -> None:
+    narrow = (X.astype("bfloat16"), W.astype("bfloat16"))
+    for precision in (None, "highest"):
+        with pytest.raises(ImplementationRefused, match="bfloat16 ones are to be converted"):
+            conv2d(*narrow, implementation="winograd6", precision=precision)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_passes_change_the_program_and_not_the_result(passes: int) -> None:
     config = WinogradConfig(passes=passes)
@@ -197,6 +221,17 @@ def test_the_tpu_kernel_takes_the_real_layers(case: Any) -> None:
     [
         (lambda: conv2d(X, W, tile_size=3), "2, 4, 6"),
         (lambda: conv2d(X, W, tile_size=4, implementation="xla"), "leave one of them out"),
+        (lambda: conv2d(X, W, tile_size=4.0), "2, 4, 6"),
+        (lambda: conv2d(X, W, tile_size=[4]), "2, 4, 6"),
+        (lambda: conv2d(X, W, strides=True), "strides is a whole number above 0"),
+        (lambda: conv2d(X, W, strides=1.0), "strides is a whole number above 0"),
+        (lambda: conv2d(X, W, strides=np.array([2.0, 2.0])), "strides and dilation are Python numbers"),
+        (lambda: conv2d(X, W, dilation=(True, 1)), "dilation is a whole number"),
+        (lambda: conv2d(X, W, groups=True), "groups divides"),
+        (lambda: conv2d(X, W, groups=1.0), "groups divides"),
+        (lambda: conv2d(X, W, padding=(("a", 1), (1, 1))), "none below 0"),
+        (lambda: conv2d(X, W, padding=((True, 1), (1, 1))), "none below 0"),
+        (lambda: conv2d(X, W, padding=np.array([1, 1])), "none below 0"),
         (lambda: conv2d(X, W, strides=0), "strides is a whole number above 0"),
         (lambda: conv2d(X, W, dilation=(1, 1, 1)), "dilation is a whole number"),
         (lambda: conv2d(X, W, padding="same_lower"), "padding"),

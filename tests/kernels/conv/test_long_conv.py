@@ -53,6 +53,15 @@ def test_a_long_filter_is_not_for_matrices() -> None:
         long_conv(X, jnp.ones((1025, 3)), implementation="direct")
 
 
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_a_large_element_of_the_batch_leaves_a_small_one_alone(precision: str | None) -> None:
+    x = _normal(4, 50, 3) * np.float32([1e6, 1, 1e-3, 1])[:, None, None]
+    got = long_conv(x, H, precision=precision, implementation="fft")
+    exact = np.stack([np.convolve(np.asarray(x)[2, :, c], np.asarray(H)[:, c])[:50] for c in range(3)], 1)
+    bound = 64 * 2**-24 if precision is None else 8 * 2**-8
+    assert np.abs(np.asarray(got[2]) - exact).max() / np.abs(exact).max() < bound
+
+
 @pytest.mark.parametrize("name", ["xla", "direct"])
 def test_on_a_mesh(name: str) -> None:
     """Plain JAX, which XLA splits itself: the batch stays where it is."""

@@ -56,6 +56,42 @@ def test_values_and_gradients(batch: int, taps: int, precision: str) -> None:
     assert _error(dh, wanted_dh) < bound
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_large_signal_does_not_round_a_small_one_away(precision: str) -> None:
+    """Each element of the batch to its own relative error, forward and backward."""
+    x, h, flow = _normal(4, 2, 21), _normal(2, 9), _normal(4, 2, 21, seed=1)
+    size = np.float32([1e6, 1, 1e-3, 0])[:, None, None]
+    bound = _bound(fft.smooth_length(29), precision)
+
+    def of(x: Any, h: Any, flow: Any) -> Any:
+        made, pull = jax.vjp(lambda x, h: fft.fft_convolve(x, h, precision=precision), x, h)
+        return made, *pull(flow)
+
+    # Where x is large its cotangent is small: the products that the filters' gradient sums are of one size.
+    got, _, dh = of(x * size, h, flow / np.where(size == 0, 1, size))
+    _, dx, _ = of(x, h, flow * size)
+    wanted = _direct(x.astype("float64") * size, h.astype("float64"))
+    wanted_dx = _direct(flow[:, :, ::-1].astype("float64") * size, h.astype("float64"))[:, :, ::-1]
+    for one in range(3):
+        assert _error(got[one], wanted[one]) < bound
+        assert _error(dx[one], wanted_dx[one]) < bound
+    assert not np.asarray(got[3]).any()
+    lags = [np.einsum("bct,bct->c", flow[:3, :, s:], x[:3, :, : 21 - s], dtype="float64") for s in range(9)]
+    assert _error(dh, np.stack(lags, 1)) < bound
+
+
+def test_a_nan_stays_in_its_signal() -> None:
+    x = _normal(4, 2, 21)
+    x[0, 1, 5] = np.nan
+    h = _normal(2, 9)
+    got = np.asarray(fft.fft_convolve(x, h))
+    slope = np.asarray(jax.grad(lambda x: (fft.fft_convolve(x, h) ** 2).sum())(x))
+    for made in (got, slope):
+        assert np.isnan(made[0, 1]).any()
+        assert np.isfinite(np.delete(made.reshape(8, 21), 1, axis=0)).all()
+
+
 def test_vmap_and_type() -> None:
     x, h = _normal(3, 2, 2, 10), _normal(3, 2, 4)
     got = jax.vmap(fft.fft_convolve)(jnp.asarray(x, "bfloat16"), jnp.asarray(h))

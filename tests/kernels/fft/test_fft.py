@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from capibara.errors import ImplementationRefused
 from capibara.kernels import explain, fft, target
+from capibara.kernels.fft import numpy_api
 from capibara.kernels.fft.matmul import LARGEST_TABLE, table
 from capibara.kernels.fft.rules import tolerance_of
 from capibara.kernels.fft.twiddles import twiddles
@@ -143,6 +145,63 @@ def test_bad_calls_say_what_to_do() -> None:
         fft.fft2(x, axes=(0, -2))
 
 
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x: fft.fft(x, axis=1.0), "axis is a whole number"),
+        (lambda x: fft.fft(x, axis=None), "axis is a whole number"),
+        (lambda x: fft.rfft(x.real, axis="a"), "axis is a whole number"),
+        (lambda x: fft.fft(x, 8.0), "n is a whole number"),
+        (lambda x: fft.irfft(x, "8"), "n is a whole number"),
+        (lambda x: fft.fft(x, factors=(3.0, 4.0)), "factors is a sequence of whole numbers"),
+        (lambda x: fft.fft(x, factors=12), "factors is a sequence of whole numbers"),
+        (lambda x: fft.radix_fft(x, "34"), "factors is a sequence of whole numbers"),
+        (lambda x: fft.radix_fft(x, inverse="no"), "inverse is True or False"),
+        (lambda x: fft.fft2(x, s=4), "s is a sequence of whole numbers"),
+        (lambda x: fft.fftn(x, s=4), "s is a sequence of whole numbers"),
+        (lambda x: fft.rfft2(x.real, s=4), "s is a sequence of whole numbers"),
+        (lambda x: fft.fft2(x, axes=1), "axes is a sequence of whole numbers"),
+        (lambda x: fft.irfft2(x, axes=1), "axes is a sequence of whole numbers"),
+        (lambda x: fft.irfft2(x, s=(3, 4, 5)), "s has a length for each axis"),
+        (lambda x: fft.fft(x, precision=["a"]), "precision"),
+        (lambda x: fft.rfft(x.real, config={"rows": 1}), "config is of its implementation's own type"),
+        (lambda x: fft.fft_planes(x.real, x.imag, factors=12), "factors is a sequence of whole numbers"),
+        (lambda x: fft.fft_planes(x.real, x.imag, inverse="no"), "inverse is True or False"),
+        (lambda x: fft.fft_planes(None, x.imag), "fft_planes takes arrays"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call(_complex(2, 12))
+
+
+def test_planes_take_lists() -> None:
+    re, im = fft.fft_planes([1.0, 2.0, 3.0, 4.0], [0.0] * 4, factors=[2, 2], implementation="matmul")  # type: ignore[arg-type]
+    assert _error(re + 1j * im, np.fft.fft([1.0, 2.0, 3.0, 4.0])) < tolerance_of((4,), "float32")
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_radices_along_any_axis(one_by_one: bool) -> None:
+    x = _complex(12, 5, 2)
+    for axis, n, factors in ((0, None, (3, 4)), (-2, 6, (2, 3)), (2, None, (2,))):
+        got = fft.radix_fft(x, factors, axis=axis, n=n, one_by_one=one_by_one)
+        assert _error(got, np.fft.fft(x, n, axis=axis)) < tolerance_of((n or x.shape[axis],), "float32")
+
+
+def test_forward_mode_where_the_vendors_transform_runs() -> None:
+    """Inside an optimisation context jnp's functions are themselves there, and dispatch is told of all the same."""
+    x = _complex(3, 12)
+    for name, given in (("fft", x), ("ifft2", x), ("rfft", x.real), ("irfft", x), ("fftn", x)):
+        theirs, ours = getattr(jnp.fft, name), functools.partial(getattr(numpy_api, name), getattr(jnp.fft, name))
+        for got, wanted in zip(jax.jvp(ours, (given,), (given,)), jax.jvp(theirs, (given,), (given,)), strict=True):
+            assert _error(got, np.asarray(wanted)) == 0
+        assert explain(ours, given).implementation == "xla"
+        with target("tpu"):
+            assert {one.implementation for one in explain(ours, given).selections} <= {"matmul", "packed"}
+    (back,) = jax.linear_transpose(functools.partial(numpy_api.fft, jnp.fft.fft), x)(x)
+    assert _error(back, np.fft.fft(x)) < tolerance_of((12,), "float32")
+
+
 def test_plans_are_few_and_large_radices() -> None:
     for n in range(1, 600):
         made = fft.plan(n)
@@ -190,7 +249,14 @@ def test_sharded_along_its_own_axis(inverse: bool) -> None:
 
 def test_a_sharded_length_must_divide() -> None:
     mesh = jax.make_mesh((4,), ("time",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
-    with pytest.raises(ValueError, match="pad it to 16"):
+    with pytest.raises(ValueError, match="gather the axis and call fft, or share it") as told:
         fft.sharded_fft(jnp.zeros(12), axis_name="time", mesh=mesh)
+    assert "pad" not in str(told.value)  # a padded signal's transform is another
+    with pytest.raises(ValueError, match="at least one point"):
+        fft.sharded_fft(jnp.zeros(0), axis_name="time", mesh=mesh)
+    with pytest.raises(ValueError, match="pass mesh="):
+        fft.sharded_fft(jnp.zeros(16), axis_name="time")
+    with pytest.raises(ValueError, match="inverse is True or False"):
+        fft.sharded_fft(jnp.zeros(16), axis_name="time", mesh=mesh, inverse="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mesh axis"):
         fft.sharded_fft(jnp.zeros(16), axis_name="tiem", mesh=mesh)

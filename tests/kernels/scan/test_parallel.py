@@ -257,6 +257,16 @@ def test_mistakes(caplog: pytest.LogCaptureFixture) -> None:
         (lambda: parallel_scan(mixed(W)[0], (0, H), XS, path="diagonal"), "'diagonal' was asked for.*dot_general"),
         (lambda: parallel_scan(recurrent(W)[0], H, XS, implementation="xla"), "implementation='xla' for a sequential"),
         (lambda: parallel_scan(gated(W)[0], (H, 0), XS, implementation="no"), "Unknown implementation"),
+        (lambda: parallel_scan(gated(W)[0], (H, 0), XS, reverse="no"), "reverse is True or False"),
+        (lambda: parallel_scan(gated(W)[0], (H, 0), XS, use_checkpointing="no"), "use_checkpointing is True or False"),
+        (lambda: parallel_scan("f", H, XS), "The step is a function"),
+        (lambda: parallel_scan(lambda h, x: (h, x), {"a": "a"}, XS), r"init\['a'\] of type str"),
+        (lambda: explain_scan(lambda h, x: (h, x), "a", XS), "init of type str"),
+        (lambda: parallel_scan(lambda h, x: (h, x), H, "a"), "xs of type str"),
+        (
+            lambda: jax.jit(lambda n: parallel_scan(gated(W)[0], (H, 0), XS, n))(3),
+            "num_segments is a whole number above zero",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             call()
@@ -269,3 +279,51 @@ def test_mistakes(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == [
         "parallel_scan: num_segments=99 of 23 steps is 23 segments of one step (said once)"
     ]
+
+
+def test_an_implementation_runs_or_is_refused() -> None:
+    """Also where linear_recurrence has nothing to do."""
+
+    def add(h: Any, x: Any) -> Any:
+        return h + x, h
+
+    counts = jnp.arange(5)
+    for scan in (parallel_scan, explain_scan):
+        for xs in (counts, counts[:0], normal(1)):
+            with pytest.raises(ValueError, match="Unknown implementation of linear_recurrence 'bogus'"):
+                scan(add, jnp.zeros((), xs.dtype), xs, implementation="bogus")
+        with pytest.raises(ValueError, match="scan of int32, which run without it"):
+            scan(add, jnp.int32(0), counts, implementation="reference")
+    with jax.enable_x64(True), pytest.raises(ValueError, match="scan of float64, which run without it"):
+        parallel_scan(add, jnp.zeros((), "float64"), jnp.ones(5, "float64"), implementation="reference")
+    # Beside a counter a float leaf runs on it, and so does one step alone.
+    xs = normal(1, 3)
+
+    def both(carry: Any, x: Any) -> Any:
+        return (0.5 * carry[0] + x, carry[1] + 1), carry[0]
+
+    final, _ = parallel_scan(both, (jnp.ones(3), 0), xs, implementation="reference")
+    np.testing.assert_array_equal(final[0], 0.5 + xs[0])
+    plan = explain_scan(both, (jnp.ones(3), 0), xs, implementation="reference")
+    assert (plan.path, plan.recurrences[0].implementation) == ("diagonal", "reference")
+    # No steps: nothing runs, whichever was asked for.
+    final, _ = parallel_scan(both, (jnp.ones(3), 0), xs[:0], implementation="reference")
+    np.testing.assert_array_equal(final[0], 1)
+
+
+def test_a_reset_clears_a_nan_one_step_after_another() -> None:
+    def step(h: Any, x: Any) -> Any:
+        return jnp.where(x[1] > 0, x[0], h + x[0]), h
+
+    for bad in (jnp.nan, jnp.inf):
+        xs = jnp.asarray([[bad, 0.0], [1.0, 1.0], [1.0, 0.0]])
+        want, _ = jax.lax.scan(step, jnp.zeros(()), xs)
+        for path in ("sequential", None):  # on a CPU the second is one loop, too
+            assert float(parallel_scan(step, jnp.zeros(()), xs, path=path)[0]) == float(want) == 2.0
+        # On the parallel paths it does not, which is documented and told.
+        assert np.isnan(parallel_scan(step, jnp.zeros(()), xs, path="diagonal")[0])
+    said = "a reset does not clear a NaN or an infinity"
+    assert said in explain_scan(step, jnp.zeros(()), xs, path="diagonal").why
+    assert said in explain_scan(step, jnp.zeros(()), xs, path="matrix").why
+    assert said not in explain_scan(step, jnp.zeros(()), xs).why
+    assert said not in explain_scan(lambda h, x: (h + x[0], h), jnp.zeros(()), xs, path="diagonal").why

@@ -11,6 +11,7 @@ import pytest
 
 from capibara.kernels import context, explain
 from capibara.kernels.scan import ScanPlan, explain_scan, parallel_scan
+from capibara.kernels.scan.parallel import affine
 from capibara.kernels.scan.parallel import plan as planning
 
 T = 64
@@ -161,3 +162,35 @@ def test_effects_keep_their_order(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_steps() -> None:
     plan = explain_scan(lambda h, x: (h, x), H, jax.ShapeDtypeStruct((0, 4), "float32"))
     assert (plan.path, plan.length, plan.why) == ("sequential", 0, "there are no steps")
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_many_leaves_are_inspected_once_each(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leaf hangs on the one before it, or on all of them; also through a call of a jitted function."""
+    count = 40
+    seen: list[int] = []
+    split = affine.split
+
+    def counted(step: Any, leaf: int, *rest: Any) -> Any:
+        seen.append(leaf)
+        return split(step, leaf, *rest)
+
+    monkeypatch.setattr(affine, "split", counted)
+
+    @jax.jit
+    def advance(carry: Any, x: Any) -> Any:
+        made = [0.5 * carry[0] + x]
+        for i in range(1, count):
+            made.append(0.5 * carry[i] + (sum(carry[:i]) if every else carry[i - 1]))
+        return tuple(made)
+
+    init = (H,) * count
+    plan = explain_scan(lambda h, x: (advance(h, x), h[-1]), init, XS)
+    assert plan.rounds == tuple((i,) for i in range(count))
+    assert sorted(seen) == list(range(count))
+    # A ring has no first one.
+    seen.clear()
+    plan = explain_scan(lambda h, x: ((*(h[i - 1] + x for i in range(count)),), None), init, XS)
+    assert (plan.path, plan.rounds) == ("sequential", ())
+    assert "another leaf that is not known before it" in plan.why
+    assert sorted(seen) == list(range(count))

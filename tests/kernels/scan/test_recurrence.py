@@ -264,3 +264,33 @@ def test_a_walk_takes_every_step_once(walk: Walk, loop: range) -> None:
     steps = [walk.start(t) + row for t in range(walk.turns) for row in range(walk.rows(t))]
     assert sorted(steps) == list(range(walk.length))
     assert all(walk.rows(turn) == walk.steps for turn in walk.alike)
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_vmap_over_nothing(name: str) -> None:
+    def one(b: Any, initial: Any) -> Any:
+        made = linear_recurrence(jnp.full_like(b, 0.5), b, initial, return_final=True, implementation=name)
+        return made[0].sum() + made[1].sum(), made
+
+    b, initial = jnp.zeros((0, 2, 3, 4)), jnp.zeros((0, 2, 4))
+    with interpret():
+        (_, made), grads = jax.vmap(jax.value_and_grad(one, argnums=(0, 1), has_aux=True))(b, initial)
+        shared = jax.vmap(lambda b, initial: one(b, initial)[1], in_axes=(0, None))(b, jnp.zeros((2, 4)))
+    for pair in (made, grads, shared):
+        assert [x.shape for x in pair] == [(0, 2, 3, 4), (0, 2, 4)]
+
+
+def test_flags_and_axes_of_numpy() -> None:
+    a, b = _decay(2, 5, 3), _normal(2, 5, 3)
+    want = linear_recurrence(a, b, reverse=True)
+    np.testing.assert_array_equal(linear_recurrence(a, b, reverse=np.True_, axis=np.int64(1)), want)
+    assert isinstance(linear_recurrence(a, b, return_final=np.False_), jax.Array)
+    for options, said in (
+        ({"reverse": "no"}, "reverse is True or False"),
+        ({"return_final": 1}, "return_final is True or False"),
+        ({"axis": 1.0}, "axis is one of b's 3 axes"),
+        ({"axis": True}, "axis is one of b's 3 axes"),
+        ({"config": {"steps": 3}, "implementation": "xla"}, "the config's own class"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            linear_recurrence(a, b, **options)

@@ -113,3 +113,8 @@ def test_bad_input_is_named(given: dict[str, Any], words: str) -> None:
     a, b, _ = _operands(1, 4, 3)
     with pytest.raises((ValueError, KeyError), match=words):
         sequence_parallel_recurrence(a, b, **{"axis_name": "time", "mesh": _mesh((2,), ("time",)), **given})
+
+
+def test_outside_of_shard_map_without_a_mesh() -> None:
+    with pytest.raises(ValueError, match=r"inside jax.shard_map over the axis 'time'.*pass mesh="):
+        sequence_parallel_recurrence(jnp.ones((1, 4, 1)), jnp.ones((1, 4, 1)), axis_name="time")

@@ -122,11 +122,37 @@ def test_gradient_of_an_absent_operand_is_not_asked_for() -> None:
         ({"x": jnp.zeros((9, 3))}, "x is \\[batch, time, channels\\]"),
         ({"dt": jnp.zeros((2, 9, 3), int)}, "takes bfloat16"),
         ({"initial_state": jnp.zeros((2, 4, 3))}, "initial_state is \\(2, 3, 4\\)"),
+        ({"A": jnp.full((3, 4), -1 + 2j)}, "A of complex64"),
+        ({"dt_softplus": "no"}, "dt_softplus is True or False"),
+        ({"return_final_state": 1}, "return_final_state is True or False"),
     ],
 )
 def test_bad_input(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         selective_scan(**{**_operands(), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"state": jnp.zeros((2, 4, 3))}, "^state is \\[batch, channels, N\\], \\(2, 3, 4\\)"),
+        ({"state": jnp.zeros((2, 3, 4), int)}, "convert state"),
+        ({"dt_softplus": "no"}, "dt_softplus is True or False"),
+        ({"x": None}, "selective_step takes arrays"),
+    ],
+)
+def test_bad_input_of_a_step(change: dict[str, Any], words: str) -> None:
+    given = _operands()
+    now = {name: given[name][:, 0] for name in ("x", "dt", "B", "C")}
+    with pytest.raises(ValueError, match=words):
+        selective_step(**{"state": given["initial_state"], "A": given["A"], **now, **change})
+
+
+def test_flags_of_numpy() -> None:
+    given = _operands(time=3)
+    with_it, without = (selective_scan(**given, dt_softplus=np.bool_(on)) for on in (True, False))
+    np.testing.assert_array_equal(with_it, selective_scan(**given, dt_softplus=True))
+    assert (with_it != without).any()
 
 
 def test_a_step_has_no_time() -> None:

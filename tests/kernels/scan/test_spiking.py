@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import explain
 from capibara.kernels.scan import explain_scan, lif_neurons, spike
@@ -113,8 +115,39 @@ def test_mistakes() -> None:
         ({"decay": 0.9, "initial": np.ones(3)}, "initial is current's shape without time"),
         ({"decay": 0.9, "implementation": "xla"}, "with reset='subtract'"),
         ({"decay": 0.9, "reset": "none", "num_segments": 2}, "for neurons that reset"),
+        ({"decay": 0.9 + 1j}, "decay is of real numbers"),
+        ({"tau": 2 + 1j}, "tau is of real numbers"),
+        ({"decay": 0.9, "initial": START + 1j}, "initial is of real numbers"),
+        ({"tau": -1.0}, "tau is above zero"),
+        ({"tau": np.asarray([1.0, 0.0, 2.0])}, "tau is above zero"),
+        ({"decay": 0.9, "threshold": "high"}, "threshold of type str"),
+        ({"decay": 0.9, "threshold": np.ones((5, 2, 3))}, "threshold is one number"),
+        ({"decay": 0.9, "slope": "steep"}, "slope is a number"),
+        ({"decay": 0.9, "return_state": "no"}, "return_state is True or False"),
+        ({"decay": 0.9, "use_checkpointing": "no"}, "use_checkpointing is True or False"),
     ):
         with pytest.raises(ValueError, match=said):
             lif_neurons(CURRENT, **options)
     with pytest.raises(ValueError, match="time, neurons"):
         lif_neurons(jnp.ones(3), decay=0.9)
+    with pytest.raises(ValueError, match="Unknown surrogate of spike 'bogus'"):
+        jax.grad(spike)(0.25, "bogus", 1.0)
+
+
+@pytest.mark.parametrize("reset", ["subtract", "none"])
+def test_inside_shard_map(reset: str) -> None:
+    """The batch is split, and the initial state is absent or shared; or the decays are split and the batch is not."""
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+    def alone(x: Any, start: Any = None, decay: Any = DECAY) -> Any:
+        return lif_neurons(x, decay=decay, reset=reset, initial=start, threshold=0.7)
+
+    def over(*specs: Any) -> Any:
+        return jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=specs, out_specs=P("t")))
+
+    np.testing.assert_array_equal(over(P("t"))(CURRENT), alone(CURRENT))
+    want = alone(CURRENT, np.repeat(START[:1], 2, 0))
+    np.testing.assert_array_equal(over(P("t"), P())(CURRENT, START[:1]), want)
+    decays = np.asarray([0.5, 0.9], np.float32)
+    wants = [alone(CURRENT[:1], START[:1], decay) for decay in decays]
+    np.testing.assert_array_equal(over(P(), P(), P("t"))(CURRENT[:1], START[:1], decays), np.concatenate(wants))

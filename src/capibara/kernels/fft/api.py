@@ -11,6 +11,7 @@ from capibara.kernels.fft import matmul, mesh, packed, pallas_gpu, pallas_tpu, r
 from capibara.kernels.fft.cases import CASES, IRFFT_CASES, RFFT_CASES
 from capibara.kernels.fft.reference import reference, reference_irfft, reference_rfft
 from capibara.kernels.op import Gradient, Implementation, Op, register
+from capibara.kernels.operands import as_array
 
 FFT: Op = Op(
     "fft",
@@ -99,11 +100,15 @@ def fft_planes(
       factors: the radices to use, see `plan`; implementations that choose their own refuse it.
       implementation, config: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "reference") and its choices.
 
+    Forward-mode derivatives need implementation="reference".
+
     >>> re, im = fft_planes(jnp.ones(4), jnp.zeros(4))
     >>> re.tolist(), im.tolist()
     ([4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0])
     """
-    given = {"inverse": inverse, "norm": norm, "precision": precision, "factors": factors}
+    re, im = as_array("fft_planes", "re", re), as_array("fft_planes", "im", im)
+    radices = None if factors is None else rules.whole_factors(factors)
+    given = {"inverse": inverse, "norm": norm, "precision": precision, "factors": radices}
     params = {name: value for name, value in given.items() if value != FFT.params[name]}
     # On an H200 the kernel took a third of cuFFT's time where planes come in and go out, and one pass is enough.
     kernel = "mosaic_gpu" if precision == "bfloat16" and len(re.shape) and re.shape[-1] <= pallas_gpu.TILE else None

@@ -1,7 +1,9 @@
 """A causal convolution with long filters, by transforms.
 
-A filter is real, so two real signals go through it as one complex signal and come out apart: the transform, the
-product and the transform back each carry two signals. The backward pass transforms again and keeps no spectrum.
+In float32 each signal goes through real transforms of its own. In bfloat16, for which there is a kernel, two real
+signals go through a filter as one complex signal and come out apart: a filter is real, so nothing mixes them but the
+roundings, and each is first brought to a size near 1, so that a large one does not round a small one away. The
+backward pass transforms again and keeps no spectrum.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.dispatch import run
-from capibara.kernels.fft.api import FFT
+from capibara.kernels.fft.api import FFT, IRFFT, RFFT
 from capibara.kernels.fft.filter.api import FFT_FILTER
 from capibara.kernels.fft.plan import smooth_length
 from capibara.kernels.fft.rules import PRECISIONS
@@ -35,7 +38,11 @@ def fft_convolve(
     Args:
       x: [batch, channels, T].
       h: [channels, L]; taps beyond T reach no output.
-      precision: of the transforms, "float32" or "bfloat16" (see `fft`); the products of spectra are float32.
+      precision: of the transforms, "float32" or "bfloat16" (see `fft`); the products of spectra are float32. In
+        bfloat16 elements b and b + ceil(batch / 2) of the batch share a transform: each keeps its own relative error,
+        whatever the other's size, but a NaN or an infinity in one spoils the other too.
+
+    There is no forward-mode derivative; `long_conv` has one, by its "xla" and "reference" implementations.
 
     >>> jnp.rint(fft_convolve(jnp.array([[[1.0, 2.0, 3.0]]]), jnp.array([[1.0, 10.0]]))).tolist()
     [[[1.0, 12.0, 23.0]]]
@@ -56,10 +63,10 @@ def fft_convolve(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(precision: str, x: jax.Array, h: jax.Array) -> jax.Array:
-    batch, _, time = x.shape
-    length = smooth_length(time + h.shape[1] - 1)
-    made = run(FFT_FILTER, (*_paired(x), *_spectrum(_alone(h, length), precision)), {"precision": precision})
-    return _apart(made, batch).astype(x.dtype)
+    length = smooth_length(x.shape[2] + h.shape[1] - 1)
+    if precision == "float32":
+        return _back(_times(_half(x, length), _half(h, length)), length, x.shape[2]).astype(x.dtype)
+    return _filtered(x, _whole(_alone(h), length), conjugate=False).astype(x.dtype)
 
 
 def _forward(precision: str, x: jax.Array, h: jax.Array) -> tuple[jax.Array, Any]:
@@ -69,40 +76,86 @@ def _forward(precision: str, x: jax.Array, h: jax.Array) -> tuple[jax.Array, Any
 def _backward(precision: str, kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same with the conjugate spectra: of the filter for x, and of the signals, summed over the batch, for h."""
     x, h = kept
-    batch, _, time = x.shape
-    length = smooth_length(time + h.shape[1] - 1)
-    spectra = _spectrum(_alone(h, length), precision)
-    dx = run(FFT_FILTER, (*_paired(cotangent), *spectra), {"precision": precision, "conjugate": True})
-    # Of a pair's product the two signals with themselves are the real part in time; with each other, the imaginary.
-    (a, b), (c, d) = (_spectrum(_longer(_paired(signals), length), precision) for signals in (cotangent, x))
-    crossed = ((a * c + b * d).sum(0), (b * c - a * d).sum(0))
-    dh, _ = run(FFT, crossed, {"precision": precision, "inverse": True})
-    return _apart(dx, batch).astype(x.dtype), dh[:, : h.shape[1]].astype(h.dtype)
+    time, taps = x.shape[2], h.shape[1]
+    length = smooth_length(time + taps - 1)
+    if precision == "float32":
+        flow = _half(cotangent, length)
+        dx = _back(_times(flow, _conjugate(_half(h, length))), length, time)
+        re, im = _times(flow, _conjugate(_half(x, length)))
+        dh = _back((re.sum(0), im.sum(0)), length, taps)
+    else:
+        dx = _filtered(cotangent, _whole(_alone(h), length), conjugate=True)
+        # Of a pair's product the two signals with themselves are the real part in time; with each other, which may be
+        # far larger, the imaginary. What a signal of x is divided by its cotangent is multiplied by, so that each
+        # product is its own, and a pair's error that of its larger product.
+        own, inverse = _powers(x)
+        flows, signals = cotangent.astype(jnp.float32) * own, x.astype(jnp.float32) * inverse
+        (a, b), (c, d) = (_whole(_paired(pairs), length) for pairs in (flows, signals))
+        crossed = ((a * c + b * d).sum(0), (b * c - a * d).sum(0))
+        dh = run(FFT, crossed, {"precision": precision, "inverse": True})[0][:, :taps]
+    return dx.astype(x.dtype), dh.astype(h.dtype)
 
 
 _convolve.defvjp(_forward, _backward)
 
 
+def _half(x: jax.Array, length: int) -> Planes:
+    """Half the spectra of real signals, each by a transform of its own."""
+    return run(RFFT, (_longer(x.astype(jnp.float32), length),), {})
+
+
+def _back(spectra: Planes, length: int, kept: int) -> jax.Array:
+    return run(IRFFT, spectra, {"n": length})[..., :kept]
+
+
+def _times(left: Planes, right: Planes) -> Planes:
+    (a, b), (c, d) = left, right
+    return a * c - b * d, a * d + b * c
+
+
+def _conjugate(spectra: Planes) -> Planes:
+    return spectra[0], -spectra[1]
+
+
+def _filtered(x: jax.Array, spectra: Planes, *, conjugate: bool) -> jax.Array:
+    """Pairs of signals, each near 1 in size, through the filters in bfloat16, and back to their own size."""
+    own, inverse = _powers(x)
+    params = {"precision": "bfloat16"} | ({"conjugate": True} if conjugate else {})
+    made = run(FFT_FILTER, (*_paired(x.astype(jnp.float32) * inverse), *spectra), params)
+    return jnp.concatenate(made)[: x.shape[0]] * own
+
+
+def _powers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each signal the power of two at or below its largest magnitude, and its inverse: multiplying is exact.
+
+    By the bits of the number, since an exponential may be rounded; both within the normal numbers.
+    """
+    peak = jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True)
+    exponent = jnp.clip(lax.bitcast_convert_type(peak, jnp.int32) >> 23, 1, 253)  # the bits after a sign of 0
+    return _with_exponent(exponent), _with_exponent(254 - exponent)
+
+
+def _with_exponent(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
 def _paired(x: jax.Array) -> Planes:
     """The batch's first half as the real plane and its second as the imaginary one; an odd one out is alone."""
-    x = jnp.pad(x.astype(jnp.float32), ((0, x.shape[0] % 2), (0, 0), (0, 0)))
+    x = jnp.pad(x, ((0, x.shape[0] % 2), (0, 0), (0, 0)))
     half = x.shape[0] // 2
     return x[:half], x[half:]
 
 
-def _apart(planes: Planes, batch: int) -> jax.Array:
-    return jnp.concatenate(planes)[:batch]
-
-
-def _longer(planes: Planes, length: int) -> Planes:
-    real, imag = (jnp.pad(plane, ((0, 0), (0, 0), (0, length - plane.shape[2]))) for plane in planes)
-    return real, imag
-
-
-def _alone(h: jax.Array, length: int) -> Planes:
-    wide = jnp.pad(h.astype(jnp.float32), ((0, 0), (0, length - h.shape[1])))
+def _alone(h: jax.Array) -> Planes:
+    wide = h.astype(jnp.float32)
     return wide, jnp.zeros_like(wide)
 
 
-def _spectrum(planes: Planes, precision: str) -> Planes:
-    return run(FFT, planes, {"precision": precision})
+def _longer(x: jax.Array, length: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
+
+
+def _whole(planes: Planes, length: int) -> Planes:
+    """The whole spectra of complex signals in bfloat16."""
+    re, im = (_longer(plane, length) for plane in planes)
+    return run(FFT, (re, im), {"precision": "bfloat16"})

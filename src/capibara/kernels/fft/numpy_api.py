@@ -1,7 +1,12 @@
 """What jnp.fft's functions call inside an optimisation context: jnp's own function first, then its arguments.
 
-A transform of a float32 or complex64 array goes through dispatch. Any other, and any mistake, is jnp's own call,
-untouched, so that every result has the type that jnp gives and every error is the one jnp raises.
+A transform of a float32 or complex64 array is decided by dispatch. Where that is the vendor's transform, and for any
+other array and any mistake, it is jnp's own call, untouched, so that every result has the type that jnp gives, every
+error is the one jnp raises, and forward-mode derivatives and linear_transpose are there as outside. Where it is
+another implementation, as on a TPU, there is reverse mode alone: for forward mode (jvp, jacfwd, hessian, linearize,
+linear_transpose) call jax.numpy.fft, or capibara.kernels.fft with implementation="reference".
+
+jnp's own call of a sharded array is split by XLA, which gathers a sharded batch; capibara.kernels.fft gathers nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from capibara.kernels.context import current_target
+from capibara.kernels import context, tables
+from capibara.kernels.dispatch import Selection, note, select
 from capibara.kernels.fft import numpy_forms
-from capibara.kernels.fft.rules import NORMS
+from capibara.kernels.fft.api import FFT, IRFFT, RFFT
+from capibara.kernels.fft.rules import MOST_AXES, NORMS
 
 REAL, COMPLEX = ("float32",), ("float32", "complex64")
 TAKEN = {
@@ -30,9 +37,58 @@ ON_TPU = ("rfft2", "irfft2")
 
 def _call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = _taken(name, original, args, kwargs)
-    if given is None or (name in ON_TPU and current_target().platform != "tpu"):
+    if given is None or (name in ON_TPU and context.current_target().platform != "tpu"):
         return original(*args, **kwargs)
+    if name not in ON_TPU:
+        chosen = _decided(name, *given)
+        if all(one.implementation == "xla" for one in chosen):
+            for one in chosen:
+                note(one)
+            return original(*args, **kwargs)
     return getattr(numpy_forms, name)(*given)
+
+
+def _decided(name: str, x: Any, size: Any, axes: Any, norm: str | None) -> tuple[Selection, ...]:
+    """What dispatch takes for the transforms of a call that it was seen to take."""
+    several = name.endswith(("2", "n"))
+    at = _axes(x.ndim, size, axes if several else (axes,))
+    assert at is not None
+    lengths = [x.shape[axis] for axis in at]
+    if size is not None:
+        lengths = [int(n) for n in (size if several else (size,))]
+    elif name == "irfft":
+        lengths = [2 * (lengths[0] - 1)]
+    transformed = {axis % x.ndim for axis in at}
+    rest = tuple(n for axis, n in enumerate(x.shape) if axis not in transformed)
+    target = context.explicit_target()
+    if target is None:
+        concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        target = context.target_of(next(iter(x.devices()))) if concrete else context.current_target()
+    return _selections(name, rest, tuple(lengths), norm or "backward", target, tables.generation())
+
+
+@functools.lru_cache(maxsize=1024)
+def _selections(
+    name: str, rest: tuple[int, ...], lengths: tuple[int, ...], norm: str, target: context.Target, tables_read: int
+) -> tuple[Selection, ...]:
+    """One for each call of an op, as `numpy_forms` calls them."""
+    if name == "rfft":
+        return (select(RFFT.call(_plane(*rest, *lengths), target=target, norm=norm)),)
+    if name == "irfft":
+        half = _plane(*rest, lengths[0] // 2 + 1)
+        return (select(IRFFT.call(half, half, target=target, norm=norm, n=lengths[0])),)
+    made = []
+    while lengths:
+        now, lengths = lengths[-MOST_AXES:], lengths[:-MOST_AXES]
+        plane = _plane(*rest, *lengths, *now)
+        how = {"inverse": name.startswith("i"), "norm": norm, "axes": len(now)}
+        made.append(select(FFT.call(plane, plane, target=target, **how)))
+        rest = (*now, *rest)
+    return tuple(made)
+
+
+def _plane(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.dtype("float32"))
 
 
 def _taken(name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...] | None:
@@ -63,6 +119,8 @@ def _taken(name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> t
 def _axes(ndim: int, size: Any, axes: Any) -> tuple[int, ...] | None:
     """The axes that are transformed, each in range and named once."""
     if axes is None:
+        if size is not None and not isinstance(size, Sequence):
+            return None
         count = ndim if size is None else len(size)
         axes = range(ndim - count, ndim)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Complex, Float, Num
 
@@ -16,7 +17,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels import context, tables
 from capibara.kernels.dispatch import run
 from capibara.kernels.fft.api import FFT, IRFFT, RFFT
-from capibara.kernels.fft.rules import MOST_AXES, NORMS
+from capibara.kernels.fft.rules import MOST_AXES, NORMS, PRECISIONS, whole_factors
 from capibara.kernels.op import describe
 from capibara.kernels.operands import as_array
 
@@ -64,20 +65,27 @@ def ifft(
 
 def radix_fft(
     signal: Num[Array, "*B n"], radix_factors: Sequence[int] | None = None, *, one_by_one: bool = False,
-    inverse: bool = False, n: int | None = None, norm: str | None = None, **how: Any,
+    inverse: bool = False, n: int | None = None, axis: int = -1, norm: str | None = None, **how: Any,
 ) -> Complex[Array, "*B n"]:  # fmt: skip
-    """The transform of the last axis by given radices, all signals at once or, `one_by_one`, each after the other.
+    """The transform of an axis by given radices, all signals at once or, `one_by_one`, each after the other.
 
     >>> x = jnp.ones((2, 6))
     >>> bool(jnp.allclose(radix_fft(x, (2, 3), one_by_one=True), radix_fft(x, (2, 3))))
     True
     """
-    x = _fitted(_complex(signal), None if n is None else (n,), (-1,))
+    for name, flag in (("one_by_one", one_by_one), ("inverse", inverse)):
+        if not isinstance(flag, bool | np.bool_):
+            raise rule_error(f"{name} is True or False", f"{name}={flag!r}", "pass one of them")
+    x = _complex(signal)
+    at = _axis(x, axis)
+    x = _fitted(x, None if n is None else (n,), (at,))
     form: Callable[..., jax.Array] = ifft if inverse else fft
     transform = functools.partial(form, norm=norm, factors=radix_factors, **how)
     if not one_by_one or x.ndim == 1 or x.size == 0:
-        return transform(x)
-    return lax.map(transform, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        return transform(x, axis=at)
+    moved = jnp.moveaxis(x, at, -1)
+    made = lax.map(transform, moved.reshape(-1, moved.shape[-1])).reshape(moved.shape)
+    return jnp.moveaxis(made, -1, at)
 
 
 def fft2(
@@ -163,7 +171,7 @@ def irfft2(
     """The inverse of `rfft2`, as numpy.fft.irfft2; `s` are the lengths of the result."""
     x = _complex(a)
     first, last = _two(x, axes)
-    rows, columns = (None, None) if s is None else s
+    rows, columns = (None, None) if s is None else _lengths(s, 2)
     x = ifft(x, rows, first, norm, precision=precision)
     return irfft(x, columns, last, norm, precision=precision)
 
@@ -188,8 +196,8 @@ def _program(x: jax.Array, fn: Any, static: Any, tables_read: int) -> Any:
 def _over(a: Any, s: Any, axes: Sequence[int] | None, norm: str | None, how: How, *, inverse: bool) -> jax.Array:
     x = _complex(a)
     if axes is None:
-        axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
-    at = tuple(_axis(x, axis) for axis in axes)
+        axes = range(x.ndim) if s is None else range(x.ndim - len(_sequence("s", s)), x.ndim)
+    at = tuple(_axis(x, axis) for axis in _sequence("axes", axes))
     if len(set(at)) != len(at):
         raise rule_error("Each axis is transformed once", f"axes={tuple(axes)}", "name each axis once")
     x = _fitted(x, s, at)
@@ -230,7 +238,16 @@ def _how(how: How, more: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
         if name not in known:
             raise unknown_name("keyword of a transform", name, (*known, "norm", "axis", "n"))
     if how.get("factors") is not None:
-        how = {**how, "factors": tuple(operator.index(factor) for factor in how["factors"])}
+        how = {**how, "factors": whole_factors(how["factors"])}
+    precision = how.get("precision", "float32")
+    if precision not in PRECISIONS:
+        raise unknown_name("precision", precision, PRECISIONS)
+    try:
+        hash(how.get("config"))
+    except TypeError:
+        raise rule_error(
+            "config is of its implementation's own type", f"config={how['config']!r}", "leave it out, or pass that type"
+        ) from None
     return tuple(how.items())
 
 
@@ -243,20 +260,37 @@ def _norm(norm: str | None) -> str:
 
 
 def _axis(x: jax.Array, axis: Any) -> int:
-    at = operator.index(axis)
+    at = _index("axis", axis)
     if not -x.ndim <= at < x.ndim:
         raise rule_error("The axis is one of the array's", f"axis={axis} of {describe(x)}", "name another axis")
     return at % x.ndim
 
 
 def _two(x: jax.Array, axes: Sequence[int]) -> tuple[int, int]:
-    if len(axes) != 2:
+    if len(_sequence("axes", axes)) != 2:
         raise rule_error("A transform in two dimensions has two axes", f"axes={tuple(axes)}", "name two, or use fftn")
     return _axis(x, axes[0]), _axis(x, axes[1])
 
 
+def _index(name: str, given: Any) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise rule_error(f"{name} is a whole number", f"{name}={given!r}", "pass an int") from None
+
+
+def _sequence(name: str, given: Any) -> tuple[Any, ...]:
+    """As a tuple; that each is a whole number is checked where it is read."""
+    try:
+        return tuple(given)
+    except TypeError:
+        raise rule_error(
+            f"{name} is a sequence of whole numbers", f"{name}={given!r}", "pass a tuple of ints"
+        ) from None
+
+
 def _length(n: Any) -> int:
-    length = operator.index(n)
+    length = _index("n", n)
     if length < 1:
         raise rule_error("A transform has at least one point", f"n={n}", "give n=1 or more")
     return length
@@ -266,15 +300,19 @@ def _fitted(x: jax.Array, s: Sequence[int] | None, axes: tuple[int, ...]) -> jax
     """Cut, or padded with zeros at the end, to the lengths `s` of `axes`."""
     if s is None:
         return x
-    if len(s) != len(axes):
-        raise rule_error("s has a length for each axis", f"s={tuple(s)} for {len(axes)} axes", "give as many lengths")
-    for axis, wanted in zip(axes, map(_length, s), strict=True):
+    for axis, wanted in zip(axes, _lengths(s, len(axes)), strict=True):
         own = x.shape[axis]
         if wanted < own:
             x = lax.slice_in_dim(x, 0, wanted, axis=axis)
         elif wanted > own:
             x = jnp.pad(x, [(0, wanted - own if i == axis else 0) for i in range(x.ndim)])
     return x
+
+
+def _lengths(s: Any, axes: int) -> tuple[int, ...]:
+    if len(_sequence("s", s)) != axes:
+        raise rule_error("s has a length for each axis", f"s={tuple(s)} for {axes} axes", "give as many lengths")
+    return tuple(map(_length, s))
 
 
 def _complex(a: Any) -> jax.Array:

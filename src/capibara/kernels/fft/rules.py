@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.fft.plan import plan
@@ -29,6 +31,16 @@ def scale_of(lengths: tuple[int, ...], norm: str, inverse: bool) -> float:
 def transposed_norm(norm: str) -> str:
     """The norm that gives the transform back the same scale as `norm` gives this one."""
     return {"backward": "forward", "forward": "backward", "ortho": "ortho"}[norm]
+
+
+def whole_factors(factors: Any) -> tuple[int, ...]:
+    """Radices as a tuple of ints."""
+    try:
+        return tuple(operator.index(factor) for factor in factors)
+    except TypeError:
+        raise rule_error(
+            "factors is a sequence of whole numbers", f"factors={factors!r}", "pass a tuple of ints, or leave it out"
+        ) from None
 
 
 KNOWN = {"norm": NORMS, "precision": PRECISIONS}
@@ -55,6 +67,8 @@ def check(call: Call) -> None:
     _check_planes(call)
     check_names(call)
     axes, factors = call.params["axes"], call.params["factors"]
+    if not isinstance(call.params["inverse"], bool | np.bool_):
+        raise rule_error("inverse is True or False", f"inverse={call.params['inverse']!r}", "pass one of them")
     shape = call.need("re").shape
     if not isinstance(axes, int) or not 1 <= axes <= MOST_AXES:
         raise rule_error(f"A call transforms the last 1 to {MOST_AXES} axes", f"axes={axes}", "do the others in turn")

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Num
@@ -40,9 +41,15 @@ def sharded_fft(
       axis_name: the mesh axis that the last axis is sharded over.
       mesh: the mesh, when x is a global array; None inside shard_map.
       inverse, norm, precision: as for `ifft` and `fft`.
+
+    The gradient is there; forward-mode derivatives are not. For those gather the axis and use `fft` with
+    implementation="reference".
     """
     x = as_array("sharded_fft", "x", x)
     norm = "backward" if norm is None else norm
+    if not isinstance(inverse, bool | np.bool_):
+        raise rule_error("inverse is True or False", f"inverse={inverse!r}", "pass one of them")
+    inverse = bool(inverse)
     for name, value, known in (("norm", norm, NORMS), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise unknown_name(name, value, known)
@@ -65,11 +72,13 @@ def _on_mesh(mesh: Mesh, ndim: int, axis_name: str, inverse: bool, norm: str, pr
 
 
 def _check_length(n: int, devices: int) -> None:
-    if n == 0 or n % (devices * devices):
+    if n == 0:
+        raise rule_error("A transform has at least one point", "length 0", "pass one point or more")
+    if n % (devices * devices):
         raise rule_error(
             "A sharded transform's length is a multiple of the square of the devices that share it",
             f"length {n} over {devices} devices",
-            f"pad it to {max(math.ceil(n / devices**2), 1) * devices**2}, or gather the axis",
+            f"gather the axis and call fft, or share it among devices whose number's square divides {n}",
         )
 
 
@@ -81,7 +90,13 @@ def _split(n: int, devices: int) -> tuple[int, int]:
 
 
 def _local(x: jax.Array, *, axis_name: str, inverse: bool, norm: str, precision: str) -> jax.Array:
-    devices = lax.axis_size(axis_name)
+    try:
+        devices = lax.axis_size(axis_name)
+    except NameError as error:
+        raise rule_error(
+            "Without a mesh, sharded_fft is called inside shard_map over its axis", f"no axis {axis_name!r} here",
+            "pass mesh= with the global array, or call it inside jax.shard_map over that axis",
+        ) from error  # fmt: skip
     n = x.shape[-1] * devices
     _check_length(n, devices)
     rows, columns = _split(n, devices)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Inexact
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.dispatch import run
 from capibara.kernels.scan.recurrence.api import LINEAR_RECURRENCE, LINEAR_RECURRENCE_GRAD
-from capibara.kernels.scan.recurrence.layout import read_operands
+from capibara.kernels.scan.recurrence.layout import read_flag, read_operands
 from capibara.kernels.scan.recurrence.reference import state_type
 from capibara.kernels.transforms import vary_alike
 
@@ -59,9 +59,7 @@ def sequence_parallel_recurrence(
     [1.0, 1.5, 1.75, 1.875]
     """
     a, b, initial, layout = read_operands("sequence_parallel_recurrence", a, b, initial, axis)
-    for name, flag in (("reverse", reverse), ("return_final", return_final)):
-        if not isinstance(flag, bool):
-            raise rule_error(f"{name} is True or False", repr(flag), "pass a bool")
+    reverse, return_final = read_flag("reverse", reverse), read_flag("return_final", return_final)
 
     def local(a: Any, b: Any, initial: Any) -> Any:
         a, b, initial, layout = read_operands("sequence_parallel_recurrence", a, b, initial, axis)
@@ -75,6 +73,14 @@ def sequence_parallel_recurrence(
     if mesh is None:
         if spec is not None:
             raise rule_error("spec says how whole arrays are split", "spec without mesh", "pass mesh, or leave it out")
+        try:
+            lax.axis_size(axis_name)
+        except NameError as error:
+            raise rule_error(
+                f"Without mesh it is called inside jax.shard_map over the axis {axis_name!r}",
+                "a call where no mesh axis has that name",
+                "pass mesh= for whole arrays, or call it inside jax.shard_map",
+            ) from error
         return local(a, b, initial)
     if axis_name not in mesh.shape:
         raise unknown_name("mesh axis", axis_name, mesh.axis_names)

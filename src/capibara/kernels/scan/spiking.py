@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error, unknown_name
@@ -16,6 +17,8 @@ from capibara.kernels.op import describe
 from capibara.kernels.operands import as_array
 from capibara.kernels.scan.parallel.api import parallel_scan
 from capibara.kernels.scan.recurrence.api import linear_recurrence
+from capibara.kernels.scan.recurrence.layout import read_flag
+from capibara.kernels.transforms import vary_alike
 
 RESETS = ("subtract", "zero", "none")
 
@@ -36,6 +39,8 @@ def spike(above: Any, surrogate: str, slope: float) -> Any:
     >>> round(float(jax.grad(spike)(0.25, "triangle", 1.0)), 2)
     0.75
     """
+    if surrogate not in _SURROGATES:
+        raise unknown_name("surrogate of spike", surrogate, _SURROGATES)
     return jnp.asarray(above > 0, jnp.result_type(above))
 
 
@@ -63,7 +68,8 @@ def lif_neurons(
     """The spikes of leaky integrate-and-fire neurons: v = decay * v + current, and 1 where v is above the threshold.
 
     The membrane potential v is float32; spikes have the type of `current`. Gradients flow to current, decay or tau, and
-    initial, through the spikes and through the reset, by the surrogate.
+    initial, through the spikes and through the reset, by the surrogate. Without a reset, ask for
+    implementation="reference" for forward-mode derivatives.
 
     Without a reset v is a linear recurrence and all steps run at once; with one they follow one another in one loop,
     whose backward pass keeps a checkpoint a segment.
@@ -71,7 +77,7 @@ def lif_neurons(
     Args:
       current: [..., time, neurons].
       decay: what is left of v after a step, a number or one a neuron. Either this or tau.
-      tau: the time constant in steps: decay = exp(-1 / tau).
+      tau: the time constant in steps, above 0: decay = exp(-1 / tau). Under `jit` its sign cannot be checked.
       reset: after a spike, "subtract" the threshold, set v to "zero", or "none".
       surrogate: the derivative of a spike by u = v - threshold: "fast_sigmoid" 1 / (1 + slope |u|)², "atan"
         1 / (1 + (π/2 slope u)²), "triangle" max(0, 1 - slope |u|).
@@ -92,22 +98,30 @@ def lif_neurons(
         raise unknown_name("reset of lif_neurons", reset, RESETS)
     if surrogate not in _SURROGATES:
         raise unknown_name("surrogate of lif_neurons", surrogate, _SURROGATES)
-    slope = _SURROGATES[surrogate][1] if slope is None else float(slope)
-    if not slope > 0:
+    steepness = _SURROGATES[surrogate][1] if slope is None else _number("slope", slope)
+    if not steepness > 0:
         raise rule_error("slope is above zero", repr(slope), "leave it out for the surrogate's usual one")
+    return_state = read_flag("return_state", return_state)
+    use_checkpointing = read_flag("use_checkpointing", use_checkpointing)
     start_shape = (*current.shape[:-2], current.shape[-1])
     if initial is None:
         start = jnp.zeros(start_shape, jnp.float32)
     else:
-        start = as_array("lif_neurons", "initial", initial).astype(jnp.float32)
+        start = _real("initial", initial)
         if start.shape != start_shape:
             raise rule_error(f"initial is current's shape without time, {start_shape}", describe(start), "broadcast it")
-    leak = _leak(decay, tau, current.shape[-1])
+    level = _real("threshold", threshold)
+    # The last axes of v, or ones: it must not make v larger.
+    if level.ndim > len(start_shape) or jnp.broadcast_shapes(level.shape, start_shape) != start_shape:
+        raise rule_error("threshold is one number", describe(level), "pass a number, or one a neuron")
+    # Inside shard_map a loop's state varies over the mesh axes that any of these does, from the start.
+    wide, start, leak, level = vary_alike(
+        (current.astype(jnp.float32), start, _leak(decay, tau, current.shape[-1]), level)
+    )
 
     def fires(v: Any) -> Any:
-        return spike(v - threshold, surrogate, slope)
+        return spike(v - level, surrogate, steepness)
 
-    wide = current.astype(jnp.float32)
     if reset == "none":
         if num_segments is not None or not use_checkpointing:
             given = f"num_segments={num_segments}, use_checkpointing={use_checkpointing} with reset='none'"
@@ -126,7 +140,7 @@ def lif_neurons(
         def step(v: Any, drive: Any) -> tuple[Any, Any]:
             v = leak * v + drive
             fired = fires(v)
-            after = v - threshold * fired if reset == "subtract" else v * (1 - fired)
+            after = v - level * fired if reset == "subtract" else v * (1 - fired)
             return after, (fired, v)
 
         final, (spikes, membrane) = parallel_scan(
@@ -142,7 +156,26 @@ def _leak(decay: Any, tau: Any, neurons: int) -> Any:
         given = "neither" if decay is None else "both"
         raise rule_error("The leak is given as decay, or as tau", given, "pass one of them, e.g. decay=0.9")
     name, given = ("decay", decay) if tau is None else ("tau", tau)
-    made = as_array("lif_neurons", name, given).astype(jnp.float32)
+    made = _real(name, given)
     if made.shape not in ((), (1,), (neurons,)):
         raise rule_error(f"{name} is one number, or one a neuron ({neurons})", describe(made), "check its axes")
-    return made if tau is None else jnp.exp(-1 / made)
+    if tau is None:
+        return made
+    if not isinstance(made, jax.core.Tracer) and not np.all(np.asarray(made) > 0):
+        raise rule_error("tau is above zero", repr(tau), "pass the steps after which 1/e of v is left")
+    return jnp.exp(-1 / made)
+
+
+def _real(name: str, given: Any) -> Any:
+    """An argument in float32. The type is checked before it is converted: a complex number would lose a part."""
+    made = as_array("lif_neurons", name, given)
+    if not (jnp.issubdtype(made.dtype, jnp.floating) or jnp.issubdtype(made.dtype, jnp.integer)):
+        raise rule_error(f"{name} is of real numbers", describe(made), "convert it with .real, or .astype(...)")
+    return made.astype(jnp.float32)
+
+
+def _number(name: str, given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError) as error:  # also what is traced
+        raise rule_error(f"{name} is a number, known when traced", repr(given), "pass a Python number") from error

@@ -63,6 +63,8 @@ def causal_conv1d(
       implementation: force one by name ("xla", "pallas_tpu", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
+    Forward-mode derivatives need implementation="reference".
+
     >>> x = jnp.arange(4.0).reshape(1, 4, 1)
     >>> y, state = causal_conv1d(x, jnp.array([[10.0], [1.0]]), return_final_state=True)
     >>> y.ravel().tolist(), state.ravel().tolist()

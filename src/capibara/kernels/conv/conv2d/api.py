@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error
@@ -77,15 +78,19 @@ def conv2d(
         operands, whose error is then about ten times the direct form's: see `winograd_error_bound`.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
+    "xla", "direct" and "reference" have forward-mode derivatives. Winograd's forms, and so a tile_size that is taken,
+    and the kernels have the gradient alone: for forward mode there pass implementation="reference".
+
     >>> x = jnp.ones((1, 8, 8, 3)); w = jnp.ones((3, 3, 3, 4))
     >>> y = conv2d(x, w, tile_size=4)
     >>> y.shape, round(float(y[0, 3, 3, 0]), 3)
     ((1, 8, 8, 4), 27.0)
     """
     arrays = as_array("conv2d", "inputs", inputs), as_array("conv2d", "filters", filters)
+    rules.check_tile(tile_size)
     given = {
-        "strides": _pair(strides), "padding": _padding(padding), "dilation": _pair(dilation), "groups": groups,
-        "precision": precision, "tile_size": tile_size,
+        "strides": _pair(strides), "padding": _padding(padding), "dilation": _pair(dilation), "groups": _number(groups),
+        "precision": precision, "tile_size": _number(tile_size),
     }  # fmt: skip
     named = {f"winograd{tile}": tile for tile in TILES} | {"winograd4_gpu": 4}
     if implementation in named and tile_size is None:
@@ -95,7 +100,7 @@ def conv2d(
             "tile_size asks for a Winograd implementation", f"tile_size={tile_size} and implementation="
             f"{implementation!r}", "leave one of them out",
         )  # fmt: skip
-    params = {name: value for name, value in given.items() if value != CONV2D.params[name]}
+    params = {name: value for name, value in given.items() if not _is(value, CONV2D.params[name])}
     # A tile that is asked for goes before the tuned table; a name is stronger, and makes a refusal an error.
     prefer = None if given["tile_size"] is None else f"winograd{given['tile_size']}"
     if prefer == "winograd4" and current_target().platform == "gpu":
@@ -122,18 +127,37 @@ def winograd_conv2d(
     return conv2d(inputs, filters, tile_size=tile_size, **options)
 
 
+def _is(value: Any, default: Any) -> bool:
+    """Whether it is the default, and of its type: 1.0 and True equal 1, and are for the op's check to refuse."""
+    if type(value) is not type(default):
+        return False
+    if isinstance(value, tuple):
+        return len(value) == len(default) and all(map(_is, value, default))
+    return bool(value == default)
+
+
+def _number(given: Any) -> Any:
+    """numpy's whole numbers, and its arrays of them, as Python's. Anything else is left for the op's check to name."""
+    if isinstance(given, np.ndarray | np.integer) and np.issubdtype(given.dtype, np.integer):
+        return given.tolist()
+    return given
+
+
 def _pair(given: Any) -> Any:
     """One number as two; a sequence as a tuple. What is neither is left for the op's check to name."""
+    given = _number(given)
     if isinstance(given, Sequence) and not isinstance(given, str):
-        return tuple(given)
-    if isinstance(given, jax.Array):
+        return tuple(map(_number, given))
+    if isinstance(given, jax.Array | np.ndarray):
         raise rule_error("strides and dilation are Python numbers", str(given), "pass an int or a pair of ints")
     return (given, given)
 
 
 def _padding(given: Any) -> Any:
+    given = _number(given)
     if isinstance(given, Sequence) and not isinstance(given, str):
-        return tuple(tuple(pair) if isinstance(pair, Sequence) else pair for pair in given)
+        pairs = map(_number, given)
+        return tuple(tuple(map(_number, pair)) if isinstance(pair, Sequence) else pair for pair in pairs)
     return given.upper() if isinstance(given, str) else given
 
 

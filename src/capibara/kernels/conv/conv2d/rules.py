@@ -88,17 +88,20 @@ def check(call: Call) -> None:
     _check_padding(call.params["padding"])
     if call.params["precision"] not in (None, *PRECISIONS):
         raise unknown_name("matrix precision", call.params["precision"], PRECISIONS)
-    tile = call.params["tile_size"]
-    if tile is not None and (isinstance(tile, bool) or tile not in TILES):
-        raise rule_error(
-            f"tile_size is one of Winograd's output tiles: {', '.join(map(str, TILES))}", repr(tile),
-            "pass one of these, or None to leave the choice to dispatch",
-        )  # fmt: skip
+    check_tile(call.params["tile_size"])
     n = sizes_of(call)
     if n.out_rows < 1 or n.out_columns < 1:
         raise rule_error(
             "The padded image is as large as the dilated filter", call.signature, "pad more, or check the layouts"
         )
+
+
+def check_tile(tile: Any) -> None:
+    if tile is not None and not (_is_count(tile) and tile in TILES):
+        raise rule_error(
+            f"tile_size is one of Winograd's output tiles: {', '.join(map(str, TILES))}", repr(tile),
+            "pass one of these, or None to leave the choice to dispatch",
+        )  # fmt: skip
 
 
 def _check_padding(padding: Any) -> None:
@@ -108,7 +111,7 @@ def _check_padding(padding: Any) -> None:
         return
     pairs = isinstance(padding, tuple) and len(padding) == 2
     if not pairs or not all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(_is_count(v + 1) for v in pair) for pair in padding
+        isinstance(pair, tuple) and len(pair) == 2 and all(_is_count(v, 0) for v in pair) for pair in padding
     ):
         raise rule_error(
             "padding is 'SAME', 'VALID', or zeros before and after the rows and the columns", repr(padding),
@@ -116,8 +119,8 @@ def _check_padding(padding: Any) -> None:
         )  # fmt: skip
 
 
-def _is_count(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= 1)
+def _is_count(x: Any, least: int = 1) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= least)
 
 
 def cost(call: Call) -> Cost:

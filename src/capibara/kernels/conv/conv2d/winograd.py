@@ -174,7 +174,8 @@ def refuses(tile: int, call: Call) -> str | None:
     if not rules.coarse_products(call):
         return None
     if tile == 6:
-        return "F(6x6, 3x3) is for products of float32 operands in float32: ask for precision='highest'"
+        fix = f"{dtype.name} ones are to be converted" if dtype.itemsize < 4 else "ask for precision='highest'"
+        return f"F(6x6, 3x3) is for products of float32 operands in float32: {fix}"
     unit = rules.product_unit(call)
     bound, direct = winograd_error_bound(tile, dtype, cin, unit), direct_error_bound(dtype, cin, unit)
     if bound > MOST_TIMES_DIRECT * direct and call.params["tile_size"] != tile:

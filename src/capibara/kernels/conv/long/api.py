@@ -45,6 +45,7 @@ def long_conv(
         matrix products ("fft" and "direct"), to bfloat16.
       implementation: force one by name: "xla" (XLA's transforms, cuFFT on a GPU), "fft" (this library's), "direct"
         (products with blocks of Toeplitz matrices, for short filters), "reference"; a refusal is an error.
+        Each but "fft", which precision="bfloat16" takes, has forward-mode derivatives.
 
     >>> y = long_conv(jnp.array([[[1.0], [2.0], [3.0]]]), jnp.array([[1.0], [10.0]]))
     >>> [round(number, 3) for number in y.ravel().tolist()]

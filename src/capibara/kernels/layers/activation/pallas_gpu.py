@@ -207,7 +207,8 @@ def mosaic_gpu_grad(
 
 def _rank(call: Call) -> float:
     """On an H200 with dropout 1.3 (alone) to 2.1 times xla's speed (gelu), with a gate 1.5, backward 1.06 to 1.7; gelu
-    without dropout 1.4 and 1.2. Without dropout a gate is no faster than by xla, and other kinds without dropout were not timed."""
+    without dropout 1.4 and 1.2. Without dropout a gate is no faster than by xla, and other kinds were
+    not timed."""
     return 20 if call.params["rate"] or (call["up"] is None and call.params["kind"] == "gelu") else 5
 
 

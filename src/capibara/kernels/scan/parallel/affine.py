@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.kernels.scan.parallel.step import Step, compute, needed, read, where
+from capibara.kernels.scan.parallel.step import CALLS, Step, compute, needed, read, where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,6 @@ class General:
 # Operations that move elements and compute nothing.
 VIEWS = ("reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "rev")
 SAME = ("copy", "copy_p", "pvary", "pcast", "sharding_constraint", "name")
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "stop_gradient", "custom_lin")
 
 

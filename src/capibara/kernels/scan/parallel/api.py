@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from capibara.kernels.context import current_target
 from capibara.kernels.scan.parallel import diagonal, matrix, plan, sequential
 from capibara.kernels.scan.parallel.plan import PATHS, ScanPlan
 from capibara.kernels.scan.parallel.step import Step, trace
+from capibara.kernels.scan.recurrence.api import LINEAR_RECURRENCE
+from capibara.kernels.scan.recurrence.layout import read_flag
 
 logger = logging.getLogger("capibara.kernels")
 
@@ -44,6 +47,9 @@ def parallel_scan(
       finds it faster, or when `num_segments` is given.
     - "sequential": anything else, by `lax.scan`.
 
+    On the parallel paths a reset, `jnp.where(restart, x, carry + x)`, is a scale of zero, and zero times NaN is NaN:
+    unlike `lax.scan`, they do not clear a NaN or an infinity of the carry. Pass path="sequential" where a reset must.
+
     Sums are made in another order than one by one, so a float32 carry agrees to rounding. A bfloat16 carry on the
     diagonal path has a float32 state, which `lax.scan` rounds at every step: the two differ by about the square root of
     the number of steps that the carry remembers, in units of bfloat16's rounding. On the parallel paths products of
@@ -61,7 +67,8 @@ def parallel_scan(
       length: the number of steps, where xs does not say it.
       reverse: from the last step to the first.
       path: take this one; a step that it cannot run is an error.
-      implementation: which implementation of `linear_recurrence` the diagonal path runs on.
+      implementation: which implementation of `linear_recurrence` the diagonal path runs on; an error where none of
+        the carry's leaves runs on it, such as whole numbers and float64.
 
     >>> import jax.numpy as jnp
     >>> def step(h, x):
@@ -73,17 +80,17 @@ def parallel_scan(
     >>> print(explain_scan(step, jnp.zeros(()), jnp.zeros(3)).path)
     diagonal
     """
-    _check(num_segments, path)
+    _check(f, init, xs, num_segments, path)
+    use_checkpointing = read_flag("use_checkpointing", use_checkpointing)
+    reverse = read_flag("reverse", reverse)
+    if implementation is not None:
+        LINEAR_RECURRENCE.implementation(implementation)  # an unknown name is an error, whatever runs
     step = trace(f, init, xs, length, reverse)
     if step is None:
         return jax.lax.scan(f, init, xs, length=0, reverse=reverse)
     made = plan.make(step, _clamped(num_segments, step.length), use_checkpointing, path, implementation is not None)
-    if implementation is not None and not made.rounds:
-        raise rule_error(
-            "implementation names one of linear_recurrence, which the diagonal path runs on",
-            f"implementation={implementation!r} for a {made.path} scan: {made.why}",
-            "leave it out",
-        )
+    if implementation is not None:
+        _check_runs(step, made, implementation)
     dispatch.note(made)
     leaves = [leaf for part in _run(step, made, implementation) for leaf in part]
     leaves = [_typed(leaf, weak) for leaf, weak in zip(leaves, step.weak, strict=True)]
@@ -107,13 +114,15 @@ def explain_scan(
 
     `init` and `xs` are arrays or `jax.ShapeDtypeStruct`s. `str()` of the answer is the words; its fields and
     `as_dict()` are the data: path, why, segments, the primitive and the line that kept the scan sequential, and the
-    `linear_recurrence` calls with the implementation that dispatch would take.
+    `linear_recurrence` calls with the implementation that dispatch would take. Where a parallel path would run a step
+    with a choice in it, `why` says that a reset does not clear a NaN or an infinity there.
 
     >>> import jax.numpy as jnp
     >>> plan = explain_scan(lambda h, x: (jnp.tanh(h + x), h), jnp.zeros(4), jnp.zeros((9, 4)))
     >>> plan.path, plan.primitive, plan.segments
     ('sequential', 'tanh', 3)
     """
+    _check(f, init, xs, num_segments, path)
     options = {"length": length, "reverse": reverse, "path": path, "implementation": implementation}
 
     def scan(init: Any, xs: Any) -> Any:
@@ -134,11 +143,38 @@ def explain_scan(
     return dataclasses.replace(made, recurrences=tuple(distinct.values()) if made.rounds and not made.one_loop else ())
 
 
-def _check(num_segments: Any, path: str | None) -> None:
-    if num_segments is not None and (
-        isinstance(num_segments, bool) or not hasattr(num_segments, "__index__") or int(num_segments) < 1
-    ):
-        raise rule_error("num_segments is a whole number above zero", repr(num_segments), "pass 1 or more, or None")
+def _check_runs(step: Step, made: ScanPlan, implementation: str) -> None:
+    given = f"implementation={implementation!r} for a {made.path} scan"
+    found = [leaf for round_ in made.rounds for leaf in round_]
+    if not found:
+        told = f"{given}: {made.why}"
+    elif not any(diagonal.takes(step.init[leaf].dtype) for leaf in found):
+        told = f"{given} of {', '.join(sorted({str(step.init[leaf].dtype) for leaf in found}))}, which run without it"
+    else:
+        return
+    rule = "implementation names one of linear_recurrence, which the diagonal path runs on"
+    raise rule_error(rule, told, "leave it out")
+
+
+def _check(f: Any, init: Any, xs: Any, num_segments: Any, path: str | None) -> None:
+    if not callable(f):
+        raise rule_error("The step is a function of (carry, x)", repr(f), "pass a function")
+    for name, tree in (("init", init), ("xs", xs)):
+        for where, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+                continue
+            try:
+                jax.typeof(leaf)
+            except TypeError as error:
+                told = f"{name}{jax.tree_util.keystr(where)} of type {type(leaf).__name__}"
+                raise rule_error("parallel_scan takes trees of arrays", told, "pass arrays") from error
+    try:
+        wrong = num_segments is not None and (isinstance(num_segments, bool) or operator.index(num_segments) < 1)
+    except TypeError:  # also of what is traced
+        wrong = True
+    if wrong:
+        fix = "pass 1 or more that is not traced, or None"
+        raise rule_error("num_segments is a whole number above zero", repr(num_segments), fix)
     if path is not None and path not in PATHS:
         raise unknown_name("path of parallel_scan", path, PATHS)
 

@@ -41,8 +41,13 @@ def trajectories(
 ) -> dict[int, Any]:
     """For each leaf of the rounds, its value after every step."""
     known: dict[int, Any] = {}
+    shifted_once: dict[int, Any] = {}
     for found in rounds:
-        before = {i: shifted(path, carry[i], step.reverse) for i, path in known.items()}
+        used = sorted({i for leaf in found for i in step.depends[leaf] if i in known})
+        for i in used:
+            if i not in shifted_once:
+                shifted_once[i] = shifted(known[i], carry[i], step.reverse)
+        before = {i: shifted_once[i] for i in used}
         plain: dict[int, bool] = {}
 
         def coefficients(before: dict[int, Any], x: Leaves, found: Any = found, plain: Any = plain) -> dict[int, Any]:

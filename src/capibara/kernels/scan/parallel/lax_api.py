@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 
-from capibara.kernels.scan.parallel.affine import CALLS
 from capibara.kernels.scan.parallel.diagonal import takes
-from capibara.kernels.scan.parallel.step import is_literal
+from capibara.kernels.scan.parallel.step import CALLS, is_literal
 from capibara.kernels.scan.recurrence.api import linear_recurrence
 
 logger = logging.getLogger("capibara.kernels")
@@ -27,7 +26,10 @@ Polynomial = collections.Counter[tuple[str, ...]]
 
 
 def associative_scan(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """jax.lax.associative_scan by kernel dispatch where it is a linear recurrence; its state is float32."""
+    """jax.lax.associative_scan by kernel dispatch where it is a linear recurrence; its state is float32.
+
+    It differentiates in reverse mode. `jvp`, `jacfwd` and `linear_transpose` of it want a call outside of the context.
+    """
     found = _recognised(args, kwargs)
     if isinstance(found, str):
         if found:

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from capibara.kernels.scan.parallel.affine import CALLS, OWN_DERIVATIVE, SAME, VIEWS, General, refuse
-from capibara.kernels.scan.parallel.step import Step, is_literal, needed
+from capibara.kernels.scan.parallel.affine import OWN_DERIVATIVE, SAME, VIEWS, General, refuse
+from capibara.kernels.scan.parallel.step import CALLS, Step, is_literal, needed
 
 # Linear in the first operand alone, the others (indices, a bound) being free of the carry.
 _IN_THE_FIRST = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,14 +76,15 @@ def make(step: Step, segments: int | None, checkpoints: bool, path: str | None, 
     left = [i for i in range(step.size) if not any(i in found for found in rounds)]
     asked = "; it was asked for by name" if path else ""
     if not left and path in (None, "diagonal"):
-        if step.length == 1 and path is None:
+        if step.length == 1 and path is None and not pinned:
             return _sequential(step, segments, checkpoints, "one step has nothing to run beside")
         why = "every leaf of the carry is scale * carry + offset, element by element" + asked
         freely = path is None and segments is None and not pinned
-        if freely and current_target().platform == "cpu" and not _has_products(step.jaxpr):
+        if freely and current_target().platform == "cpu" and not _has(step.jaxpr, _PRODUCTS):
             why += "; on a CPU one loop over such steps is faster, unless path='diagonal' or num_segments is given"
             plan = _sequential(step, 1, checkpoints, why)
             return dataclasses.replace(plan, path="diagonal", rounds=rounds, one_loop=True)
+        why += _about_resets(step)
         pieces = _pieces(step.length, segments or 1)
         plan = ScanPlan("diagonal", why, step.length, pieces, checkpoints, current_target().platform)
         return dataclasses.replace(plan, rounds=rounds, leaves=step.carry_names)
@@ -101,61 +102,76 @@ def make(step: Step, segments: int | None, checkpoints: bool, path: str | None, 
     why = f"the carry's {size} numbers are affine in themselves, by matrices" + (
         asked or ("; num_segments was given" if segments is not None else "; the cost rule finds it faster")
     )
+    why += _about_resets(step)
     pieces = segments or max(1, math.isqrt(step.length))
     plan = ScanPlan("matrix", why, step.length, pieces, checkpoints, current_target().platform)
     return dataclasses.replace(plan, rounds=rounds, leaves=step.carry_names)
 
 
-def _has_products(jaxpr: Any) -> bool:
-    """Whether a step has matrix products or convolutions, which gain by being made for all steps at once."""
+# Matrix products and convolutions, which gain by being made for all steps at once.
+_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
+def _has(jaxpr: Any, names: Sequence[str]) -> bool:
+    """Whether a step has an operation of one of these names."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+        if eqn.primitive.name in names:
             return True
         inner = (getattr(value, "jaxpr", value) for value in eqn.params.values())
-        if any(_has_products(body) for body in inner if hasattr(body, "eqns")):
+        if any(_has(body, names) for body in inner if hasattr(body, "eqns")):
             return True
     return False
 
 
+def _about_resets(step: Step) -> str:
+    """A choice may be a reset, which is a scale of zero here, and zero times NaN is NaN."""
+    if not _has(step.jaxpr, ("select_n",)):
+        return ""
+    return "; a reset does not clear a NaN or an infinity of the carry here, and does with path='sequential'"
+
+
 def solve(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[int, General]]:
     """The leaves that are affine in themselves, given those found before them; and what stops each of the others."""
-    known: list[int] = []
     rounds: list[tuple[int, ...]] = []
     stuck: dict[int, General] = {}
-    while True:
-        found = []
-        for leaf in range(step.size):
-            if leaf in known:
-                continue
-            made = inspected(step, leaf, known)
-            if isinstance(made, General):
-                stuck[leaf] = made
-            else:
-                found.append(leaf)
-                stuck.pop(leaf, None)
-        if not found:
-            return tuple(rounds), stuck
-        rounds.append(tuple(found))
-        known += found
 
-
-def inspected(step: Step, leaf: int, known: Sequence[int]) -> Affine | General | None:
-    """`Affine` in itself, `General`, or None for a new value that does not hang on the carry; without computing."""
-    seen: list[Any] = []
-
+    # All leaves in one trace, and each of them once: what hangs on an unknown leaf is not affine, whatever it does.
     def look(carry: Sequence[Any], x: Sequence[Any]) -> None:
-        others = [
-            value if i in known else General("carry", step.carry_names[i], "another leaf that is not known before it")
-            for i, value in enumerate(carry)
-        ]
-        made = affine.split(step, leaf, others, x)
-        seen.append(made if isinstance(made, Affine | General) else None)
+        known: set[int] = set()
+        waiting = list(range(step.size))
+        while True:
+            ready = [leaf for leaf in waiting if step.depends[leaf] - {leaf} <= known]
+            made = {leaf: inspected(step, leaf, known, carry, x) for leaf in ready}
+            found = tuple(leaf for leaf in ready if not isinstance(made[leaf], General))
+            stuck.update((leaf, one) for leaf, one in made.items() if isinstance(one, General))
+            waiting = [leaf for leaf in waiting if leaf not in made]
+            if not found:
+                break
+            rounds.append(found)
+            known.update(found)
+        for leaf in waiting:
+            one = inspected(step, leaf, known, carry, x)
+            assert isinstance(one, General)
+            stuck[leaf] = one
 
     first = [jax.eval_shape(lambda x: x[0], x) for x in step.xs]
     jax.eval_shape(look, list(step.init), first)
-    (made,) = seen
-    if not isinstance(made, Affine):
+    return tuple(rounds), stuck
+
+
+def inspected(
+    step: Step, leaf: int, known: Collection[int], carry: Sequence[Any], x: Sequence[Any]
+) -> Affine | General | None:
+    """`Affine` in itself, `General`, or None for a new value that does not hang on the carry; on traced values."""
+    others = [
+        value if i in known else General("carry", step.carry_names[i], "another leaf that is not known before it")
+        for i, value in enumerate(carry)
+    ]
+    made = affine.split(step, leaf, others, x)
+    if isinstance(made, General):
         return made
+    if not isinstance(made, Affine):
+        return None
     leaf_type = step.init[leaf]
     if jnp.issubdtype(leaf_type.dtype, jnp.bool_):
         return General("carry", step.carry_names[leaf], "a leaf of truth values has no scale")

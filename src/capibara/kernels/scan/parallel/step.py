@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import jax.extend.source_info_util as source
 import jax.numpy as jnp
 
 from capibara.errors import rule_error
+
+# Equations that call others, which inspection looks into.
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,6 +37,12 @@ class Step:
     def size(self) -> int:
         """How many leaves the carry has."""
         return len(self.init)
+
+    @functools.cached_property
+    def depends(self) -> tuple[frozenset[int], ...]:
+        """For each leaf of the carry, the leaves whose old values its new one is computed from."""
+        seeds = [*(frozenset({i}) for i in range(self.size)), *(frozenset[int]() for _ in self.xs)]
+        return tuple(_depends(self.jaxpr, seeds)[: self.size])
 
     def inputs(self, carry: Sequence[Any], x: Sequence[Any]) -> dict[Any, Any]:
         return dict(zip(self.jaxpr.invars, (*carry, *x), strict=True))
@@ -139,6 +149,20 @@ def needed(eqns: Sequence[Any], wanted: Iterable[Any], given: Mapping[Any, Any])
             kept.append(eqn)
             open_ends.update(v for v in eqn.invars if not is_literal(v) and v not in given)
     return kept[::-1]
+
+
+def _depends(jaxpr: Any, seeds: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """What each output is computed from, given what each input is; looking into calls, not into loops."""
+    nothing = frozenset[int]()
+    env = dict(zip(jaxpr.invars, seeds, strict=True))
+    for eqn in jaxpr.eqns:
+        used = [nothing if is_literal(v) else env.get(v, nothing) for v in eqn.invars]
+        if eqn.primitive.name in CALLS and any(used):
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            env.update(zip(eqn.outvars, _depends(getattr(inner, "jaxpr", inner), used), strict=True))
+        else:
+            env.update(dict.fromkeys(eqn.outvars, nothing.union(*used)))
+    return [nothing if is_literal(v) else env.get(v, nothing) for v in jaxpr.outvars]
 
 
 def compute(eqn: Any, args: Sequence[Any]) -> list[Any]:

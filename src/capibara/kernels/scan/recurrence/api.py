@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from jaxtyping import Array, Inexact
@@ -19,7 +20,7 @@ from capibara.kernels.scan.recurrence import (
     xla,
 )
 from capibara.kernels.scan.recurrence.cases import CASES, GRAD_CASES
-from capibara.kernels.scan.recurrence.layout import read_operands
+from capibara.kernels.scan.recurrence.layout import read_flag, read_operands
 from capibara.kernels.scan.recurrence.reference import reference, reference_grad
 
 LINEAR_RECURRENCE_GRAD = Op(
@@ -112,7 +113,8 @@ def linear_recurrence(
     """
     a, b, initial, layout = read_operands("linear_recurrence", a, b, initial, axis)
     given = {"reverse": reverse, "return_final": return_final}
-    params = {name: value for name, value in given.items() if value is not False}
+    flags = {name: read_flag(name, value) for name, value in given.items()}
+    params: dict[str, Hashable] = {name: value for name, value in flags.items() if value}
     operands = (layout.flatten(a), layout.flatten(b), layout.flatten_state(initial))
     made = run(LINEAR_RECURRENCE, operands, params, implementation=implementation, config=config)
     h, *final = made if return_final else (made,)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.op import describe
@@ -53,15 +55,30 @@ class Layout:
         return final.reshape(*self.lead, *self.trail)
 
 
+def read_flag(name: str, given: Any) -> bool:
+    """A bool, numpy's own too. A word such as "no" would be true.
+
+    >>> read_flag("reverse", np.False_)
+    False
+    """
+    if isinstance(given, bool | np.bool_):
+        return bool(given)
+    raise rule_error(f"{name} is True or False", repr(given), "pass a bool")
+
+
 def read_operands(what: str, a: Any, b: Any, initial: Any, axis: Any) -> tuple[jax.Array, jax.Array, Any, Layout]:
     """(a, b, initial) of one kind, real or complex, with a of b's shape; and where time is."""
     a, b = as_array(what, "a", a), as_array(what, "b", b)
     initial = as_array(what, "initial", initial, optional=True)
-    if isinstance(axis, bool) or not isinstance(axis, int) or not -b.ndim <= axis < b.ndim:
+    try:
+        place = None if isinstance(axis, bool) else operator.index(axis)
+    except TypeError:
+        place = None
+    if place is None or not -b.ndim <= place < b.ndim:
         raise rule_error(
             f"axis is one of b's {b.ndim} axes", f"axis={axis!r} for {describe(b)}", "pass the axis of time"
         )
-    layout = Layout(b.shape, axis % b.ndim)
+    layout = Layout(b.shape, place % b.ndim)
     if not _broadcasts(a.shape, b.shape):
         raise rule_error(
             f"a has b's shape {b.shape}, or one that broadcasts to it", describe(a), "reshape a, or broadcast b first"

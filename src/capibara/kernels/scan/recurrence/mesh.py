@@ -28,7 +28,9 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     made = run(op, tuple(map(fold, arrays, batched)), params, prefer=prefer)
-    return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size if size else 0, *x.shape[1:]), made)
+    # Of the operands, as no call at all leaves nothing to divide.
+    each = arrays[0].shape[1 if batched[0] else 0]
+    return jax.tree.map(lambda x: x.reshape(size, each, *x.shape[1:]), made)
 
 
 def _terms(call: Call) -> dict[str, str]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from capibara.errors import rule_error
 from capibara.kernels.dispatch import run
-from capibara.kernels.op import Gradient, Implementation, Op, register
+from capibara.kernels.op import Gradient, Implementation, Op, describe, register
 from capibara.kernels.operands import as_array
 from capibara.kernels.scan.selective import gradient, mesh, pallas_gpu, pallas_tpu, rules, xla
 from capibara.kernels.scan.selective.cases import CASES, GRAD_CASES
@@ -99,15 +99,17 @@ def selective_scan(
     >>> selective_scan(ones, ones, jnp.zeros((1, 1)), ones, ones)[0, :, 0].tolist()
     [1.0, 2.0, 3.0]
     """
-    operands = _arrays((x, dt, A, B, C, D, z, dt_bias, initial_state))
-    params = {"dt_softplus": bool(dt_softplus), "return_final_state": bool(return_final_state)}
+    operands = _arrays("selective_scan", (x, dt, A, B, C, D, z, dt_bias, initial_state))
+    params = {
+        "dt_softplus": rules.flag("dt_softplus", dt_softplus),
+        "return_final_state": rules.flag("return_final_state", return_final_state),
+    }
     return run(SELECTIVE_SCAN, operands, params, implementation=implementation, config=config)
 
 
-def _arrays(given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _arrays(what: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
-        as_array("selective_scan", name, value, optional=name not in REQUIRED)
-        for name, value in zip(OPERANDS, given, strict=True)
+        as_array(what, name, value, optional=name not in REQUIRED) for name, value in zip(OPERANDS, given, strict=True)
     )
 
 
@@ -135,14 +137,19 @@ def selective_step(
     (4.0, 4.0)
     """
     state = as_array("selective_step", "state", state)
-    x, dt, A, B, C, D, z, dt_bias, _ = _arrays((x, dt, A, B, C, D, z, dt_bias, None))
+    x, dt, A, B, C, D, z, dt_bias, _ = _arrays("selective_step", (x, dt, A, B, C, D, z, dt_bias, None))
+    dt_softplus = rules.flag("dt_softplus", dt_softplus)
     for name, given in (("x", x), ("dt", dt), ("B", B), ("C", C), ("z", z)):
         if given is not None and given.ndim != 2:
             raise rule_error(
                 f"A step's {name} is one row a batch element, of two axes", f"shape {given.shape}", "leave out its time"
             )
     over_time = (x[:, None], dt[:, None], A, B[:, None], C[:, None], D, None if z is None else z[:, None], dt_bias)
-    SELECTIVE_SCAN.call(*over_time, state)  # the scan's own rules
+    SELECTIVE_SCAN.call(*over_time, None)  # the scan's own rules; the state has another name here
+    rules.check_floats("A selective scan", {"state": state})
+    wanted = (*x.shape, A.shape[1])
+    if state.shape != wanted:
+        raise rule_error(f"state is [batch, channels, N], {wanted} by x and A", describe(state), "check its axes")
     wide = wide_type(x)
     delta = step_sizes(dt, dt_bias, dt_softplus, wide)
     h, y = advance(state.astype(wide), *(v.astype(wide) for v in (x, delta, A, B, C)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,26 @@ from capibara.kernels.op import Call, Cost, describe, unit_roundoff
 from capibara.kernels.scan.selective.reference import wide_type
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_floats(what: str, given: Mapping[str, Any]) -> None:
+    """Refuse an operand that is not of FLOATS, by its name; an absent one is None."""
+    for name, x in given.items():
+        if x is not None and np.dtype(x.dtype).name not in FLOATS:
+            raise rule_error(
+                f"{what} takes {', '.join(FLOATS)}", f"{name} of {describe(x)}", f"convert {name} with .astype(...)"
+            )
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely counts as one.
+
+    >>> flag("dt_softplus", np.False_)
+    False
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise rule_error(f"{name} is True or False", repr(value), "pass one of the two")
+    return bool(value)
 
 
 class Sizes(NamedTuple):
@@ -28,13 +49,7 @@ def sizes_of(call: Call) -> Sizes:
 
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
-    for name, given in zip(call.op.operands, call.args, strict=True):
-        if given is not None and np.dtype(given.dtype).name not in FLOATS:
-            raise rule_error(
-                f"A selective scan takes {', '.join(FLOATS)}",
-                f"{name} of {describe(given)}",
-                f"convert {name} with .astype(...)",
-            )
+    check_floats("A selective scan", dict(zip(call.op.operands, call.args, strict=True)))
     x, decay = call["x"], call["A"]
     if x is None or len(x.shape) != 3:
         raise rule_error("x is [batch, time, channels]", describe(x), "give it these three axes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error
@@ -11,8 +12,10 @@ from capibara.kernels.dispatch import run
 from capibara.kernels.op import Gradient, Implementation, Op, describe, register
 from capibara.kernels.operands import as_array
 from capibara.kernels.scan.selective.reference import wide_type
+from capibara.kernels.scan.selective.rules import check_floats, flag
 from capibara.kernels.scan.ssd import gradient, mesh, pallas_gpu, pallas_tpu, rules, xla
 from capibara.kernels.scan.ssd.cases import CASES, GRAD_CASES
+from capibara.kernels.scan.ssd.decays import bounded
 from capibara.kernels.scan.ssd.reference import advance, per_head, reference, reference_grad, with_input
 
 OPERANDS = ("x", "log_decay", "B", "C", "dt", "D", "initial_state")
@@ -81,7 +84,7 @@ def state_space_dual(
     Args:
       x: [batch, time, heads, P].
       dt: step sizes, one a head and time, positive.
-      A: one number a head, negative.
+      A: one number a head, negative. A dt·A below -104, whose exponential is 0 in float32, counts as -104.
       B, C: [batch, time, groups, N]; the groups divide the heads, and the heads of a group follow each other.
       D: one number a head: what of x is added to the result.
       chunk: steps of time that are one matrix product; each implementation's own choice by default. It changes speed
@@ -98,12 +101,19 @@ def state_space_dual(
     [1.0, 2.0, 3.0]
     """
     x, dt, A, B, C, D, state = _arrays("state_space_dual", x, dt, A, B, C, D, initial_state)
+    return_final_state = flag("return_final_state", return_final_state)
+    # Before anything is cast or turned, so that an error shows what was given.
+    check_floats("State space duality", {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": state})
+    if x.ndim != 4:
+        raise rule_error("x is [batch, time, heads, P]", describe(x), "give it these four axes")
+    _check_steps(x, dt, A)
     wide = wide_type(x)
     dt = dt.astype(wide)
     made = run(
         SSD,
-        (x, dt * _of_heads(A, dt).astype(wide), B, C, dt, D, _turned("initial_state", state, 4)),
-        {"return_final_state": bool(return_final_state), "chunk": chunk},
+        (x, bounded(dt * A.astype(wide)), B, C, dt, D, _turned("initial_state", state, x, B)),
+        # An op's parameters are Python's own numbers.
+        {"return_final_state": return_final_state, "chunk": int(chunk) if isinstance(chunk, np.integer) else chunk},
         implementation=implementation,
         config=config,
     )
@@ -116,18 +126,21 @@ def _arrays(what: str, *given: Any) -> tuple[Any, ...]:
     return tuple(as_array(what, n, v, optional=n in optional) for n, v in zip(names, given, strict=True))
 
 
-def _of_heads(A: Any, dt: Any) -> Any:
-    if dt.ndim == 0 or A.shape != dt.shape[-1:]:
-        raise rule_error(f"A is one number a head, {dt.shape[-1:]} by dt", describe(A), "check its axes")
-    return A
+def _check_steps(x: Any, dt: Any, A: Any) -> None:
+    """dt and A by x, [..., heads, P]: the op sees their product alone."""
+    if dt.shape != x.shape[:-1]:
+        raise rule_error(f"dt is one number a step and head, {x.shape[:-1]} by x", describe(dt), "check its axes")
+    if A.shape != x.shape[-2:-1]:
+        raise rule_error(f"A is one number a head, {x.shape[-2:-1]} by x", describe(A), "check its axes")
 
 
-def _turned(name: str, state: Any, axes: int) -> Any:
-    """[..., P, N] as [..., N, P]: the op's own order, in which a chunk's product makes it."""
+def _turned(name: str, state: Any, x: Any, B: Any) -> Any:
+    """[batch, heads, P, N] as [batch, heads, N, P]: the op's own order, in which a chunk's product makes it."""
     if state is None:
         return None
-    if state.ndim != axes:
-        raise rule_error(f"{name} is [batch, heads, P, N]", describe(state), "give it these four axes")
+    wanted = (x.shape[0], *x.shape[-2:], *B.shape[-1:])
+    if state.shape != wanted:
+        raise rule_error(f"{name} is [batch, heads, P, N], {wanted} by x and B", describe(state), "check its axes")
     return state.mT
 
 
@@ -156,9 +169,13 @@ def state_space_dual_step(
             raise rule_error(
                 f"A step's {name} has {axes} axes, the first the batch", describe(given), "leave out its time"
             )
+    check_floats("State space duality", {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C})
+    _check_steps(x, dt, A)
+    if state is None:
+        raise rule_error("state is [batch, heads, P, N]", "None", "pass zeros for the first step")
     wide = wide_type(x)
-    dt, turned = dt.astype(wide), _turned("The state", state, 4)
-    log_decay = dt * _of_heads(A, dt).astype(wide)
+    dt, turned = dt.astype(wide), _turned("state", state, x, B)
+    log_decay = bounded(dt * A.astype(wide))
     SSD.call(x[:, None], log_decay[:, None], B[:, None], C[:, None], dt[:, None], D, turned)  # the scan's own rules
     b, c = (per_head(v, x.shape[1]).astype(wide) for v in (B, C))
     h, y = advance(turned.astype(wide), x.astype(wide), log_decay, b, c, dt)

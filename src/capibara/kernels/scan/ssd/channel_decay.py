@@ -9,6 +9,7 @@ one by one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +20,9 @@ from jax import lax
 from capibara.errors import rule_error
 from capibara.kernels.op import Call, Case, Cost, Implementation, Op, describe, register, unit_roundoff
 from capibara.kernels.scan.selective.reference import wide_type
-from capibara.kernels.scan.selective.rules import FLOATS
+from capibara.kernels.scan.selective.rules import check_floats
 from capibara.kernels.scan.ssd.cases import draw_log_decays
+from capibara.kernels.scan.ssd.decays import running_sums
 from capibara.kernels.scan.ssd.xla import products
 from capibara.kernels.transforms import vary_like
 
@@ -66,20 +68,33 @@ def _chunk(state: jax.Array, given: tuple[Any, ...], work: Any, sub: int) -> tup
     wide = state.dtype
     batch, steps, heads, keys = q.shape
     parts = steps // sub
-    sums = jnp.cumsum(fades, 1)
+    wholes, left = running_sums(fades, 1)
     in_parts = (batch, parts, sub, heads, keys)
-    within, queries = sums.reshape(in_parts), q.astype(wide).reshape(in_parts)
-    starts = within[:, :, :1] - fades.reshape(in_parts)[:, :, :1]  # the sums before each sub-chunk
+    queries = q.astype(wide).reshape(in_parts)
 
+    def starts(sums: jax.Array) -> jax.Array:
+        """The sums before each sub-chunk."""
+        shifted = jnp.pad(sums[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
+        return shifted.reshape(in_parts)[:, :, :1]
+
+    def within(sums: jax.Array) -> jax.Array:
+        return sums.reshape(in_parts)
+
+    def exponents(difference: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """A difference of running sums, taken of the whole numbers, where it is exact, and of what is left."""
+        return difference(wholes) + difference(left)
+
+    sums = wholes + left
     before = jnp.arange(steps)[None, :] < sub * jnp.arange(parts)[:, None]  # [parts, steps]
-    exponents = jnp.where(before[None, :, :, None, None], starts - sums[:, None], -jnp.inf)
-    past = (k.astype(wide)[:, None] * jnp.exp(exponents)).astype(work)
-    scaled = (queries * jnp.exp(within - starts)).astype(work)
+    since = jnp.where(before[None, :, :, None, None], exponents(lambda s: starts(s) - s[:, None]), -jnp.inf)
+    past = (k.astype(wide)[:, None] * jnp.exp(since)).astype(work)
+    scaled = (queries * jnp.exp(exponents(lambda s: within(s) - starts(s)))).astype(work)
     scores = products("bsihd,bsjhd->bhsij", scaled, past, wide=wide)
     y = products("bhsij,bjhv->bsihv", scores.astype(work), v, wide=wide)
 
     causal = jnp.tril(jnp.ones((sub, sub), bool))[:, :, None, None]
-    pairs = jnp.exp(jnp.where(causal, within[:, :, :, None] - within[:, :, None], -jnp.inf))
+    between = exponents(lambda s: within(s)[:, :, :, None] - within(s)[:, :, None])
+    pairs = jnp.exp(jnp.where(causal, between, -jnp.inf))
     own_keys = k.astype(wide).reshape(in_parts)
     own = (queries[:, :, :, None] * own_keys[:, :, None] * pairs).sum(-1)  # [b, s, i, j, h]
     values = v.reshape(batch, parts, sub, heads, v.shape[-1])
@@ -87,7 +102,7 @@ def _chunk(state: jax.Array, given: tuple[Any, ...], work: Any, sub: int) -> tup
 
     y = y.reshape(batch, steps, heads, v.shape[-1])
     y = y + products("bihd,bhdv->bihv", (q.astype(wide) * jnp.exp(sums)).astype(work), state.astype(work), wide=wide)
-    to_end = (k.astype(wide) * jnp.exp(sums[:, -1:] - sums)).astype(work)
+    to_end = (k.astype(wide) * jnp.exp(exponents(lambda s: s[:, -1:] - s))).astype(work)
     added = products("bjhd,bjhv->bhdv", to_end, v, wide=wide)
     return jnp.exp(sums[:, -1])[..., None] * state + added, y
 
@@ -118,13 +133,7 @@ def xla(
 
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
-    for name, given in zip(call.op.operands, call.args, strict=True):
-        if given is not None and np.dtype(given.dtype).name not in FLOATS:
-            raise rule_error(
-                f"Gated linear attention takes {', '.join(FLOATS)}",
-                f"{name} of {describe(given)}",
-                f"convert {name} with .astype(...)",
-            )
+    check_floats("Gated linear attention", dict(zip(call.op.operands, call.args, strict=True)))
     q, v = call["q"], call["v"]
     if q is None or v is None or len(q.shape) != 4 or len(v.shape) != 4 or q.shape[:3] != v.shape[:3]:
         raise rule_error(

@@ -14,6 +14,7 @@ import numpy as np
 from capibara.errors import rule_error
 from capibara.kernels.hopper import LOG2E, SMEM_BYTES, refuses_chip
 from capibara.kernels.op import Call, Implementation
+from capibara.kernels.scan.ssd.decays import running_sums
 from capibara.kernels.scan.ssd.pallas_gpu_body import CHUNK, SLICE, VECTORS, Plan, launch
 from capibara.kernels.scan.ssd.rules import sizes_of
 from capibara.kernels.transforms import out_struct, vary_alike
@@ -72,9 +73,10 @@ def _vectors(log_decay: jax.Array, dt: jax.Array | None, chunks: int) -> jax.Arr
         padded = jnp.pad(v.astype(jnp.float32), ((0, 0), (0, chunks * CHUNK - v.shape[1]), (0, 0)))
         return padded.mT.reshape(v.shape[0], v.shape[2], chunks, CHUNK)
 
-    sums = jnp.cumsum(cut(log_decay) * LOG2E, -1)
+    wholes, parts = running_sums(cut(log_decay) * LOG2E, -1)
+    sums, after = wholes + parts, (wholes[..., -1:] - wholes) + (parts[..., -1:] - parts)
     steps = jnp.ones_like(sums) if dt is None else cut(dt)
-    return jnp.stack([sums, jnp.exp2(sums), jnp.exp2(sums[..., -1:] - sums) * steps, steps, sums], -2)
+    return jnp.stack([sums, jnp.exp2(sums), jnp.exp2(after) * steps, steps, sums], -2)
 
 
 def mosaic_gpu(

@@ -21,11 +21,14 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.kernels import vmem
 from capibara.kernels.context import current_interpret
 from capibara.kernels.op import Call, Implementation
+from capibara.kernels.scan.ssd.decays import running_sums
 from capibara.kernels.scan.ssd.rules import sizes_of
 from capibara.kernels.transforms import out_struct
 
 CHUNK = 128  # steps: the lanes of a register
-LINES = 8  # a register's sublanes, of which three are used: running sums, dt, dt · decay to the chunk's end
+LINES = 8  # a register's sublanes, of which five are used, in this order
+# Running sums of the whole numbers in log_decay and of the rest, both added, dt, dt · decay to the chunk's end.
+WHOLES, PARTS, SUMS, STEPS, TO_END, USED = 0, 1, 2, 3, 4, 5
 
 
 def refuses(call: Call) -> str | None:
@@ -62,19 +65,26 @@ def _body(*given: Any, names: tuple[str, ...], has_steps: bool) -> None:
 
     lines = refs["lines"][...]
     columns = lines.T  # [steps, lines]
-    sums, turned, to_end = lines[0:1], columns[:, 0:1], columns[:, 2:3]
+
+    def along(line: int) -> Any:
+        return lines[line : line + 1]
+
+    def down(line: int) -> Any:
+        return columns[:, line : line + 1]
+
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    weights = jnp.exp(jnp.where(row >= column, turned - sums, -jnp.inf))
+    between = (down(WHOLES) - along(WHOLES)) + (down(PARTS) - along(PARTS))
+    weights = jnp.exp(jnp.where(row >= column, between, -jnp.inf))
     if has_steps:
-        weights = weights * lines[1:2]
+        weights = weights * along(STEPS)
     weights = (product(c, b, (1, 1)) * weights).astype(x.dtype)
     before = state[...]
-    y = product(weights, x, (1, 0)) + jnp.exp(turned) * product(c, before.astype(x.dtype), (1, 0))
+    y = product(weights, x, (1, 0)) + jnp.exp(down(SUMS)) * product(c, before.astype(x.dtype), (1, 0))
     wide = x.astype(jnp.float32)
     if "D" in refs:
         y = y + refs["D"][0:1, 0:1] * wide
     refs["y"][...] = y.astype(x.dtype)
-    after = jnp.exp(sums[:, CHUNK - 1 :]) * before + product(b, (wide * to_end).astype(x.dtype), (0, 0))
+    after = jnp.exp(along(SUMS)[:, CHUNK - 1 :]) * before + product(b, (wide * down(TO_END)).astype(x.dtype), (0, 0))
     state[...] = after
     if "final" in refs:
 
@@ -101,10 +111,11 @@ def pallas_tpu(
         return jnp.pad(moved, ((0, 0), (0, 0), (0, length - time), *((0, 0),) * (v.ndim - 3)))
 
     by_chunk = heads_first(log_decay.astype(jnp.float32)).reshape(batch, heads, chunks, CHUNK)
-    sums = jnp.cumsum(by_chunk, -1)
-    steps = jnp.ones_like(sums) if dt is None else heads_first(dt.astype(jnp.float32)).reshape(sums.shape)
-    lines = jnp.stack([sums, steps, jnp.exp(sums[..., -1:] - sums) * steps], -2)
-    lines = jnp.pad(lines, ((0, 0), (0, 0), (0, 0), (0, LINES - 3), (0, 0)))
+    wholes, parts = running_sums(by_chunk, -1)
+    steps = jnp.ones_like(parts) if dt is None else heads_first(dt.astype(jnp.float32)).reshape(parts.shape)
+    to_end = jnp.exp((wholes[..., -1:] - wholes) + (parts[..., -1:] - parts)) * steps
+    lines = jnp.stack([wholes, parts, wholes + parts, steps, to_end], -2)
+    lines = jnp.pad(lines, ((0, 0), (0, 0), (0, 0), (0, LINES - USED), (0, 0)))
 
     each = heads // groups
     of_head = pl.BlockSpec((None, None, CHUNK, width), lambda b, h, k: (b, h, k, 0))

@@ -11,7 +11,7 @@ import numpy as np
 from capibara.errors import rule_error
 from capibara.kernels.op import Call, Cost, describe, unit_roundoff
 from capibara.kernels.scan.selective.reference import wide_type
-from capibara.kernels.scan.selective.rules import FLOATS
+from capibara.kernels.scan.selective.rules import check_floats
 
 COUNTED_CHUNK = 64  # the chunk whose products the cost counts; longer ones do more of them
 
@@ -32,13 +32,7 @@ def sizes_of(call: Call) -> Sizes:
 
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
-    for name, given in zip(call.op.operands, call.args, strict=True):
-        if given is not None and np.dtype(given.dtype).name not in FLOATS:
-            raise rule_error(
-                f"State space duality takes {', '.join(FLOATS)}",
-                f"{name} of {describe(given)}",
-                f"convert {name} with .astype(...)",
-            )
+    check_floats("State space duality", dict(zip(call.op.operands, call.args, strict=True)))
     x, b = call["x"], call["B"]
     if x is None or len(x.shape) != 4 or 0 in x.shape[2:]:
         raise rule_error("x is [batch, time, heads, P]", describe(x), "give it these four axes")

@@ -16,6 +16,7 @@ from jax import lax
 
 from capibara.kernels.op import Implementation
 from capibara.kernels.scan.selective.reference import wide_type
+from capibara.kernels.scan.ssd.decays import running_sums
 from capibara.kernels.scan.ssd.reference import first_state, with_input
 
 CHUNK = 64
@@ -33,16 +34,19 @@ def _segment(state: jax.Array, given: tuple[Any, ...], work: Any) -> tuple[jax.A
     """(the state after, y) of some chunks: [batch, chunks, steps, groups, heads of a group, ...]."""
     x, log_decay, B, C, dt = given
     wide, steps = state.dtype, x.shape[2]
-    sums = jnp.moveaxis(jnp.cumsum(log_decay, 2), 2, -1)  # [b, k, g, r, steps]
+    wholes, parts = (jnp.moveaxis(v, 2, -1) for v in running_sums(log_decay, 2))  # [b, k, g, r, steps]
+    sums = wholes + parts
     sizes = jnp.ones_like(sums) if dt is None else jnp.moveaxis(dt, 2, -1)
     past = jnp.tril(jnp.ones((steps, steps), bool))
     # Masked before the exponential: past the diagonal it would overflow, and its derivative be a NaN.
-    decays = jnp.exp(jnp.where(past, sums[..., :, None] - sums[..., None, :], -jnp.inf))
+    between = (wholes[..., :, None] - wholes[..., None, :]) + (parts[..., :, None] - parts[..., None, :])
+    decays = jnp.exp(jnp.where(past, between, -jnp.inf))
     scores = products("bkign,bkjgn->bkgij", C, B, wide=wide)
     weights = decays * scores[:, :, :, None] * sizes[..., None, :]
     y = products("bkgrij,bkjgrp->bkigrp", weights.astype(work), x, wide=wide)
 
-    to_end = jnp.moveaxis(jnp.exp(sums[..., -1:] - sums) * sizes, -1, 2)[..., None]
+    after = (wholes[..., -1:] - wholes) + (parts[..., -1:] - parts)
+    to_end = jnp.moveaxis(jnp.exp(after) * sizes, -1, 2)[..., None]
     added = products("bkjgn,bkjgrp->bkgrnp", B, (x.astype(wide) * to_end).astype(work), wide=wide)
 
     def pass_on(h: Any, now: Any) -> tuple[Any, Any]:
