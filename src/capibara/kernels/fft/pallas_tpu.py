@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from capibara.errors import rule_error
 from capibara.kernels import vmem
 from capibara.kernels.context import current_interpret
 from capibara.kernels.fft.matmul import over_axes, stage, transform
-from capibara.kernels.fft.plan import plan
+from capibara.kernels.fft.plan import Plan, plan
 from capibara.kernels.fft.twiddles import dft, twiddles
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
@@ -50,10 +50,14 @@ def _matrix_bytes(rows: int, columns: int) -> int:
     return 4 * math.ceil(rows / SUBLANES) * SUBLANES * math.ceil(columns / LANES) * LANES
 
 
+def _plan(call: Call) -> Plan:
+    return plan(call.need("re").shape[-1], cast(tuple[int, ...] | None, call.params["factors"]))
+
+
 def _last_two(call: Call) -> tuple[int, int, int]:
     """(signals that the kernel sees, r1, r2)."""
     shape = call.need("re").shape
-    chosen = plan(shape[-1], call.params["factors"])  # type: ignore[arg-type]
+    chosen = _plan(call)
     first, second = chosen.factors[-2:]
     length = chosen.padded or shape[-1]
     return math.prod(shape[:-1]) * length // (first * second), first, second
@@ -75,7 +79,7 @@ def refuses(call: Call) -> str | None:
     shape = call.need("re").shape
     if 0 in shape:
         return "the operands are empty"
-    chosen = plan(shape[-1], call.params["factors"])  # type: ignore[arg-type]
+    chosen = _plan(call)
     if len(chosen.factors) < 2:
         return f"a transform of {shape[-1]} points is one matrix product, which XLA does"
     if not candidates(call):

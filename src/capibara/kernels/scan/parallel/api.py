@@ -123,10 +123,10 @@ def explain_scan(
     ('sequential', 'tanh', 3)
     """
     _check(f, init, xs, num_segments, path)
-    options = {"length": length, "reverse": reverse, "path": path, "implementation": implementation}
+    options: dict[str, Any] = {"length": length, "reverse": reverse, "path": path, "implementation": implementation}
 
     def scan(init: Any, xs: Any) -> Any:
-        return parallel_scan(f, init, xs, num_segments, use_checkpointing, **options)  # type: ignore[arg-type]
+        return parallel_scan(f, init, xs, num_segments, use_checkpointing, **options)
 
     with dispatch.recording() as found:
         jax.eval_shape(scan, init, xs)
