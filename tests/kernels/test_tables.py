@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from capibara.kernels import dispatch, tables
+from capibara.kernels import dispatch, tables, target
+from capibara.kernels.attention.api import ATTENTION_GRAD
 from capibara.kernels.context import Target
 from capibara.kernels.op import Call, Implementation, Op
 
@@ -120,6 +121,25 @@ def test_the_nearest_entry_within_a_factor_of_two(op: Op) -> None:
     assert size_for(64) is None
     assert size_for() is None
     assert "near case f32[64,64]" in tables.find(_call(op, 70, 70), ["blocked"]).why  # type: ignore[union-attr]
+
+
+def test_an_exact_axis_must_be_alike(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _call(op, 64, 64)
+    tables.store(call, _entry(call))
+    monkeypatch.setattr(op, "exact", {op.operands[0]: (1,)})
+    assert tables.find(_call(op, 96, 64), ["blocked"]) is not None
+    assert tables.find(_call(op, 64, 96), ["blocked"]) is None
+
+
+def test_a_long_backward_pass_does_not_take_its_parts_from_wider_heads() -> None:
+    """The table has 16k with heads of 256, cuDNN's; at 32k with heads of 128 the sums of dq go in two parts."""
+    q = jax.ShapeDtypeStruct((1, 8, 32768, 128), "bfloat16")
+    lse = jax.ShapeDtypeStruct((1, 8, 32768), "float32")
+    with target("gpu", "NVIDIA H200"):
+        call = ATTENTION_GRAD.call(q, q, q, *[None] * 6, q, lse, q, None, causal=True)
+        chosen = dispatch.select(call)
+    assert chosen.implementation == "mosaic_gpu"
+    assert chosen.config.parts == 2  # type: ignore[union-attr]
 
 
 def test_a_refusing_implementation_is_passed_over(op: Op) -> None:

@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec as P
 from capibara.parallel import rules
 from capibara.parallel.context import tpu_v4_optimization_context
 from capibara.parallel.mesh import MeshConfig
-from capibara.parallel.rules import RULES, partition_spec, with_sharding_constraint
+from capibara.parallel.rules import (
+    RECORDER,
+    RULES,
+    logical_sharding,
+    partition_spec,
+    shard_params,
+    with_sharding_constraint,
+)
 
 MESH = MeshConfig((4, 8))
 X = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
@@ -87,6 +94,16 @@ def test_absent_mesh_axes_are_dropped() -> None:
         # Nothing of it exists here: no copy on every device is forced.
         assert with_sharding_constraint(x, ("sequence", "hidden")) is x
         assert with_sharding_constraint(x, (None, None)).sharding.is_fully_replicated
+
+
+def test_a_rule_of_none_asks_for_a_whole_copy() -> None:
+    mesh = MESH.build()
+    x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
+    with jax.set_mesh(mesh):
+        assert with_sharding_constraint(x, ("batch", None), rules={"batch": None}).sharding.is_fully_replicated
+        # An absent axis among them: nothing is forced.
+        mixed = with_sharding_constraint(x, ("batch", "rows"), rules={"batch": None, "rows": "pipeline"})
+    assert mixed is x
 
 
 def test_dimension_that_does_not_divide_stays_whole_and_is_said_once(
@@ -166,3 +183,82 @@ def test_partition_spec_alone() -> None:
     axes = {"data": 4, "model": 8, "expert": 2}
     assert partition_spec(("batch", None, "hidden"), axes) == P("data", None, "model")
     assert partition_spec(("expert", "batch", "mlp"), axes, shape=(2, 3, 8)) == P("expert", None, "model")
+
+
+@pytest.mark.newest
+def test_a_rule_of_several_mesh_axes() -> None:
+    axes = {"data": 4, "model": 8, "expert": 2}
+    rules = {"batch": ("data", "pipeline", "expert"), "hidden": ("model",), "rows": None}
+    assert partition_spec(("batch", "hidden", "rows"), axes, rules=rules) == P(("data", "expert"), "model", None)
+    # As many of the first as divide: 8 over data and expert, 4 over data alone, 6 over neither.
+    sizes = {dimension: partition_spec(("batch",), axes, (dimension,), rules) for dimension in (8, 4, 6)}
+    assert sizes == {8: P(("data", "expert")), 4: P("data"), 6: P(None)}
+    with pytest.raises(ValueError, match="'batch' and 'expert', which both go on 'expert'"):
+        partition_spec(("batch", "expert"), axes, rules={**rules, "expert": "expert"})
+
+
+def test_a_constraint_over_several_mesh_axes() -> None:
+    with jax.set_mesh(MESH.build()):
+        y = with_sharding_constraint(jnp.ones((32, 3)), ("batch",), rules={"batch": ("data", "model")})
+    assert y.sharding.spec == P(("data", "model"))
+    assert y.addressable_shards[0].data.shape == (1, 3)
+
+
+def test_the_axis_that_does_not_divide_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    rules._say_not_divided.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            partition_spec(("batch",), {"data": 4, "model": 8}, (4,), {"batch": ("data", "model")})
+    assert caplog.text.count("'batch' is not split over 'model': a dimension of 4") == 1
+
+
+@pytest.mark.newest
+def test_logical_sharding() -> None:
+    mesh = MESH.build()
+    assert logical_sharding(mesh, ("batch", None, "mlp")) == NamedSharding(mesh, P("data", None, "model"))
+    assert logical_sharding(MESH, ("batch", "mlp"), (6, 16)).spec == P(None, "model")
+    assert logical_sharding(mesh, None).is_fully_replicated
+    assert logical_sharding(mesh, ("rows",), rules={"rows": "model"}).spec == P("model")
+    with pytest.raises(ValueError, match="at most one axis name a dimension"):
+        logical_sharding(mesh, ("batch", "mlp"), (8,))
+    with pytest.raises(ValueError, match=r"mesh is a jax Mesh or a MeshConfig. Got tuple"):
+        logical_sharding((4, 8), ("batch",))  # type: ignore[arg-type]
+
+
+@pytest.mark.newest
+def test_a_model_is_laid_out_by_its_names() -> None:
+    mesh = MESH.build()
+    params = {"table": np.ones((64, 16), np.float32), "blocks": [{"up": np.ones((16, 32)), "bias": np.ones(32)}, 1.0]}
+    names = {"table": ("vocab", None), "blocks": [{"up": (None, "mlp"), "bias": None}, ()]}
+    placed = shard_params(params, names, mesh)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, placed)
+    assert specs == {"table": P("model", None), "blocks": [{"up": P(None, "model"), "bias": P()}, P()]}
+    np.testing.assert_array_equal(placed["table"], params["table"])
+    other = shard_params(params, names, MESH, rules={"vocab": "data", "mlp": None})
+    assert other["table"].sharding.spec == P("data", None)
+    assert other["blocks"][0]["up"].sharding.is_fully_replicated
+
+
+def test_a_model_that_does_not_exist_yet_is_laid_out_too() -> None:
+    shapes = jax.eval_shape(lambda: {"up": jnp.ones((16, 32), jnp.bfloat16)})
+    placed = shard_params(shapes, {"up": (None, "mlp")}, MESH)
+    assert (placed["up"].shape, placed["up"].dtype) == ((16, 32), jnp.bfloat16)
+    assert placed["up"].sharding.spec == P(None, "model")
+
+
+def test_names_of_another_structure_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a tuple of names for each leaf.*the tree's own structure"):
+        shard_params({"a": X, "b": X}, {"a": ("batch",)}, MESH)
+
+
+def test_a_recorder_is_given_the_names_instead() -> None:
+    seen = []
+    token = RECORDER.set(lambda leaf, names: seen.append(names) or leaf + 1)
+    try:
+        y = with_sharding_constraint(X, ("batch", None))
+        with pytest.raises(ValueError, match="logical axis 'bach'"):
+            with_sharding_constraint(X, ("bach", None))
+    finally:
+        RECORDER.reset(token)
+    assert seen == [("batch", None)]
+    np.testing.assert_array_equal(y, X + 1)

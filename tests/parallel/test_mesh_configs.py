@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from capibara.parallel import mesh as meshes
 from capibara.parallel.mesh import MeshConfig, TPUv4MeshConfigurations, create_tpu_mesh_config
 
 PRESETS = {"CULTURAL_ANALYSIS": (4, 8), "QUANTUM_CLASSICAL": (8, 4), "SPIKING_NEURAL": (16, 2)}
@@ -112,39 +110,3 @@ def test_given_devices_must_be_exactly_enough() -> None:
 def test_an_arranged_array_keeps_its_order() -> None:
     arranged = np.asarray(jax.devices()[:4])[::-1].reshape(2, 2)
     assert (MeshConfig((2, 2)).build(arranged).devices == arranged).all()
-
-
-def _v4_devices(grid: tuple[int, int, int]) -> list[types.SimpleNamespace]:
-    """Stand-ins with what jax reads of a v4 chip to order them."""
-    return [
-        types.SimpleNamespace(
-            platform="tpu",
-            device_kind="TPU v4",
-            coords=(x, y, z),
-            core_on_chip=0,
-            process_index=0,
-            slice_index=0,
-        )
-        for z in range(grid[2])
-        for y in range(grid[1])
-        for x in range(grid[0])
-    ]
-
-
-@pytest.mark.parametrize("shape", PRESETS.values(), ids=list(PRESETS))
-def test_a_mesh_axis_runs_along_whole_hardware_axes(shape: tuple[int, int]) -> None:
-    hardware = (2, 4, 4)
-    grid = meshes._by_wiring(shape, _v4_devices(hardware))
-    assert grid.shape == shape
-    for line in (*grid, *grid.T):
-        # What a collective runs over: along each hardware axis either one place or all of them.
-        spread = [len({device.coords[axis] for device in line}) for axis in range(3)]
-        assert all(width in (1, size) for width, size in zip(spread, hardware, strict=True))
-        assert np.prod(spread) == len(line)
-
-
-def test_a_split_hardware_axis_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    # 2x4x4 chips have no product of whole axes that is 32 by a factor pair such as (2, 2, 2, 2, 2).
-    grid = meshes._by_wiring((2, 2, 2, 2, 2), _v4_devices((2, 4, 4)))
-    assert grid.shape == (2, 2, 2, 2, 2)
-    assert "splits a hardware axis" in caplog.text

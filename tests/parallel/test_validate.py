@@ -70,7 +70,7 @@ def test_one_device_and_another_mesh_are_other_layouts() -> None:
         ((8, 8), P("dat"), "Unknown mesh axis 'dat'. Did you mean 'data'"),
         ((8, 8), P("expert"), "Choices: 'data', 'model'"),
         ((8,), P("data", "model"), r"one entry a dimension at most.*2 entries.*shape \(8,\)"),
-        ((6, 8), P("data"), r"Dimension 0 divides over the 4 devices.*Got 6"),
+        ((6, 8), P("data"), r"Dimension 0 divides over the 4 devices.*Got 6.*pad it to 8"),
         ((8, 8), P(("data", "model")), "divides over the 32 devices"),
         ((8, 8), ("data", "data"), "'data' twice"),
         ((8, 8), "data", "spec is a PartitionSpec"),

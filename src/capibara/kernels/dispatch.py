@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from capibara.errors import ImplementationRefused, rule_error
-from capibara.kernels import context, tables, transforms
+from capibara.kernels import context, placement, tables, transforms
 from capibara.kernels.op import Call, Config, Op, Prefer, Preference, lookup
 
 logger = logging.getLogger("capibara.kernels")
@@ -70,11 +70,17 @@ class Selection:
         }
 
 
-def select(call: Call, implementation: str | None = None, config: Config = None, prefer: Prefer = None) -> Selection:
+def select(
+    call: Call,
+    implementation: str | None = None,
+    config: Config = None,
+    prefer: Prefer = None,
+    where: placement.Placement | None = None,
+) -> Selection:
     """Choose the implementation of one call.
 
     `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
-    tuned table for this chip speaks, then the implementations' own rank.
+    tuned table for this chip speaks, then the implementations' own rank. `where` is the operands' place on a mesh.
     """
     op = call.op
     preferred = prefer.implementation if isinstance(prefer, Preference) else prefer
@@ -86,6 +92,9 @@ def select(call: Call, implementation: str | None = None, config: Config = None,
     if implementation is not None:
         op.implementation(implementation)  # an unknown name is an error before anything is decided
     refusals = {name: impl.refusal(call) for name, impl in op.implementations.items()}
+    on_mesh = placement.needs_layout(call, where)
+    if on_mesh is not None:
+        refusals |= {n: refusals[n] or on_mesh for n, impl in op.implementations.items() if impl.kernel}
     accepting = [name for name, reason in refusals.items() if reason is None]
     ranks = {name: impl.rank(call) for name, impl in op.implementations.items()}
 
@@ -109,7 +118,9 @@ def select(call: Call, implementation: str | None = None, config: Config = None,
             config = config if config is not None else tuned.config
         else:
             chosen = max(accepting, key=lambda name: ranks[name])
-            why = f"it ranks first by rule for {call.target.platform} (no tuned case is near)"
+            remark = op.implementations[chosen].remark(call)
+            by_rule = f"it ranks first by rule for {call.target.platform} (no tuned case is near)"
+            why = by_rule if remark is None else f"{by_rule}: {remark}"
     made = op.implementations[chosen]
     if config is None and made.config_type is not None:
         # One that was asked for runs with its own tuned config, though another may be faster.
@@ -127,7 +138,7 @@ def select(call: Call, implementation: str | None = None, config: Config = None,
         Verdict(
             name,
             reason is None,
-            reason if reason is not None else f"it accepts, and {chosen} was chosen",
+            reason if reason is not None else _not_chosen(op.implementations[name].remark(call), chosen),
         )
         for name, reason in refusals.items()
     )
@@ -135,6 +146,10 @@ def select(call: Call, implementation: str | None = None, config: Config = None,
         _say_fallback(call, chosen, refusals, ranks)
     pinned = chosen in (implementation, preferred)
     return Selection(call, chosen, config, why, verdicts, pinned=pinned, asked_config=asked_config)
+
+
+def _not_chosen(remark: str | None, chosen: str) -> str:
+    return f"it accepts, and {chosen} was chosen" + ("" if remark is None else f"; {remark}")
 
 
 _SAID: set[tuple[str, str, str]] = set()
@@ -166,6 +181,9 @@ _recorder: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextV
 # Its value changes with every explain(), so that functions already traced by jit are traced again and recorded.
 _explain_context = jax.make_user_context(0)
 _explain_count = itertools.count(1)
+_marking: contextvars.ContextVar[bool] = contextvars.ContextVar("marking", default=False)
+MARK = "capibara_op_"
+"""Under `marking`, an op's call is in the trace a jit of this name and the number of its decision."""
 
 
 def run(
@@ -203,11 +221,13 @@ def run(
         else:
             chosen_target = context.target_of(device)
     manual = local or (traced and bool(jax.sharding.get_abstract_mesh().manual_axes))
+    # TPU's compiler does not split kernels itself: there the layout must be known now.
+    where = placement.placement(arrays) if chosen_target.platform == "tpu" and not manual else None
     # With their types: 1 is True to a dictionary, and not to an op's check.
     parameters = tuple((name, _kind(value), value) for name, value in params.items())
     key = (
         implementation, prefer, config, tuple(operands), parameters, chosen_target,
-        context.current_interpret(), manual, context.matmul_precision(), tables.generation(),
+        context.current_interpret(), manual, where, context.matmul_precision(), tables.generation(),
     )  # fmt: skip
     try:
         runner = op.runners.get(key)
@@ -220,8 +240,8 @@ def run(
         ) from None  # fmt: skip
     if runner is None:
         call = op.call(*arrays, target=chosen_target, **params)
-        selection = select(call, implementation, config, prefer)
-        runner = op.runners[key] = _build(selection, manual)
+        selection = select(call, implementation, config, prefer, where)
+        runner = op.runners[key] = _build(selection, manual, where)
     record = _recorder.get()
     if record is not None:
         record.append(runner.selection)
@@ -229,7 +249,17 @@ def run(
         return runner.eager(*arrays)
     if manual and not local:
         arrays = transforms.vary_alike(arrays)
+    if record is not None and _marking.get():
+        return _marked(runner.traced, len(record) - 1)(*arrays)
     return runner.traced(*arrays)
+
+
+def _marked(fn: Callable[..., Any], decision: int) -> Callable[..., Any]:
+    def call(*arrays: Any) -> Any:
+        return fn(*arrays)
+
+    call.__name__ = call.__qualname__ = f"{MARK}{decision}"
+    return jax.jit(call)
 
 
 def _kind(value: Any) -> Any:
@@ -244,14 +274,16 @@ def _hashable(value: Any) -> bool:
     return True
 
 
-def _build(selection: Selection, manual: bool) -> _Runner:
+def _build(selection: Selection, manual: bool, where: placement.Placement | None) -> _Runner:
     call = selection.call
     impl = call.op.implementations[selection.implementation]
     if not impl.kernel and not impl.own_gradient:
         plain = transforms.plain(call, impl, selection.config)
         return _Runner(selection, jax.jit(plain), plain)
     # The machine emulation orders its side effects, which JAX cannot carry through a partitioned computation.
-    split = impl.kernel and not manual and context.current_interpret().mode != "machine"
+    split: bool | placement.Placement = False
+    if impl.kernel and not manual and context.current_interpret().mode != "machine":
+        split = where if where is not None else call.target.platform != "tpu"
     eager, traced = transforms.kernel(
         call, impl, selection.config, split=split, pinned=selection.pinned, asked_config=selection.asked_config
     )
@@ -294,6 +326,17 @@ def recording() -> Iterator[list[Selection]]:
         _recorder.reset(token)
 
 
+@contextlib.contextmanager
+def marking() -> Iterator[list[Selection]]:
+    """As `recording`, and the trace shows where each op is called: a jit named `MARK` and the decision's place."""
+    with recording() as found:
+        token = _marking.set(True)
+        try:
+            yield found
+        finally:
+            _marking.reset(token)
+
+
 def note(decision: Any) -> None:
     """Tell `explain` a decision that is no op's selection; it has `implementation`, `str()` and `as_dict()` too."""
     record = _recorder.get()
@@ -315,7 +358,7 @@ def explain(fn: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
         fn = op.public or op
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, a in zip(leaves, is_array, strict=True) if a]
+    shapes = [_struct(x) for x, a in zip(leaves, is_array, strict=True) if a]
 
     def traced(*arrays: Any) -> Any:
         given = iter(arrays)
@@ -326,3 +369,10 @@ def explain(fn: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
     with recording() as found:
         jax.eval_shape(traced, *shapes)
     return Explanation(tuple(found))
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    """The array's shape, and its place on a mesh if it has one: on TPU it decides what can be split."""
+    sharding = getattr(x, "sharding", None)
+    placed = isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(x, jax.core.Tracer)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if placed else None)

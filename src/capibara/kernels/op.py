@@ -85,9 +85,11 @@ class Cost:
     flops: float
     bytes: float
     dtype: str = "bfloat16"  # which of the chip's peak rates the flops run at
+    link_bytes: float = 0.0  # what one device sends to others
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.dtype)
+        links = self.link_bytes + other.link_bytes
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.dtype, links)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Implementation:
     """One way to compute an op.
 
     `fn(*arrays, config=..., **params)` computes it. `refuses(call)` returns why it cannot take the call, or
-    None. `rank(call)` orders those that accept where no tuned table speaks. A `kernel` is opaque to JAX's
+    None. `rank(call)` orders those that accept where no tuned table speaks; `remark(call)` says in words what the rank
+    goes by, where that is more than the platform, and `explain` shows it. A `kernel` is opaque to JAX's
     transformations, so the op's own gradient, batching and partitioning rules stand in; anything else is
     plain JAX that XLA differentiates and partitions itself. With `own_gradient`, XLA partitions it but the op's
     gradient and batching rules are used: for plain JAX whose derivative by JAX would keep too much. `hints` names
@@ -107,6 +110,7 @@ class Implementation:
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     refuses: Callable[[Call], str | None] = lambda call: None
     rank: Callable[[Call], float] = lambda call: 0.0
+    remark: Callable[[Call], str | None] = lambda call: None
     kernel: bool = False
     own_gradient: bool = False
     hints: tuple[str, ...] = ()
@@ -159,6 +163,10 @@ class Gradient:
     backward: Callable[..., tuple[Any, ...]]
 
 
+# What most rules call the batch or the first axis of the rows, the rows' second axis, and the heads.
+_COMMON_FACTORS = MappingProxyType({"b": "batch", "r0": "batch", "r1": "sequence", "h": "heads"})
+
+
 @dataclasses.dataclass(frozen=True)
 class Partition:
     """How a kernel is split over a mesh.
@@ -168,7 +176,8 @@ class Partition:
     factors that are summed away; when such a factor is sharded, `combine(op, arrays, params, axes, prefer)`
     computes the local part and reduces it over the mesh axes. `replicated(call)` names the factors that no device
     may hold a part of. `local(op, arrays, params, axes, prefer)` computes one device's part where the plain call
-    on its shards is not all there is to do; `axes` maps each factor to the mesh axes that split it.
+    on its shards is not all there is to do; `axes` maps each factor to the mesh axes that split it. `logical` says
+    which logical axis a factor is, for TPU meshes whose layout XLA decides only later; empty where nobody can tell.
     """
 
     rule: Callable[[Call], str]
@@ -177,6 +186,7 @@ class Partition:
     replicated: Callable[[Call], tuple[str, ...]] = lambda call: ()
     sizes: Callable[[Call], Mapping[str, int]] = lambda call: {}
     local: Callable[..., Any] | None = None
+    logical: Mapping[str, str] = dataclasses.field(default_factory=lambda: _COMMON_FACTORS)
 
     def factors(self, call: Call) -> tuple[list[list[tuple[str, ...]]], list[list[tuple[str, ...]]]]:
         """The rule read: for each present operand, and each output, the factors of each of its axes."""
@@ -290,6 +300,8 @@ class Op:
         peers: Mapping[str, Callable[[Case], Callable[..., Any] | None]] | None = None,
         stock_tpu: Callable[[Case], tuple[Callable[..., Any], tuple[Any, ...]] | None] | None = None,
         excerpt: Callable[[Op, Sequence[Any]], Excerpt | None] | None = None,
+        mesh_axes: Callable[[Call], Mapping[str, int]] | None = None,
+        exact: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.name = name
         self.family = family
@@ -311,6 +323,10 @@ class Op:
         self.peers = MappingProxyType(dict(peers or {}))
         self.stock_tpu = stock_tpu
         self.excerpt = excerpt
+        # Axes of operands on which a tuned case has nothing to say about another size, by the operand's name.
+        self.exact = MappingProxyType({name: tuple(axes) for name, axes in (exact or {}).items()})
+        # For an op that runs only inside shard_map, on one device's operands: the mesh axes that a call is over.
+        self.mesh_axes = mesh_axes
         self.implementations: dict[str, Implementation] = {}
         self.runners: dict[Any, Any] = {}  # filled by dispatch
         self.__doc__ = reference.__doc__
@@ -356,6 +372,15 @@ class Op:
         made = Call(self, shapes, MappingProxyType({**self.params, **params}), target or current_target())
         self.check(made)
         return made
+
+    def must_run_alone(self, what: str) -> None:
+        """An error where `what` is asked of an op that runs over mesh axes, which one device has none of."""
+        if self.mesh_axes is not None:
+            raise rule_error(
+                f"{what} runs an op on one device",
+                f"{self.name}, which runs over mesh axes, inside shard_map",
+                "time the program that it is part of; `capibara kernels compile` compiles it for a slice",
+            )
 
     def case(self, name: str) -> Case:
         for case in self.cases:

@@ -85,7 +85,7 @@ def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
     near: list[tuple[float, Entry]] = []
     for entry in entries(call.target.device_kind, call.op.name):
         if entry.implementation in accepting and _jsonable(entry.params) == params:
-            distance = _distance(entry.operands, operands)
+            distance = _distance(entry.operands, operands, _exact_axes(call))
             if distance is not None:
                 near.append((distance, entry))
     # The nearest call speaks; of two as near the user's own; of one call's implementations the fastest.
@@ -209,12 +209,23 @@ def _read(path: Path, source: str) -> list[Entry]:
 _OPERAND = re.compile(r"^(?P<dtype>\w+)\[(?P<dims>[\d,]*)\]$")
 
 
-def _distance(ours: tuple[str, ...], theirs: tuple[str, ...]) -> float | None:
-    """The largest ratio (in powers of two) between two calls' dimensions; None beyond 2x, or other types."""
+def _exact_axes(call: Call) -> frozenset[tuple[int, int]]:
+    """(operand, axis), by number, that a near case must have alike."""
+    order = call.op.operands.index
+    return frozenset((order(name), axis) for name, axes in call.op.exact.items() for axis in axes)
+
+
+def _distance(
+    ours: tuple[str, ...], theirs: tuple[str, ...], exact: frozenset[tuple[int, int]] = frozenset()
+) -> float | None:
+    """The largest ratio (in powers of two) between two calls' dimensions; None beyond 2x, or other types.
+
+    None too where an axis in `exact` differs at all.
+    """
     if len(ours) != len(theirs):
         return None
     worst = 0.0
-    for left, right in zip(ours, theirs, strict=True):
+    for operand, (left, right) in enumerate(zip(ours, theirs, strict=True)):
         if left == right:
             continue
         a, b = _OPERAND.match(left), _OPERAND.match(right)
@@ -223,8 +234,8 @@ def _distance(ours: tuple[str, ...], theirs: tuple[str, ...]) -> float | None:
         left_dims, right_dims = (m["dims"].split(",") if m["dims"] else [] for m in (a, b))
         if len(left_dims) != len(right_dims):
             return None
-        for x, y in zip(left_dims, right_dims, strict=True):
-            if int(x) == 0 or int(y) == 0:
+        for axis, (x, y) in enumerate(zip(left_dims, right_dims, strict=True)):
+            if int(x) == 0 or int(y) == 0 or (x != y and (operand, axis) in exact):
                 return None
             worst = max(worst, abs(math.log2(int(x) / int(y))))
     return worst if worst <= 1 else None

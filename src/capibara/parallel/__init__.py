@@ -11,29 +11,68 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capibara.parallel.context import active, current, tpu_v4_optimization_context
     from capibara.parallel.mesh import MeshConfig, TPUv4MeshConfigurations, create_tpu_mesh_config
-    from capibara.parallel.rules import RULES, partition_spec, with_sharding_constraint
+    from capibara.parallel.mesh_wiring import AxisWiring, wiring
+    from capibara.parallel.rule_check import RuleCheck, check_rules
+    from capibara.parallel.rules import (
+        RULES,
+        current_rules,
+        logical_sharding,
+        partition_spec,
+        shard_params,
+        use_rules,
+        with_sharding_constraint,
+    )
+    from capibara.parallel.tpu_config import ScalingConfig, TPUConfig
+    from capibara.parallel.training_mesh import create_training_mesh, training_mesh_config
+    from capibara.parallel.validate import validate_sharding
 
 _HOME = {
+    "AxisWiring": "mesh_wiring",
     "MeshConfig": "mesh",
     "RULES": "rules",
+    "RuleCheck": "rule_check",
+    "ScalingConfig": "tpu_config",
+    "TPUConfig": "tpu_config",
     "TPUv4MeshConfigurations": "mesh",
     "active": "context",
+    "check_rules": "rule_check",
     "create_tpu_mesh_config": "mesh",
+    "create_training_mesh": "training_mesh",
     "current": "context",
+    "current_rules": "rules",
+    "logical_sharding": "rules",
     "partition_spec": "rules",
+    "shard_params": "rules",
     "tpu_v4_optimization_context": "context",
+    "training_mesh_config": "training_mesh",
+    "use_rules": "rules",
+    "validate_sharding": "validate",
+    "wiring": "mesh_wiring",
     "with_sharding_constraint": "rules",
 }
 
 __all__ = [
     "RULES",
+    "AxisWiring",
     "MeshConfig",
+    "RuleCheck",
+    "ScalingConfig",
+    "TPUConfig",
     "TPUv4MeshConfigurations",
     "active",
+    "check_rules",
     "create_tpu_mesh_config",
+    "create_training_mesh",
     "current",
+    "current_rules",
+    "logical_sharding",
     "partition_spec",
+    "shard_params",
     "tpu_v4_optimization_context",
+    "training_mesh_config",
+    "use_rules",
+    "validate_sharding",
+    "wiring",
     "with_sharding_constraint",
 ]
 

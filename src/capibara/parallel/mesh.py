@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from capibara.errors import rule_error, unknown_name
 from capibara.hardware.chips import GiB, chip
 from capibara.hardware.topology import slice_for, slice_names
+from capibara.parallel.device_order import in_mesh_order
 
 if TYPE_CHECKING:
     import numpy as np
     from jax.sharding import Mesh
 
 __all__ = ["TARGETS", "MeshConfig", "TPUv4MeshConfigurations", "create_tpu_mesh_config"]
-
-_log = logging.getLogger(__name__)
 
 TARGETS = ("inference", "training", "balanced")
 """What a mesh may be meant for."""
@@ -152,19 +150,7 @@ def _arranged(config: MeshConfig, devices: Iterable[Any] | None) -> np.ndarray:
             f"{given.size}",
             f"pass devices[:{config.size}]",
         )
-    return _by_wiring(config.shape, list(given.ravel()[: config.size]))
-
-
-def _by_wiring(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    from jax.experimental import mesh_utils
-
-    try:
-        return mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError as refusal:
-        # jax refuses by this exception when no product of whole hardware axes gives the shape; splitting
-        # one is right but slower on the split axis, so it is said and not hidden.
-        _log.warning("mesh %s splits a hardware axis: %s", _text(shape), refusal)
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return in_mesh_order(config.shape, list(given.ravel()[: config.size]))
 
 
 def _too_few(config: MeshConfig, devices: np.ndarray) -> ValueError:

@@ -63,10 +63,11 @@ def _checked(spec: Any, mesh: Any, array: Any) -> PartitionSpec:
             used.append(name)
             parts *= mesh.shape[name]
         if array.shape[position] % parts:
+            above = -(-array.shape[position] // parts) * parts
             raise rule_error(
                 f"Dimension {position} divides over the {parts} devices of {names}",
                 f"{array.shape[position]} of shape {array.shape}",
-                "pad the array, or leave the dimension whole",
+                f"pad it to {above}, the nearest above that does, or leave the dimension whole",
             )
     return made
 

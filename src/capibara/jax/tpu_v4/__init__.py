@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from capibara.jax.tpu_v4 import backend as backend
     from capibara.jax.tpu_v4 import kernels as kernels
     from capibara.jax.tpu_v4 import optimizations as optimizations
+    from capibara.jax.tpu_v4 import training as training
 
-_MODULES = ("backend", "kernels", "optimizations")
+_MODULES = ("backend", "kernels", "optimizations", "training")
 _PLANNED = (
     "autoscaling",
     "cost",
@@ -20,7 +21,6 @@ _PLANNED = (
     "inference",
     "monitoring",
     "recovery",
-    "training",
 )
 
 __all__ = ["MeshConfig", "TPUv4MeshConfigurations", "create_tpu_mesh_config", *_MODULES]

@@ -153,5 +153,6 @@ def local_grad(
     return dq, dk, dv, dbias
 
 
-PARTITION = Partition(rule, replicated=whole, sizes=factor_sizes)
-PARTITION_GRAD = Partition(rule_grad, replicated=whole, sizes=factor_sizes, local=local_grad)
+_LOGICAL = {"b": "batch", "h": "heads", "g": "heads"}
+PARTITION = Partition(rule, replicated=whole, sizes=factor_sizes, logical=_LOGICAL)
+PARTITION_GRAD = Partition(rule_grad, replicated=whole, sizes=factor_sizes, local=local_grad, logical=_LOGICAL)

@@ -55,4 +55,5 @@ def factor_sizes(call: Call) -> dict[str, int]:
     return made
 
 
-PARTITION = Partition(rule, replicated=whole, sizes=factor_sizes)
+# Sequences may lie anywhere in the pool, so only the heads have a place that can be told.
+PARTITION = Partition(rule, replicated=whole, sizes=factor_sizes, logical={"h": "heads", "g": "heads"})

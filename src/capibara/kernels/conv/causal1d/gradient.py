@@ -69,4 +69,4 @@ def rule(call: Call) -> str:
     return f"{', '.join(given)} -> {', '.join(made)}"
 
 
-PARTITION = Partition(rule, replicated=lambda call: ("t", "k", "s"))
+PARTITION = Partition(rule, replicated=lambda call: ("t", "k", "s"), logical={"b": "batch", "c": "mlp"})

@@ -52,5 +52,7 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
 
 # Images and output channels are split freely; rows, columns, taps and input channels are whole on every device.
 PARTITION = Partition(
-    lambda call: "n h w c, r s c o -> n i j o", replicated=lambda call: ("h", "w", "c", "r", "s", "i", "j")
+    lambda call: "n h w c, r s c o -> n i j o",
+    replicated=lambda call: ("h", "w", "c", "r", "s", "i", "j"),
+    logical={"n": "batch", "o": "mlp"},
 )

@@ -63,4 +63,8 @@ def batch(
     return tuple(x.reshape(shape) for x in made)
 
 
-PARTITION = Partition(lambda call: "p c t, p c t, c n, c n -> p c t, p c t", replicated=lambda call: ("t", "n"))
+PARTITION = Partition(
+    lambda call: "p c t, p c t, c n, c n -> p c t, p c t",
+    replicated=lambda call: ("t", "n"),
+    logical={"p": "batch", "c": "mlp"},
+)

@@ -90,4 +90,5 @@ def local(op: Op, arrays: tuple[Any, ...], params: Params, axes: dict[str, tuple
     return run(op, full, params | {"strides": strides}, prefer=prefer, local=True)
 
 
-PARTITION = Partition(rule, replicated=lambda call: ("w", "o"), local=local)
+_LOGICAL = {"r0": "batch", "r1": "sequence", "c": "mlp"}
+PARTITION = Partition(rule, replicated=lambda call: ("w", "o"), local=local, logical=_LOGICAL)

@@ -27,7 +27,7 @@ from capibara.kernels.layers.cross_entropy import rules
 from capibara.kernels.layers.cross_entropy.cases import AND_GRAD_CASES
 from capibara.kernels.layers.cross_entropy.explicit_mesh import on_one_device
 from capibara.kernels.layers.cross_entropy.loss import token_flows, token_losses
-from capibara.kernels.layers.cross_entropy.mesh import Axes, own_labels
+from capibara.kernels.layers.cross_entropy.mesh import LOGICAL, Axes, own_labels
 from capibara.kernels.layers.cross_entropy.reference import reference, vocabulary_axis
 from capibara.kernels.layers.cross_entropy.xla import Product, logit_flow, row_sums
 from capibara.kernels.op import Call, Implementation, Op, Partition, Prefer, unit_roundoff
@@ -179,7 +179,7 @@ CROSS_ENTROPY_AND_GRAD = Op(
     check=rules.check,
     cost=rules.cost_grad,
     tolerance=_tolerance,
-    partition=Partition(mesh_rule, replicated=lambda call: ("d",), local=local),
+    partition=Partition(mesh_rule, replicated=lambda call: ("d",), local=local, logical=LOGICAL),
     cases=AND_GRAD_CASES,
 )
 # As in the module xla: a loop over what the mesh splits is each device's own, so to JAX it is a kernel.

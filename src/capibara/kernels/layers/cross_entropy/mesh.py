@@ -88,5 +88,6 @@ def local_grad(op: Op, arrays: tuple[Any, ...], params: Params, axes: Axes, pref
     return summed(d_hidden, axes.get("v", ())), summed(d_weights, rows)
 
 
-PARTITION = Partition(rule, reduced=("v",), replicated=lambda call: ("d",), local=local)
-PARTITION_GRAD = Partition(rule_grad, replicated=lambda call: ("d",), local=local_grad)
+LOGICAL = {"r0": "batch", "r1": "sequence", "v": "vocab"}
+PARTITION = Partition(rule, reduced=("v",), replicated=lambda call: ("d",), local=local, logical=LOGICAL)
+PARTITION_GRAD = Partition(rule_grad, replicated=lambda call: ("d",), local=local_grad, logical=LOGICAL)

@@ -6,6 +6,7 @@ of them, and so are groups.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -119,9 +120,11 @@ def _whole(call: Call) -> tuple[str, ...]:
     return ("m", "g")
 
 
-PARTITION = Partition(rule, reduced=("k",), combine=combine, replicated=_whole)
-PARTITION_WEIGHTS = Partition(rule_weights, replicated=_whole)
+# Rows, columns or the contraction: only the caller knows which of them is split.
+PARTITION = Partition(rule, reduced=("k",), combine=combine, replicated=_whole, logical={})
+PARTITION_WEIGHTS = Partition(rule_weights, replicated=_whole, logical={})
 
 
 def partition_gated(gemm: Op) -> Partition:
-    return Partition(rule_gated, reduced=("k",), combine=lambda *args: combine_gated(gemm, *args), replicated=_whole)
+    combined = functools.partial(combine_gated, gemm)
+    return Partition(rule_gated, reduced=("k",), combine=combined, replicated=_whole, logical={})

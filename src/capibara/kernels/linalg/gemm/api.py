@@ -134,7 +134,8 @@ GEMM: Op = Op(
     tolerance=tolerance,
     gradient=Gradient(gradient.forward, lambda *args: gradient.backward(GEMM, *args)),
     batch=gradient.batch,
-    partition=Partition(gradient.mesh_rule, reduced=("k",), combine=gradient.combine),
+    # Rows, columns or the contraction: only the caller knows which of them is split.
+    partition=Partition(gradient.mesh_rule, reduced=("k",), combine=gradient.combine, logical={}),
     cases=CASES,
     peers={"xla-two-step": peers.xla_two_step},
     stock_tpu=peers.stock_tpu,

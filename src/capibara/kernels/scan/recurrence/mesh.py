@@ -50,5 +50,6 @@ def rule_grad(call: Call) -> str:
     return f"{', '.join(terms.values())} -> {', '.join(made)}"
 
 
-PARTITION = Partition(rule, replicated=lambda call: ("t",))
-PARTITION_GRAD = Partition(rule_grad, replicated=lambda call: ("t",))
+_LOGICAL = {"b": "batch", "c": "mlp"}
+PARTITION = Partition(rule, replicated=lambda call: ("t",), logical=_LOGICAL)
+PARTITION_GRAD = Partition(rule_grad, replicated=lambda call: ("t",), logical=_LOGICAL)

@@ -53,4 +53,4 @@ def rule(call: Call) -> str:
     return f"{given} -> b t d" + (", b d n" if call.params["return_final_state"] else "")
 
 
-PARTITION = Partition(rule, replicated=lambda call: ("t", "n"))
+PARTITION = Partition(rule, replicated=lambda call: ("t", "n"), logical={"b": "batch", "d": "mlp"})

@@ -57,4 +57,4 @@ def replicated(call: Call) -> tuple[str, ...]:
     return ("t", "n", "p", "r", "g") if call.need("B").shape[2] == 1 else ("t", "n", "p", "r")
 
 
-PARTITION = Partition(rule, replicated=replicated, sizes=sizes)
+PARTITION = Partition(rule, replicated=replicated, sizes=sizes, logical={"b": "batch", "h": "heads", "g": "heads"})

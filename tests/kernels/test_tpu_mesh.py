@@ -1,0 +1,174 @@
+"""On a TPU mesh a kernel is split by shard_map, since TPU's compiler has no hook to split it: emulated on 8 devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from capibara.errors import ImplementationRefused
+from capibara.kernels import attention, explain, gemm, interpret, target
+from capibara.kernels.attention.reference import reference
+from capibara.kernels.layers import layer_norm
+from capibara.kernels.scan import linear_recurrence
+from capibara.parallel import use_rules
+
+pytestmark = pytest.mark.newest
+KERNEL = "pallas_tpu"
+
+
+def _mesh(names: tuple[str, str] = ("data", "model"), kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), names, axis_types=(kind,) * 2, devices=jax.devices("cpu")[:8])
+
+
+def _qkv(heads: int = 4, kv_heads: int = 2) -> tuple[Any, Any, Any]:
+    def drawn(seed: int, h: int) -> Any:
+        return jax.random.normal(jax.random.key(seed), (4, h, 128, 64), jnp.float32)
+
+    return drawn(0, heads), drawn(1, kv_heads), drawn(2, kv_heads)
+
+
+def _on_tpu(fn: Any, arrays: Any) -> tuple[Any, str]:
+    """Result and program text of a jitted call, dispatched as for TPU and emulated."""
+    with target("tpu", "TPU v4"), interpret("hlo"):
+        compiled = jax.jit(fn).lower(*arrays).compile()
+    return compiled(*arrays), compiled.as_text()
+
+
+def _attended(q: Any, k: Any, v: Any) -> Any:
+    return attention(q, k, v, causal=True, implementation=KERNEL)
+
+
+# Float32 products by XLA on the CPU and sums of at most 128 terms of size one: a few units in the last place of each.
+TOLERANCE = 128 * float(np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("set_mesh", [True, False])
+def test_batch_and_heads_follow_the_table(set_mesh: bool) -> None:
+    mesh = _mesh()
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in _qkv()]
+    if set_mesh:
+        with jax.set_mesh(mesh):
+            got, text = _on_tpu(_attended, arrays)
+    else:  # the arrays bring the mesh along
+        got, text = _on_tpu(_attended, arrays)
+    wanted = reference(*_qkv(), causal=True)
+    assert jnp.abs(got - wanted).max() < TOLERANCE
+    assert "CustomSPMDPartitioning" not in text
+    assert "all-gather" not in text, "nothing moves where the arrays lie as the table says"
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), got.ndim)
+
+
+def test_arrays_that_lie_otherwise_give_the_same() -> None:
+    mesh = _mesh()
+    arrays = [jax.device_put(x, NamedSharding(mesh, P(None, None, "data"))) for x in _qkv()]
+    got, _ = _on_tpu(_attended, arrays)
+    assert jnp.abs(got - reference(*_qkv(), causal=True)).max() < TOLERANCE
+
+
+def test_gradients_are_split_too() -> None:
+    mesh = _mesh()
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in _qkv()]
+
+    def loss(fn: Any, *given: Any) -> Any:
+        return (fn(*given) ** 2).sum()
+
+    got, text = _on_tpu(jax.grad(functools.partial(loss, _attended), argnums=(0, 1, 2)), arrays)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.grad(functools.partial(loss, functools.partial(reference, causal=True)), argnums=(0, 1, 2))(
+            *_qkv()
+        )
+    assert "CustomSPMDPartitioning" not in text
+    for mine, exact in zip(got, wanted, strict=True):
+        # A gradient sums 128 products of numbers up to the gradient's own size.
+        assert jnp.abs(mine - exact).max() < TOLERANCE * jnp.abs(exact).max()
+
+
+def test_heads_that_do_not_divide_stay_whole() -> None:
+    mesh = _mesh()
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in _qkv(heads=3, kv_heads=3)]
+    got, text = _on_tpu(_attended, arrays)
+    assert jnp.abs(got - reference(*_qkv(3, 3), causal=True)).max() < TOLERANCE
+    assert "all-gather" not in text
+
+
+def test_another_table_moves_the_split() -> None:
+    mesh = _mesh(("rows", "columns"))
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("rows", "columns"))) for x in _qkv()]
+    with use_rules({"batch": "rows", "heads": "columns"}):
+        got, text = _on_tpu(_attended, arrays)
+    assert "all-gather" not in text
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("rows", "columns")), got.ndim)
+
+
+def test_axes_that_no_table_knows_run_whole_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = _mesh(("x", "y"))
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("x", "y"))) for x in _qkv()]
+    got, text = _on_tpu(_attended, arrays)
+    assert jnp.abs(got - reference(*_qkv(), causal=True)).max() < TOLERANCE
+    assert "all-gather" in text
+    assert "runs whole on every device of a mesh with axes x, y" in caplog.text
+
+
+def test_explicit_axes_say_where_arrays_lie() -> None:
+    mesh = _mesh(("x", "y"), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, NamedSharding(mesh, P("x", "y"))) for x in _qkv()]
+        got, text = _on_tpu(_attended, arrays)
+    assert jnp.abs(got - reference(*_qkv(), causal=True)).max() < TOLERANCE
+    assert "all-gather" not in text
+
+
+def test_sharded_arrays_outside_of_jit() -> None:
+    mesh = _mesh(("x", "y"))
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("x", "y"))) for x in _qkv()]
+    with target("tpu", "TPU v4"), interpret("hlo"):
+        got = _attended(*arrays)
+    assert jnp.abs(got - reference(*_qkv(), causal=True)).max() < TOLERANCE
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("x", "y")), got.ndim)
+
+
+@pytest.mark.parametrize("rows", [(8, 16), (64,)])
+def test_rows_are_split(rows: tuple[int, ...]) -> None:
+    mesh = _mesh()
+    x = jax.random.normal(jax.random.key(0), (*rows, 256))
+    scale = jnp.linspace(0.5, 1.5, 256)
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(scale, NamedSharding(mesh, P()))]
+    got, text = _on_tpu(lambda x, s: layer_norm(x, s, implementation=KERNEL), placed)
+    wanted = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale
+    assert jnp.abs(got - wanted).max() < 256 * float(np.finfo(np.float32).eps)
+    assert "all-gather" not in text
+
+
+def test_channels_of_a_recurrence_are_split() -> None:
+    mesh = _mesh()
+    a = jax.random.uniform(jax.random.key(0), (4, 32, 256))
+    b = jax.random.normal(jax.random.key(1), (4, 32, 256))
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in (a, b)]
+    got, text = _on_tpu(lambda a, b: linear_recurrence(a, b, implementation=KERNEL), placed)
+
+    def step(h: Any, ab: Any) -> tuple[Any, Any]:
+        h = ab[0] * h + ab[1]
+        return h, h
+
+    _, wanted = jax.lax.scan(step, jnp.zeros((4, 256)), (a.swapaxes(0, 1), b.swapaxes(0, 1)))
+    assert jnp.abs(got - wanted.swapaxes(0, 1)).max() < 32 * 8 * float(np.finfo(np.float32).eps)
+    assert "all-gather" not in text
+
+
+def test_a_product_whose_layout_nobody_knows_is_left_to_xla() -> None:
+    mesh = _mesh()
+    a, b = (jax.device_put(jnp.ones((256, 256), jnp.bfloat16), NamedSharding(mesh, P("data"))) for _ in range(2))
+    with target("tpu", "TPU v4"):
+        told = explain(lambda a, b: gemm(a, b), a, b)
+        (selection,) = told.selections
+        assert selection.implementation == "xla"
+        assert "nothing says how these operands lie" in str(told)
+        with pytest.raises(ImplementationRefused, match="inside shard_map, or on mesh axes of type Explicit"):
+            jax.jit(lambda a, b: gemm(a, b, implementation=KERNEL)).lower(a, b)
