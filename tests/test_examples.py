@@ -14,7 +14,7 @@ SAYS = {
     "jax_native/bounded_einsum.py": ["bounded: 1.", "16 chunks along 'n'"],
     "jax_native/drop_in.py": ["loss ", "gemm(f32[64,256] f32[256,128]"],
     "kernels/own_op.py": ["squared_distances(", "≤ tolerance", "gradient: (100, 32)"],
-    "parallel/compressed_gradients.py": ["all within 1 %: True", "no feedback   loss 5.0e-01", "feedback      loss 1."],
+    "parallel/compressed_gradients.py": ["all within 1 %: True", "feedback brings them: True"],
     "parallel/mesh_of_32.py": ["8 chips, 1 hop to the next, a ring", "by the default rules: 96 KiB of weights a chip"],
     "tpu_v4_optimization/matrix_products.py": ["float32: float32", "pallas_tpu TileConfig"],
     "tpu_v4_optimization/mesh_of_32.py": ["(512, 512) on 32 devices, (128, 64) on each", "actual:"],

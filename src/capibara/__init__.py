@@ -13,12 +13,27 @@ from capibara._version import __version__
 if TYPE_CHECKING:
     from capibara import compile as compile
     from capibara import errors as errors
+    from capibara import fleet as fleet
     from capibara import hardware as hardware
     from capibara import kernels as kernels
     from capibara import parallel as parallel
+    from capibara import plan as plan
     from capibara import precision as precision
 
-_ROOMS = ("compile", "config", "core", "errors", "hardware", "jax", "kernels", "parallel", "precision", "vq")
+_ROOMS = (
+    "compile",
+    "config",
+    "core",
+    "errors",
+    "fleet",
+    "hardware",
+    "jax",
+    "kernels",
+    "parallel",
+    "plan",
+    "precision",
+    "vq",
+)
 
 __all__ = ["__version__", *_ROOMS]
 

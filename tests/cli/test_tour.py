@@ -52,7 +52,7 @@ def test_a_tour_of_the_real_ops_cut_short() -> None:
     made = CliRunner().invoke(app, ["tour", "--seconds", "1"])
     assert made.exit_code == 0, made.output
     assert "TPU kernels, emulated" in made.stdout
-    assert "left out for time or size" in made.stdout
+    assert "left out for time, size or number of devices" in made.stdout
 
 
 def test_ops_take_turns() -> None:

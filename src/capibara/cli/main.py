@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from capibara._version import __version__
-from capibara.cli import kernels, tour
+from capibara.cli import kernels, plan, tour
 from capibara.errors import CapibaraError
 
 
@@ -34,6 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(kernels.app, name="kernels")
+app.command(name="plan")(plan.plan)
 app.command(name="tour")(tour.tour)
 
 

@@ -57,7 +57,7 @@ def tour(
     for text in wrong:
         screen.print(f"WRONG: {text}", markup=False)
     verdict = "all match" if not wrong else f"{len(wrong)} do NOT match"
-    rest = f"; {left} left out for time or size" if left else ""
+    rest = f"; {left} left out for time, size or number of devices" if left else ""
     screen.print(f"{done} checks in {clock.elapsed:.0f} s: {verdict}{rest}.\n", markup=False)
     _show_next(screen)
     if wrong:
@@ -88,6 +88,9 @@ def _run_ops(screen: Console, clock: _Clock) -> _Section:
 
     todo, left = [], 0
     for op in registry().values():
+        if op.mesh_axes is not None:  # it takes several devices
+            left += len(op.cases)
+            continue
         kept, skipped = bench.affordable(op, op.cases, HOST_CALL_SECONDS)
         left += len(skipped)
         todo.append([(op, case) for case in kept])
@@ -160,7 +163,7 @@ def _emulate(screen: Console, clock: _Clock) -> _Section:
     with jax.default_device(host), context.target("cpu"), context.interpret("machine"):
         for op in registry().values():
             for impl in op.implementations.values():
-                if impl.kernel and "tpu" in impl.platforms:
+                if impl.kernel and "tpu" in impl.platforms and op.mesh_axes is None:
                     calls = [(case, call_of(op, case.args(), case.params)) for case in _hostile(op)]
                     taken = [case for case, call in calls if impl.refusal(call) is None]
                     todo.append([(op, case, impl) for case in taken[:EMULATED_CASES]])

@@ -39,10 +39,11 @@ def explain(
         cost = found.cost(call)
         limit = bench.limit_seconds(call, cost)
     if json:
-        work = {"flops": cost.flops, "bytes": cost.bytes, "limit_seconds": limit}
+        work = {"flops": cost.flops, "bytes": cost.bytes, "link_bytes": cost.link_bytes, "limit_seconds": limit}
         output.show_json({**selection.as_dict(), **work})
         return
     screen = output.console()
     screen.print(str(selection), markup=False)
     least = "" if limit is None else f": at least {format_seconds(limit)} on {target.device_kind}"
-    screen.print(f"  {cost.flops:.3g} flop, {output.size(cost.bytes)} moved{least}", markup=False)
+    sent = f", {output.size(cost.link_bytes)} sent to other devices" if cost.link_bytes else ""
+    screen.print(f"  {cost.flops:.3g} flop, {output.size(cost.bytes)} moved{least}{sent}", markup=False)

@@ -1,0 +1,226 @@
+"""`capibara plan`: does it fit, how fast, what does it cost, before anything is rented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capibara.cli import output
+from capibara.errors import rule_error
+
+if TYPE_CHECKING:
+    from capibara.fleet.spot import SpotAssumptions
+    from capibara.plan.measured import Calibrated
+    from capibara.plan.result import Plan
+    from capibara.plan.target import Recipe
+
+DOES_NOT_FIT = 3
+
+
+def plan(
+    context: typer.Context,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET", help="A preset (llama-7b, FILE.toml) or FILE.py:FUNCTION.", show_default=False
+        ),
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--on", metavar="SLICE", help="v4-32 (16 chips), v4-64, v5p-128, h200x8.")
+    ] = "v4-32",
+    train: Annotated[
+        bool, typer.Option("--train", help="FUNCTION is loss(params, batch); plan a step around it.")
+    ] = False,
+    shapes: Annotated[str, typer.Option(help="The function of FILE.py that returns the arguments.")] = "shapes",
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of a step, over all chips.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a row.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
+    remat: Annotated[str | None, typer.Option(help="none, dots or full; all are tried when it is not given.")] = None,
+    accumulate: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step; tried when not given.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AXES", help="Fix the mesh: data=4,model=8.")] = None,
+    goal: Annotated[str, typer.Option("--target", help="throughput, latency or memory.")] = "throughput",
+    memory_limit: Annotated[float | None, typer.Option(metavar="GIB", help="GiB of a chip to plan with.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts are shown.")] = 3,
+    level: Annotated[
+        str, typer.Option(help="Evidence: analytic, xla (CPU compile) or tpu (TPU compiler).")
+    ] = "analytic",
+    confirm: Annotated[int | None, typer.Option(min=1, metavar="K", help="Compile the best K at that level.")] = None,
+    region: Annotated[str | None, typer.Option(help="Whose prices; the chip's first in the table by default.")] = None,
+    pricing: Annotated[Path | None, typer.Option(metavar="TOML", help="Prices laid over the shipped table.")] = None,
+    preemptions: Annotated[
+        float | None, typer.Option(min=0, metavar="RATE", help="Assumed preemptions of a host in an hour.")
+    ] = None,
+    storage: Annotated[
+        float | None, typer.Option(min=1, metavar="MB/S", help="Assumed speed at which a host writes a checkpoint.")
+    ] = None,
+    restart: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Assumed time to start again after a preemption.")
+    ] = None,
+    uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="Ignore what earlier runs taught.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Keep a run's step_seconds and peak_bytes beside this plan.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Predicted against measured, and the correction that follows.")
+    ] = False,
+) -> None:
+    """Does it fit on a slice, how fast, what does it cost, which layout; exit code 3 when it does not fit.
+
+    For example: capibara plan llama-7b --on v4-64; capibara plan train.py:loss --train --on v4-32 --html plan.html
+    """
+    if calibrate:
+        _calibrate(context, on, json)
+        return
+    if target is None:
+        from capibara.plan.preset import preset_names
+
+        raise rule_error("A plan is for a TARGET", "none", f"name {', '.join(preset_names())} or FILE.py:FUNCTION")
+    from capibara.plan.api import plan as make
+    from capibara.plan.measured import read_measured
+    from capibara.plan.target import Recipe
+
+    recipe = Recipe(target, train, shapes, optimizer, batch, sequence, remat, accumulate)
+    _check_preset(recipe)
+    kept = None if measured is None else read_measured(measured)
+    with output.progress(quiet=json) as bar:
+        task = bar.add_task("reading the program", total=None)
+        made = make(
+            recipe,
+            on=on,
+            mesh=mesh,
+            target=goal,
+            memory_limit_gb=memory_limit,
+            top=top,
+            level=level,
+            confirm=confirm,
+            region=region,
+            pricing=pricing,
+            spot=_spot(preemptions, storage, restart),
+            calibrated=not uncalibrated,
+            tell=lambda text: bar.update(task, description=text),
+        )
+    if kept is not None:
+        made.record(**kept)
+    if html is not None:
+        made.save_html(html)
+    _show(made, json, kept, html)
+    if not made.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _check_preset(recipe: Recipe) -> None:
+    if not recipe.is_preset:
+        return
+    if recipe.train:
+        raise rule_error("--train is for FILE.py:FUNCTION", recipe.target, "leave it out: a preset is always trained")
+    if recipe.shapes != "shapes":
+        raise rule_error("--shapes is for FILE.py:FUNCTION", recipe.target, "leave it out")
+
+
+def _spot(preemptions: float | None, storage: float | None, restart: float | None) -> SpotAssumptions:
+    from capibara.fleet.spot import SpotAssumptions
+
+    assumed: dict[str, Any] = {}
+    if preemptions is not None:
+        assumed["preemptions_per_host_hour"] = preemptions
+    if storage is not None:
+        assumed["storage_bytes_per_second"] = storage * 1e6
+    if restart is not None:
+        assumed["restart_seconds"] = restart
+    return SpotAssumptions(**assumed)
+
+
+def _show(made: Plan, json: bool, kept: dict[str, Any] | None, html: Path | None) -> None:
+    if json:
+        output.show_json({"command": output.command_line(), **made.as_dict()})
+        return
+    from capibara.plan.report import show
+
+    screen = output.console()
+    show(made, screen)
+    if kept is not None and made.best is not None:
+        estimate = made.best.estimate
+        for name, predicted, key in (
+            ("step", estimate.seconds, "step_seconds"),
+            ("memory", estimate.memory.total, "peak_bytes"),
+        ):
+            if key in kept:
+                screen.print(f"measured {name}: the prediction is {100 * (predicted / kept[key] - 1):+.1f} % off; kept")
+    if html is not None:
+        screen.print(f"page: {html}", markup=False, soft_wrap=True)
+
+
+def _calibrate(context: typer.Context, on: str, json: bool) -> None:
+    from capibara.plan.measured import calibrate
+    from capibara.plan.place import place
+
+    typed = [name for name in context.params if _typed(context, name)]
+    others = [name for name in typed if name not in ("calibrate", "json", "on")]
+    if others:
+        raise rule_error(
+            "--calibrate reads the runs that were kept, and takes --on and --json beside it",
+            f"{', '.join(others)} with it",
+            "leave them out; keep a run with --measured FILE",
+        )
+    answers = calibrate(place(on).chip.name if "on" in typed else None)
+    if json:
+        output.show_json([_calibrated_as_dict(one) for one in answers])
+        return
+    screen = output.console()
+    for one in answers:
+        made = output.table(
+            "run", "layout", "step predicted", "measured", "off", "memory predicted", "measured ", "off ",
+            title=f"Runs on {one.chip}",
+            right=("step predicted", "measured", "off", "memory predicted", "measured ", "off "),
+        )  # fmt: skip
+        for run in one.runs:
+            output.add_row(
+                made,
+                f"{run.date} {run.name} on {run.on}",
+                run.layout,
+                output.figure(run.predicted_seconds, "s"),
+                output.figure(run.step_seconds, "s"),
+                output.percent(run.time_error),
+                output.size(run.predicted_bytes),
+                output.size(run.peak_bytes),
+                output.percent(run.memory_error),
+            )
+        screen.print(made)
+        if one.fit is not None:
+            factors = one.fit.calibration
+            screen.print(
+                f"step time is off by {output.percent(one.fit.error_before)} before and "
+                f"{output.percent(one.fit.error_after)} after (matrix x{factors.matrix:.3g}, memory "
+                f"x{factors.memory:.3g}, links x{factors.links:.3g}); later plans for {one.chip} use it",
+                markup=False,
+            )
+            for note in one.fit.notes:
+                screen.print(f"note: {note}", markup=False)
+        if one.memory_before is not None:
+            screen.print(
+                f"memory is off by {output.percent(one.memory_before)} before, {output.percent(one.memory_after)} after"
+            )
+
+
+def _typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _calibrated_as_dict(one: Calibrated) -> dict[str, Any]:
+    import dataclasses
+
+    return {
+        "chip": one.chip,
+        "runs": [dataclasses.asdict(run) for run in one.runs],
+        "calibration": None if one.fit is None else one.fit.calibration.as_dict(),
+        "error_before": None if one.fit is None else one.fit.error_before,
+        "error_after": None if one.fit is None else one.fit.error_after,
+        "memory_error_before": one.memory_before,
+        "memory_error_after": one.memory_after,
+        "saved": None if one.saved is None else str(one.saved),
+    }

@@ -1,0 +1,65 @@
+"""The mesh axes that a collective is over: read, checked, and what a device's neighbours on them are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from capibara.errors import rule_error, unknown_name
+
+AxisName = str | tuple[str, ...]
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+def read_axes(who: str, axis_name: Any) -> tuple[tuple[str, ...], int]:
+    """(the names as a tuple, how many devices they have together), for a call inside shard_map."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise rule_error(
+            f"axis_name of {who} is the name of a mesh axis, or a tuple of different names",
+            repr(axis_name),
+            "pass the names that shard_map has taken, or None for global arrays",
+        )
+    try:
+        return names, lax.axis_size(names)
+    except NameError as error:
+        bound = jax.sharding.get_abstract_mesh().manual_axes
+        raise rule_error(
+            f"{who} with axis_name is called inside jax.shard_map over those axes"
+            + (f" (here {', '.join(map(repr, bound))})" if bound else ""),
+            f"axis_name={axis_name!r} where no axis has that name",
+            "call it inside jax.shard_map, or leave axis_name out for global arrays over the active mesh",
+        ) from error
+
+
+def read_reduction(op: Any) -> str:
+    if op not in REDUCTIONS:
+        raise unknown_name("reduction", str(op), REDUCTIONS)
+    return str(op)
+
+
+def read_dimension(who: str, what: str, axis: Any, ndim: int) -> int:
+    """A dimension of an array of `ndim`, counted from the front."""
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
+        raise rule_error(
+            f"{what} of {who} is one of the array's {ndim} axes",
+            repr(axis),
+            f"pass a whole number from {-ndim} to {ndim - 1}" if ndim else "give the array an axis",
+        )
+    return axis % ndim
+
+
+def neighbours(devices: int, by: int) -> list[tuple[int, int]]:
+    """Each device and the one that is `by` places further round the ring."""
+    return [(i, (i + by) % devices) for i in range(devices)]
+
+
+def vary_over(x: Any, names: tuple[str, ...]) -> Any:
+    """`x`, marked as different from device to device along these axes, where shard_map keeps such marks."""
+    # An axis that vmap names has no such marks.
+    marked = jax.sharding.get_abstract_mesh().manual_axes
+    missing = tuple(n for n in names if n in marked and n not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x

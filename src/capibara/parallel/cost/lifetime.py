@@ -1,0 +1,309 @@
+"""Peak memory of one chip: which buffers are alive while each pass runs.
+
+Assumptions, each of which a compiler's scheduler follows where it can: passes run in the order of the trace, but one
+whose result is larger than what it frees waits for its first consumer, and on a TPU a layer's weight gradients that are
+reduced over chips come last in its loop; a result takes over memory that its own pass is
+the last to read, where the sizes agree and the work is elementwise; a loop's carry stays in place, its stacked outputs
+are whole from the start, its sliced inputs are read where they lie. On a TPU the last two dimensions of a buffer are
+padded to tiles; arguments have jax's row-major layout, a temporary the order that pads least.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from capibara.parallel.cost.fusion import LoopPass, Pass
+from capibara.parallel.cost.order import put_off, reduced_gradients
+from capibara.parallel.program.chip import Buffer, ChipProgram
+
+__all__ = ["Peak", "padded_bytes", "peak_memory"]
+
+_LANES = 128
+_SUBLANES = 8
+_GPU_ALIGNMENT = 256
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most that is alive beside the arguments, and what it is."""
+
+    arguments: float
+    temporaries: float
+    at: str
+    live: tuple[tuple[str, float], ...]
+    timeline: tuple[tuple[str, float], ...]
+    stashed: float = 0.0
+    """What loops keep for later ones: the activations that a backward pass reads."""
+
+
+@dataclass(slots=True)
+class _Level:
+    """The peak of one level, over what was alive when it began."""
+
+    bytes: float = 0.0
+    at: str = ""
+    live: dict[int, float] = field(default_factory=dict)
+    timeline: list[tuple[str, float]] = field(default_factory=list)
+    stashed: float = 0.0
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+@functools.lru_cache(maxsize=65536)
+def _padded(shape: tuple[int, ...]) -> float:
+    """Numbers that a TPU stores for an array: the two minor dimensions fill tiles of 8 x 128.
+
+    A second-minor dimension under eight has smaller tiles, down to one row.
+    """
+    if not shape:
+        return 1.0
+    if 0 in shape:
+        return 0.0
+    total = math.prod(shape)
+    if len(shape) == 1:
+        return float(_up(total, _LANES))
+
+    def stored(second: int, minor: int) -> float:
+        rows = min(_SUBLANES, 1 << (shape[second] - 1).bit_length())
+        return total / (shape[second] * shape[minor]) * _up(shape[second], rows) * _up(shape[minor], _LANES)
+
+    return min(stored(second, minor) for second, minor in itertools.permutations(range(len(shape)), 2))
+
+
+def padded_bytes(buffer: Buffer, platform: str) -> float:
+    """Bytes that a buffer takes on the chip; nothing when it lies in the host's memory."""
+    if buffer.host:
+        return 0.0
+    if platform == "tpu":
+        numbers = math.prod(buffer.shape)
+        return buffer.bytes if not numbers else buffer.bytes / numbers * _padded(buffer.shape)
+    if platform == "gpu":
+        return float(_up(math.ceil(buffer.bytes), _GPU_ALIGNMENT))
+    return buffer.bytes
+
+
+class _Walker:
+    def __init__(self, program: ChipProgram, platform: str) -> None:
+        self.tpu = platform == "tpu"
+        self.size = {id: padded_bytes(buffer, platform) for id, buffer in program.buffers.items()}
+
+    def level(
+        self,
+        passes: Sequence[Pass | LoopPass],
+        held: frozenset[int],
+        free: Mapping[int, float],
+        leaving: frozenset[int],
+        body: bool = False,
+    ) -> _Level:
+        """One level's peak. `held` lives elsewhere, `free` overrides the size of what is written in place."""
+        size = self.size
+        last = reduced_gradients(passes, leaving) if body and self.tpu else set()
+        passes = put_off(passes, size, held, last)
+        last_read: dict[int, int] = {}
+        for index, one in enumerate(passes):
+            for buffer in one.reads:
+                last_read[buffer] = index
+        dying: dict[int, list[int]] = {}
+        for buffer, index in last_read.items():
+            if buffer not in held and buffer not in leaving:
+                dying.setdefault(index, []).append(buffer)
+        found = _Level()
+        live: dict[int, float] = {}
+        total = 0.0
+        for index, one in enumerate(passes):
+            ends = [b for b in dying.get(index, ()) if b in live]
+            before = total
+            inside = _Level()
+            if isinstance(one, LoopPass):
+                total += self._enter_loop(one, live, ends, held, leaving, free)
+                inside = self._body(one)
+                found.stashed += inside.stashed + (0.0 if one.loop.backward else self._stacked(one))
+            else:
+                reused = self._reused(one, ends)
+                for buffer in one.writes:
+                    if buffer in live or buffer in held:
+                        continue
+                    live[buffer] = free.get(buffer, size[buffer])
+                    total += live[buffer]
+                # The result lies where an operand was, so the two are never both alive.
+                total -= reused
+                now = total
+                if now > found.bytes:
+                    found.bytes, found.at, found.live = now, one.name, dict(live)
+                for buffer in ends:
+                    total -= live.pop(buffer)
+                total += reused
+                found.timeline.append((one.name, now))
+                # What nobody reads and does not leave was never needed.
+                for buffer in one.writes:
+                    if buffer in live and buffer not in last_read and buffer not in leaving:
+                        total -= live.pop(buffer)
+                continue
+            now = total + inside.bytes
+            if now > found.bytes:
+                found.bytes, found.at = now, f"{one.name}: {inside.at}" if inside.at else one.name
+                found.live = {**live, **inside.live}
+            found.timeline.append((one.name, before))
+            found.timeline.append((f"{one.name}: {inside.at}", now))
+            for buffer in ends:
+                if buffer in live:
+                    total -= live.pop(buffer)
+            for buffer in one.writes:
+                if buffer in live and buffer not in last_read and buffer not in leaving:
+                    total -= live.pop(buffer)
+        return found
+
+    def _reused(self, one: Pass, ends: Iterable[int]) -> float:
+        """Bytes of results that take over memory of operands which die here."""
+        exchange = one.steps[0].collective
+        if exchange is not None and exchange.kind != "all_reduce":
+            return 0.0
+        if one.kind == "op" or not one.writes:
+            return 0.0
+        blocked = _until_the_end(one)
+        sizes = sorted((self.size[b] for b in one.writes), reverse=True)
+        given = sorted((self.size[b] for b in ends if b not in blocked), reverse=True)
+        reused = 0.0
+        for want in sizes:
+            match = next((have for have in given if have == want), None)
+            if match is not None:
+                given.remove(match)
+                reused += match
+        return reused
+
+    def _enter_loop(
+        self,
+        one: LoopPass,
+        live: dict[int, float],
+        ends: list[int],
+        held: frozenset[int],
+        leaving: frozenset[int],
+        free: Mapping[int, float],
+    ) -> float:
+        """Make the loop's results; a carry whose start dies here keeps its memory. Returns what was added."""
+        added = 0.0
+        handed = {result: start for start, result in _carries(one)}
+        for buffer in one.writes:
+            if buffer in live:
+                continue
+            start = handed.get(buffer)
+            if start is not None and start in ends and start in live:
+                ends.remove(start)
+                live[buffer] = live.pop(start)
+                continue
+            live[buffer] = free.get(buffer, self.size[buffer])
+            added += live[buffer]
+        return added
+
+    def _stacked(self, one: LoopPass) -> float:
+        return sum(self.size[outer] for _, outer in one.loop.stacked)
+
+    def _body(self, one: LoopPass) -> _Level:
+        loop = one.loop
+        carries = _carries_inside(one)
+        stacked = {body for body, _ in loop.stacked}
+        # Read where they lie: constants, slices of inputs, the carry.
+        inner = {start for start, _ in carries} | {body for _, body in loop.sliced} | set(loop.reads)
+        inner |= {view for view, source in one.same.items() if source in inner}
+        last_read: dict[int, int] = {}
+        written: dict[int, int] = {}
+        for index, each in enumerate(one.body):
+            for buffer in each.reads:
+                last_read[buffer] = index
+            for buffer in each.writes:
+                written.setdefault(buffer, index)
+        free: dict[int, float] = {}
+        for body in stacked:
+            body = one.same.get(body, body)
+            # Written straight into its place, unless the body reads it again.
+            if body in written and last_read.get(body, -1) <= written[body]:
+                free[body] = 0.0
+        for start, end in carries:
+            end = one.same.get(end, end)
+            if end in written and _may_overwrite(one.body, written[end], start, last_read.get(start, -1)):
+                free[end] = 0.0
+        leaving = frozenset(one.same.get(end, end) for _, end in carries)
+        return self.level(one.body, frozenset(inner), free, leaving, body=True)
+
+
+def _until_the_end(one: Pass | LoopPass) -> set[int]:
+    """What a pass reads until it ends. A product's operands are; what its epilogue alone reads may be overwritten."""
+    if isinstance(one, LoopPass) or one.kind == "op":
+        return set(one.reads)
+    return {read for step in one.steps if step.matrix for read in step.reads}
+
+
+def _may_overwrite(body: Sequence[Pass | LoopPass], index: int, start: int, last: int) -> bool:
+    """Whether the pass at `index` may write where `start` lies, which is read for the last time at `last`."""
+    return last < index or (last == index and start not in _until_the_end(body[index]))
+
+
+def _carries(one: LoopPass) -> list[tuple[int, int]]:
+    """For each carry, the outer buffer that it starts from and the one that it ends in."""
+    carried = one.loop.carried
+    return [(start, result) for (start, _), (result, _) in zip(carried[0::2], carried[1::2], strict=True)]
+
+
+def _carries_inside(one: LoopPass) -> list[tuple[int, int]]:
+    """For each carry, the body's buffer at the start of a trip and at its end."""
+    carried = one.loop.carried
+    return [(start, end) for (_, start), (_, end) in zip(carried[0::2], carried[1::2], strict=True)]
+
+
+def _taken_over(
+    program: ChipProgram, passes: Sequence[Pass | LoopPass], last_read: Mapping[int, int], written: Mapping[int, int]
+) -> dict[int, float]:
+    """Outputs that lie in a donated argument's memory, with what they cost beside it: nothing, or one copy.
+
+    What an all_gather made is copied there at the end of the program: the compiler does not gather in place.
+    """
+    buffers = program.buffers
+    open_arguments = [buffers[program.arguments[index]] for index in sorted(program.donated)]
+    free: dict[int, float] = {}
+    for output in program.outputs:
+        made = buffers[output]
+        match = next((a for a in open_arguments if a.shape == made.shape and a.dtype == made.dtype), None)
+        if match is None:
+            continue
+        open_arguments.remove(match)
+        # Where the old value is read after the new one is there, the new one waits elsewhere.
+        place = written.get(output, len(passes))
+        gathered = place < len(passes) and _gathers(passes[place])
+        if match.host or (last_read.get(match.id, -1) <= place and not gathered):
+            free[output] = 0.0
+    return free
+
+
+def _gathers(one: Pass | LoopPass) -> bool:
+    made = None if isinstance(one, LoopPass) else one.steps[0].collective
+    return made is not None and made.kind == "all_gather"
+
+
+def peak_memory(
+    program: ChipProgram, passes: Sequence[Pass | LoopPass], same: Mapping[int, int], platform: str = "tpu"
+) -> Peak:
+    """The memory of one chip when the program runs. `passes` and `same` come from `fusion.fuse`."""
+    walker = _Walker(program, platform)
+    arguments = frozenset(program.arguments)
+    held = arguments | {view for view, source in same.items() if source in arguments}
+    last_read: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for index, one in enumerate(passes):
+        for buffer in one.reads:
+            last_read[buffer] = index
+        for buffer in one.writes:
+            written.setdefault(buffer, index)
+    given = sum(walker.size[id] for id in arguments)
+    free = {same.get(id, id): cost for id, cost in _taken_over(program, passes, last_read, written).items()}
+    leaving = frozenset(same.get(id, id) for id in program.outputs)
+    found = walker.level(passes, held, free, leaving)
+    names = [(program.buffers[id].name or f"buffer {id}", size) for id, size in found.live.items() if size]
+    names += [(program.buffers[id].name or f"argument {id}", walker.size[id]) for id in arguments]
+    largest = tuple(sorted(names, key=lambda pair: (-pair[1], pair[0])))
+    return Peak(given, found.bytes, found.at, largest, tuple(found.timeline), found.stashed)

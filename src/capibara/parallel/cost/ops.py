@@ -1,0 +1,72 @@
+"""Predicted seconds of one call of an op, from the op's own cost and the chip's roofline."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from capibara.hardware.chips import Chip, chip
+from capibara.parallel.cost.efficiency import Efficiency, efficiency_of
+from capibara.parallel.cost.roofline import MATRIX_OPS, Work, attention_factors, fill, matrix_peak, whole_tiles
+
+if TYPE_CHECKING:
+    from capibara.kernels.op import Call
+    from capibara.parallel.cost.calibration import Calibration
+
+__all__ = ["op_seconds"]
+
+
+def op_seconds(
+    op_name: str, *args: Any, chip: str | Chip, calibration: Calibration | None = None, **params: Any
+) -> float:
+    """Predicted seconds of one call of a registered op on one chip. `args` are arrays or their shapes.
+
+    Examples:
+        >>> import jax
+        >>> a = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+        >>> 150e-6 < op_seconds("gemm", a, a, chip="h200") < 250e-6
+        True
+    """
+    from capibara.kernels.context import Target
+    from capibara.kernels.op import lookup
+
+    which = _chip(chip)
+    table = efficiency_of(which, calibration)
+    kind = which.device_kinds[0] if which.device_kinds else which.name
+    call = lookup(op_name).call(*args, target=Target(which.platform, kind), **params)
+    return _work(call, which, table).seconds(table)
+
+
+def _chip(which: str | Chip) -> Chip:
+    return chip(which)
+
+
+def _work(call: Call, which: Chip, table: Efficiency) -> Work:
+    cost = call.op.cost(call)
+    memory = cost.bytes / which.hbm_bandwidth
+    fixed, own = table.launch_seconds, None
+    if not any(word in call.op.name for word in MATRIX_OPS):
+        if call.op.name in ("norm", "norm_grad"):
+            memory *= _wide_rows(call, table)
+        return Work(0.0, cost.flops / table.vector_flops, memory, fixed, True, None, cost.flops, cost.bytes)
+    matrix = cost.flops / matrix_peak(which, cost.dtype)
+    if call.op.name.startswith("attention"):
+        q = call.need("q")
+        backward = call.op.name.endswith("grad")
+        own, extra = attention_factors(math.prod(q.shape[:3]), q.shape[3], backward, which, table)
+        fixed += extra
+        if call.params.get("causal"):
+            matrix *= whole_tiles(call.need("k").shape[2])
+    elif call.op.name == "gemm":
+        from capibara.kernels.linalg.gemm.api import sizes as gemm_sizes
+
+        matrix /= fill(which, gemm_sizes(call))
+    return Work(matrix, 0.0, memory, fixed, True, own, cost.flops, cost.bytes)
+
+
+def _wide_rows(call: Call, table: Efficiency) -> float:
+    """How much longer a norm takes over rows that do not stay on the chip between its two looks at them."""
+    longest, share = table.wide_rows
+    # The backward pass holds two such rows, so it gives way one size earlier.
+    width = call.need("x").shape[-1] + (1 if call.op.name == "norm_grad" else 0)
+    return table.kernel_memory.mid / share if width > longest else 1.0

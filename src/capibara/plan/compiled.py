@@ -1,0 +1,250 @@
+"""One layout of a job, compiled: what a compiler says of its bytes and its exchanges.
+
+Two compilers can be asked. `compile_layout` asks the TPU's for a slice that is not attached (libtpu, x86-64 Linux);
+`partition_layout` asks XLA for the CPU, whose partitioner puts in the same collectives, over virtual devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from capibara.compile.availability import tpu_compiler
+from capibara.compile.failures import classify, over_limit, thrown_by_compilers, useful_lines
+from capibara.errors import rule_error
+from capibara.hardware.topology import Slice, abstract_devices, slice_by_name
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from capibara.parallel.job import Job
+    from capibara.parallel.layout import Layout
+    from capibara.parallel.program.chip import Collective
+
+__all__ = ["LEVELS", "Compiled", "compile_layout", "lower_layout", "partition_layout"]
+
+LEVELS = {
+    "analytic": "analytic: predicted from the program, nothing compiled",
+    "xla": "XLA-partitioned: compiled for virtual CPU devices by XLA's partitioner",
+    "tpu": "TPU-compiled: by the real TPU compiler, not run on a chip",
+}
+"""The levels of evidence, and the words that label them."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler said of one layout. Bytes are one chip's; None where it did not say."""
+
+    level: str
+    evidence: str
+    """Which compiler, for what."""
+    arguments: float | None = None
+    outputs: float | None = None
+    temporaries: float | None = None
+    aliased: float | None = None
+    """Of the outputs, what lies in donated arguments."""
+    collectives: tuple[Collective, ...] = ()
+    """Each with the bytes of one chip, as often as it runs."""
+    seconds: float = 0.0
+    """To lower and compile."""
+    error: str | None = None
+    error_kind: str | None = None
+    """ "hbm_oom" where the compiler found that it does not fit."""
+
+    @property
+    def total_bytes(self) -> float | None:
+        """The most that a chip holds: arguments, temporaries, and outputs that have no argument's place.
+
+        Of a program that the compiler refused for its size, the size that it named.
+        """
+        if self.arguments is None or self.temporaries is None:
+            return None if self.error_kind != "hbm_oom" else self.temporaries
+        return self.arguments + self.temporaries + (self.outputs or 0.0) - (self.aliased or 0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def exchanges(self) -> tuple[tuple[str, tuple[str, ...], int, float], ...]:
+        """Kind, mesh axes, how often, and bytes of one chip in all: the largest first."""
+        found: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        for one in self.collectives:
+            found.setdefault((one.kind, one.axes), []).append(one.bytes)
+        made = [(kind, axes, len(sizes), sum(sizes)) for (kind, axes), sizes in found.items()]
+        return tuple(sorted(made, key=lambda one: (-one[3], one[0], one[1])))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; collectives are there once, with how often they run."""
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        counted = Counter(self.collectives)
+        fields["collectives"] = [{**dataclasses.asdict(one), "times": times} for one, times in counted.items()]
+        return {**fields, "total_bytes": self.total_bytes}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Compiled:
+        from capibara.parallel.program.chip import Collective
+
+        exchanges: list[Collective] = []
+        for one in fields["collectives"]:
+            values = {**one, "axes": tuple(one["axes"])}
+            times = values.pop("times")
+            exchanges += [Collective(**values)] * times
+        known = {one.name for one in dataclasses.fields(cls)}
+        kept = {key: value for key, value in fields.items() if key in known}
+        return cls(**{**kept, "collectives": tuple(exchanges)})
+
+
+def compile_layout(job: Job, layout: Layout, slice_name: str | Slice) -> Compiled:
+    """The layout compiled for a TPU slice, in this process. A failure is in `.error`, not thrown."""
+    where = slice_by_name(slice_name)
+    compiler = tpu_compiler()
+    evidence = f"compiled by the TPU compiler libtpu {compiler.version or ''} for {where.name}; not run on a chip"
+    if not compiler.available:
+        return Compiled("tpu", "not compiled", error=str(compiler), error_kind="no_compiler")
+    return _compiled("tpu", evidence, job, layout, lambda: abstract_devices(where))
+
+
+def partition_layout(job: Job, layout: Layout) -> Compiled:
+    """The layout compiled by XLA for the CPU devices of this process, which must be enough for its mesh."""
+    import jax
+
+    devices = jax.devices("cpu")
+    if len(devices) < layout.mesh.size:
+        raise rule_error(
+            f"The mesh of this layout takes {layout.mesh.size} devices",
+            f"{len(devices)} virtual CPU devices in this process",
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={layout.mesh.size} before jax starts, or plan a "
+            "file.py:function, which is compiled in a process of its own",
+        )
+    evidence = f"compiled by XLA for {layout.mesh.size} virtual CPU devices; temporaries are the CPU's, not a TPU's"
+    return _compiled("xla", evidence, job, layout, lambda: devices[: layout.mesh.size])
+
+
+def _compiled(level: str, evidence: str, job: Job, layout: Layout, devices: Callable[[], Sequence[Any]]) -> Compiled:
+    from capibara.parallel.program.hlo_collectives import collectives_in
+
+    if layout.stages > 1:
+        why = "a pipeline's schedule is planned, and no program that runs it is built: nothing to compile"
+        return Compiled(level, "not compiled", error=why, error_kind="pipeline")
+    start, lowering = time.perf_counter(), True
+    try:
+        mesh = layout.mesh.build(devices())
+        start = time.perf_counter()  # loading a compiler is not this layout's doing
+        lowered = lower_layout(job, layout, mesh, host_memory=level == "tpu")
+        lowering = False
+        compiled = lowered.compile()
+    except thrown_by_compilers() as error:
+        text = f"{type(error).__name__}: {error}"
+        kind = classify(text, lowering=lowering)
+        sizes = over_limit(text) if kind == "hbm_oom" else None
+        return Compiled(
+            level,
+            evidence,
+            temporaries=None if sizes is None else sizes.used_bytes,
+            seconds=time.perf_counter() - start,
+            error=useful_lines(text),
+            error_kind=kind,
+        )
+    seconds = time.perf_counter() - start
+    stats = compiled.memory_analysis()
+    return Compiled(
+        level,
+        evidence,
+        arguments=_size(stats, "argument_size_in_bytes"),
+        outputs=_size(stats, "output_size_in_bytes"),
+        temporaries=_size(stats, "temp_size_in_bytes"),
+        aliased=_size(stats, "alias_size_in_bytes"),
+        collectives=tuple(collectives_in(compiled.as_text(), layout.mesh.axes)),
+        seconds=seconds,
+    )
+
+
+def lower_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = True) -> Any:
+    """The job's function lowered for `mesh` with its arguments where the layout puts them.
+
+    Outputs that can take a donated argument's memory lie like that argument; the compiler places the others.
+    Without `host_memory` arguments that the layout keeps with the host stay on the device (the CPU has one memory).
+    """
+    import jax
+    from jax.sharding import NamedSharding
+
+    from capibara.parallel.rules import current_rules, use_rules
+
+    fn, args = job.build(**dict(layout.choices))
+    leaves, tree = jax.tree.flatten(tuple(args))
+    if len(leaves) != len(layout.specs):
+        raise rule_error(
+            "A layout has one spec for each flat argument", f"{len(layout.specs)} for {len(leaves)}", "plan this job"
+        )
+    hosted = set(layout.host) if host_memory else set()
+
+    def sharding(index: int) -> NamedSharding:
+        if index in hosted:
+            return NamedSharding(mesh, layout.specs[index], memory_kind="pinned_host")
+        return NamedSharding(mesh, layout.specs[index])
+
+    shaped = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(index)) for index, leaf in enumerate(leaves)
+    ]
+    run = _fetching(
+        fn, tree, {index: NamedSharding(mesh, layout.specs[index], memory_kind="device") for index in hosted}
+    )
+    # A name that the layout says nothing of stays whole, as it does in the cost model.
+    rules = {**dict.fromkeys(current_rules()), **layout.rules}
+    with use_rules(rules), jax.set_mesh(mesh):
+        results, results_tree = jax.tree.flatten(jax.eval_shape(fn, *args))
+        taken = _replaced(results, leaves, _donated(job, args))
+        placed = [None if index is None else sharding(index) for index in taken]
+        jitted = jax.jit(run, donate_argnums=job.donate, out_shardings=jax.tree.unflatten(results_tree, placed))
+        return jitted.lower(*jax.tree.unflatten(tree, shaped))
+
+
+def _donated(job: Job, args: Sequence[Any]) -> list[int]:
+    """Flat positions of the donated arguments."""
+    import jax
+
+    found: list[int] = []
+    position = 0
+    for number, one in enumerate(args):
+        count = len(jax.tree.leaves(one))
+        if number in job.donate:
+            found.extend(range(position, position + count))
+        position += count
+    return found
+
+
+def _replaced(results: Iterable[Any], leaves: Sequence[Any], donated: Iterable[int]) -> list[int | None]:
+    """For each result the donated argument whose place it takes: the first left with its shape and type."""
+    free: dict[Any, list[int]] = {}
+    for index in donated:
+        free.setdefault((tuple(leaves[index].shape), str(leaves[index].dtype)), []).append(index)
+    taken: list[int | None] = []
+    for one in results:
+        same = free.get((tuple(one.shape), str(one.dtype)))
+        taken.append(same.pop(0) if same else None)
+    return taken
+
+
+def _fetching(fn: Callable[..., Any], tree: Any, homes: dict[int, Any]) -> Callable[..., Any]:
+    """`fn` that first brings the arguments held by the host to the device."""
+    import jax
+
+    if not homes:
+        return fn
+
+    def run(*args: Any) -> Any:
+        leaves = enumerate(jax.tree.leaves(args))
+        here = [jax.device_put(one, homes[index]) if index in homes else one for index, one in leaves]
+        return fn(*jax.tree.unflatten(tree, here))
+
+    return run
+
+
+def _size(stats: Any, field: str) -> float | None:
+    value = getattr(stats, field, None)
+    return float(value) if isinstance(value, int) and value >= 0 else None

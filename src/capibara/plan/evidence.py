@@ -1,0 +1,99 @@
+"""Asking a compiler about the best layouts: which ones, at what level, and what its answer means for the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from capibara.compile.availability import tpu_compiler
+from capibara.errors import rule_error, unknown_name
+from capibara.hardware.topology import Slice
+from capibara.plan.compiled import LEVELS, Compiled, compile_layout, partition_layout
+
+if TYPE_CHECKING:
+    from capibara.parallel.job import Job
+    from capibara.parallel.layout import Layout
+    from capibara.plan.target import Recipe
+
+__all__ = ["Said", "Witness", "checked_level"]
+
+# The compiler could not be asked, which says nothing against the layout.
+_NOT_A_VERDICT = ("pipeline", "timeout", "crash", "no_compiler")
+
+
+def checked_level(level: str, confirm: int | None, where: Slice) -> int:
+    """How many layouts to compile at this level; an error where it cannot be had here."""
+    if level not in LEVELS:
+        raise unknown_name("level of evidence", level, LEVELS)
+    if level == "analytic":
+        if confirm:
+            raise rule_error(
+                "Confirming compiles the best layouts, which is level 'xla' or 'tpu'",
+                f"confirm={confirm} at level 'analytic'",
+                "add --level xla, or --level tpu where the TPU compiler is",
+            )
+        return 0
+    if confirm is not None and confirm < 1:
+        raise rule_error("confirm is how many layouts are compiled, from 1 up", repr(confirm), "use 1")
+    if level == "tpu":
+        if where.chip.platform != "tpu":
+            raise rule_error("Level 'tpu' is for TPU slices", where.name, "use level 'xla'")
+        compiler = tpu_compiler()
+        if not compiler.available:
+            raise rule_error("Level 'tpu' needs the TPU compiler", str(compiler), "use level 'xla' on this machine")
+    return confirm or 1
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the search reads of a compiler's answer."""
+
+    error: str | None = None
+    total_bytes: float | None = None
+    """Left None: the estimate stays the prediction, and the report shows the compiler's figure beside it."""
+
+
+@dataclass
+class Witness:
+    """Compiles the first layouts that the search asks about, and keeps what was said of each."""
+
+    job: Job
+    where: Slice
+    level: str
+    most: int
+    limit: float
+    recipe: Recipe | None = None
+    """With one, layouts are compiled in a process of their own; without, the job exists in this process only."""
+    tell: Callable[[str], None] | None = None
+    said: list[tuple[Layout, Compiled]] = field(default_factory=list)
+
+    def __call__(self, layout: Layout) -> Said:
+        # What was refused does not count: the best that stand are to be confirmed.
+        if sum(self._verdict(one) is None for _, one in self.said) >= self.most:
+            return Said()
+        if self.tell is not None:
+            self.tell(f"compiling {layout.name}")
+        compiled = self._compile(layout)
+        self.said.append((layout, compiled))
+        return Said(self._verdict(compiled))
+
+    def about(self, layout: Layout) -> Compiled | None:
+        return next((compiled for one, compiled in self.said if one == layout), None)
+
+    def _compile(self, layout: Layout) -> Compiled:
+        if self.recipe is not None:
+            from capibara.plan.worker import compile_elsewhere
+
+            return compile_elsewhere(self.recipe, layout, self.level, self.where.name)
+        if self.level == "tpu":
+            return compile_layout(self.job, layout, self.where)
+        return partition_layout(self.job, layout)
+
+    def _verdict(self, compiled: Compiled) -> str | None:
+        if compiled.error is not None:
+            return None if compiled.error_kind in _NOT_A_VERDICT else compiled.error
+        total = compiled.total_bytes
+        if compiled.level == "tpu" and total is not None and total > self.limit:
+            return f"it needs {total / 2**30:.2f} of {self.limit / 2**30:.2f} GiB a chip"
+        return None

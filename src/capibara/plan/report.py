@@ -1,0 +1,221 @@
+"""A plan as tables on a terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from capibara.plan import words
+from capibara.plan.result import Candidate, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from capibara.plan.money import Bill
+
+__all__ = ["as_text", "headlines", "show"]
+
+_WIDTH = 150
+_LARGEST = 5
+
+
+def as_text(plan: Plan) -> str:
+    """The report without colours."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    show(plan, Console(file=stream, width=_WIDTH, highlight=False, no_color=True))
+    return stream.getvalue().rstrip()
+
+
+def show(plan: Plan, screen: Console) -> None:
+    """The whole report on a console."""
+    for line in headlines(plan):
+        screen.print(line, markup=False, soft_wrap=True)
+    for change in plan.changes:
+        cost = (
+            ""
+            if change.usd_per_billion_tokens is None
+            else (f", {words.dollars(change.usd_per_billion_tokens)} a billion tokens")
+        )
+        screen.print(
+            f"  would fit: {change.what} on {change.on}: {words.gib(change.bytes)} a chip, "
+            f"{words.seconds(change.seconds)} a step{cost}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if plan.best is None:
+        _notes(plan, screen)
+        return
+    for title, table in (
+        ("Best layouts" if plan.fits else "Nearest to fitting", _layouts(plan)),
+        (f"Largest buffers at the peak ({plan.best.estimate.memory.peak_at})", _buffers(plan.best)),
+        ("Exchanges of a step, of one chip", _links(plan.best)),
+    ):
+        # A title of the table's own would be folded to its width.
+        screen.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
+        screen.print(table)
+    for one in plan.candidates:
+        if one.compiled is not None:
+            screen.print(f"{one.layout.name}: {compiled_line(one)}", markup=False, soft_wrap=True)
+    _notes(plan, screen)
+
+
+def headlines(plan: Plan) -> list[str]:
+    """The answers, one a line."""
+    best = plan.best
+    lines = [f"{plan.name or 'program'} on {_where(plan)}. Predicted, not run ({plan.evidence})."]
+    if best is None:
+        reasons = "; ".join(list(dict.fromkeys(why for _, why in plan.refused))[:3])
+        return [*lines, f"DOES NOT FIT: no layout could be made. {reasons}"]
+    estimate, memory = best.estimate, best.estimate.memory
+    verdict = "FITS" if plan.fits else "DOES NOT FIT"
+    source = "by the TPU compiler" if best.level == "tpu" else f"most at {memory.peak_at}"
+    lines.append(
+        f"{verdict}: {words.gib(best.bytes)} a chip of {words.gib(memory.limit)} usable (arguments "
+        f"{words.gib(memory.arguments)}, beside them {words.gib(memory.temporaries)}, {source}){_margin(best)}"
+    )
+    speed = (
+        ""
+        if plan.tokens_per_second is None
+        else f", {words.count(plan.tokens_per_second)} tokens/s, "
+        f"{words.count(plan.tokens_per_second / plan.where.chips)} a chip"
+    )
+    lines.append(
+        f"Step: {words.seconds(estimate.seconds)} ({words.seconds(estimate.low)} to {words.seconds(estimate.high)}), "
+        f"bound by {estimate.bound}{speed}, MFU {words.percent(estimate.mfu)}"
+    )
+    lines.extend(bill_line(one) for one in plan.bills)
+    if not plan.bills:
+        lines.append(f"Cost: no price is listed for {plan.where.chip.name}; write one into pricing.toml")
+    if not plan.fits and not plan.changes:
+        lines.append("No change that was tried makes it fit.")
+    return lines
+
+
+def _margin(best: Candidate) -> str:
+    """What the model's own uncertainty means for the verdict."""
+    memory = best.estimate.memory
+    if best.level == "tpu" or not memory.margin:
+        return ""
+    most = f"; the model may be {words.percent(memory.margin)} low, {words.gib(memory.total * (1 + memory.margin))}"
+    if best.fits or memory.total > memory.limit:
+        return most
+    return f"{most}, so it may or may not fit: --level tpu settles it"
+
+
+def bill_line(bill: Bill) -> str:
+    per_billion = (
+        ""
+        if bill.usd_per_billion_tokens is None
+        else f", {words.dollars(bill.usd_per_billion_tokens)} a billion tokens "
+        f"({words.dollars(bill.low)} to {words.dollars(bill.high)})"
+    )
+    price = bill.price
+    line = (
+        f"{price.kind.replace('_', ' ').capitalize()}: {words.dollars(bill.usd_per_hour)} an hour{per_billion}; "
+        f"{price.usd:.4g} USD a chip-hour, {price.region}, read {price.date}"
+    )
+    if bill.spot is None:
+        return line
+    run = bill.spot
+    return (
+        f"{line}; a checkpoint ({words.seconds(run.checkpoint_seconds)}) every {words.seconds(run.interval_seconds)} "
+        f"keeps {words.percent(run.efficiency)} of the time, {words.percent(run.lost)} is lost work and restarts "
+        f"(assumed: {run.assumptions.preemptions_per_host_hour:g} preemptions a host-hour, one in "
+        f"{words.seconds(run.mean_seconds_between)} for the slice)"
+    )
+
+
+def compiled_line(candidate: Candidate) -> str:
+    compiled = candidate.compiled
+    if compiled is None:
+        return "not compiled"
+    if compiled.error is not None:
+        return f"{compiled.evidence}: {compiled.error}"
+    predicted = candidate.estimate.memory.total
+    total = compiled.total_bytes
+    off = "" if not total else f", predicted {words.gib(predicted)} ({100 * (predicted / total - 1):+.1f} %)"
+    sent = ", ".join(
+        f"{times} {kind} along {' and '.join(axes) or 'some axes'}, {words.size(count)} in all"
+        for kind, axes, times, count in compiled.exchanges
+    )
+    return (
+        f"{compiled.evidence}: {words.gib(total)} a chip{off}; {sent or 'no exchanges'}; "
+        f"{words.seconds(compiled.seconds)} to compile"
+    )
+
+
+def _where(plan: Plan) -> str:
+    if plan.where.chip.platform == "gpu":
+        return f"{plan.where.name} ({plan.where.chips} GPU{'s' if plan.where.chips > 1 else ''} of one host)"
+    return str(plan.where)
+
+
+def _layouts(plan: Plan) -> Table:
+    made = _table("layout", "a chip", "step", "range", "bound", "MFU", "links", "evidence")
+    for one in plan.candidates:
+        estimate = one.estimate
+        _row(
+            made,
+            one.layout.name,
+            words.gib(one.bytes),
+            words.seconds(estimate.seconds),
+            f"{words.seconds(estimate.low)} to {words.seconds(estimate.high)}",
+            estimate.bound,
+            words.percent(estimate.mfu),
+            words.seconds(estimate.link_seconds),
+            one.level,
+        )
+    return made
+
+
+def _buffers(best: Candidate) -> Table:
+    made = _table("buffer", "a chip")
+    for name, count in best.estimate.memory.largest[:_LARGEST]:
+        _row(made, name, words.size(count))
+    return made
+
+
+def _links(best: Candidate) -> Table:
+    made = _table("kind", "axes", "link", "times", "sent", "time", "why")
+    for use in sorted(best.estimate.links, key=lambda one: -one.bytes):
+        _row(
+            made,
+            use.kind,
+            ",".join(use.axes),
+            use.link,
+            words.count(use.count),
+            words.size(use.bytes),
+            words.seconds(use.seconds),
+            use.why,
+        )
+    if not best.estimate.links:
+        _row(made, "none", *[""] * 6)
+    return made
+
+
+def _notes(plan: Plan, screen: Console) -> None:
+    for note in plan.notes:
+        screen.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+_LEFT = ("layout", "bound", "buffer", "kind", "axes", "link", "why", "evidence")
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+    return made
+
+
+def _row(table: Table, *cells: Any) -> None:
+    from rich.text import Text
+
+    # Brackets in a shape or a reason are not rich's markup.
+    table.add_row(*(Text(str(cell)) for cell in cells))

@@ -1,0 +1,190 @@
+"""A plan: everything that was found out about a job on a slice."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capibara.hardware.topology import Slice
+from capibara.parallel.cost.estimate import Estimate
+from capibara.plan.compiled import LEVELS, Compiled
+from capibara.plan.layout_text import layout_as_dict
+from capibara.plan.money import Bill
+from capibara.plan.place import hosts_of
+
+if TYPE_CHECKING:
+    from capibara.parallel.cost.calibration import Calibration
+    from capibara.parallel.job import Job
+    from capibara.parallel.layout import Layout
+    from capibara.plan.measured import Measurement
+
+__all__ = ["Candidate", "Change", "Plan"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout, what it is predicted to cost, and what a compiler said of it where one was asked."""
+
+    layout: Layout
+    estimate: Estimate
+    compiled: Compiled | None = None
+
+    @property
+    def level(self) -> str:
+        """The level of its evidence."""
+        return self.compiled.level if self.compiled is not None and self.compiled.ok else "analytic"
+
+    @property
+    def bytes(self) -> float:
+        """Of one chip: the compiler's figure where there is one for a TPU, else the prediction.
+
+        XLA's for the CPU is shown beside it and not taken: another backend keeps other temporaries.
+        """
+        if self.level == "tpu" and self.compiled is not None and self.compiled.total_bytes is not None:
+            return self.compiled.total_bytes
+        return self.estimate.memory.total
+
+    @property
+    def fits(self) -> bool:
+        if self.compiled is not None and self.compiled.error_kind == "hbm_oom":
+            return False
+        # A compiler's figure is exact; the model's has a margin.
+        return self.bytes <= self.estimate.memory.limit if self.level == "tpu" else self.estimate.memory.fits
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "layout": layout_as_dict(self.layout),
+            "fits": self.fits,
+            "bytes": self.bytes,
+            "level": self.level,
+            "evidence": LEVELS[self.level],
+            "estimate": _plain(dataclasses.asdict(self.estimate)),
+            "compiled": None if self.compiled is None else self.compiled.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that makes a job fit."""
+
+    what: str
+    """In words: "remat full", "v4-128", "half the batch"."""
+    on: str
+    seconds: float
+    bytes: float
+    usd_per_billion_tokens: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Does it fit, how fast, what does it cost; print it, or read its parts."""
+
+    name: str
+    where: Slice
+    fits: bool
+    candidates: tuple[Candidate, ...]
+    """Those that fit, the best first; of a job that does not fit, the nearest to fitting."""
+    bills: tuple[Bill, ...]
+    tokens: int | None
+    """Of a step."""
+    state_bytes: float
+    """Of a checkpoint."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Layouts that were ruled out, and why."""
+    changes: tuple[Change, ...] = ()
+    """What would make it fit, the cheapest first."""
+    notes: tuple[str, ...] = ()
+    date: str = ""
+    planning_seconds: float = 0.0
+    job: Job | None = field(default=None, repr=False, compare=False)
+    calibration: Calibration | None = None
+    """What corrected the model, where a correction was kept for this chip."""
+
+    @property
+    def best(self) -> Candidate | None:
+        """The layout to take, or the nearest to fitting when none fits; None when nothing could be laid out."""
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def level(self) -> str:
+        """The level of evidence of the best layout: "analytic", "xla" or "tpu"."""
+        return "analytic" if self.best is None else self.best.level
+
+    @property
+    def evidence(self) -> str:
+        return LEVELS[self.level]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all chips together."""
+        if self.best is None or not self.tokens:
+            return None
+        return self.tokens / self.best.estimate.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values that JSON has; infinities and figures that are not known are None."""
+        best = self.best
+        return _plain(
+            {
+                "name": self.name,
+                "on": self.where.name,
+                "chip": self.where.chip.name,
+                "chips": self.where.chips,
+                "hosts": hosts_of(self.where),
+                "fits": self.fits,
+                "level": self.level,
+                "evidence": self.evidence,
+                "bytes_per_chip": None if best is None else best.bytes,
+                "limit_bytes": None if best is None else best.estimate.memory.limit,
+                "largest_buffers": [] if best is None else [list(one) for one in best.estimate.memory.largest[:5]],
+                "step_seconds": None if best is None else best.estimate.seconds,
+                "step_seconds_range": None if best is None else [best.estimate.low, best.estimate.high],
+                "bound": None if best is None else best.estimate.bound,
+                "tokens": self.tokens,
+                "tokens_per_second": self.tokens_per_second,
+                "mfu": None if best is None else best.estimate.mfu,
+                "bills": [one.as_dict() for one in self.bills],
+                "layouts": [one.as_dict() for one in self.candidates],
+                "refused": [list(one) for one in self.refused],
+                "changes": [dataclasses.asdict(one) for one in self.changes],
+                "state_bytes": self.state_bytes,
+                "notes": list(self.notes),
+                "date": self.date,
+                "planning_seconds": self.planning_seconds,
+            }
+        )
+
+    def __str__(self) -> str:
+        from capibara.plan.report import as_text
+
+        return as_text(self)
+
+    def save_html(self, path: str | Path) -> Path:
+        """One self-contained page: the figures, a memory timeline, a roofline chart, the layouts."""
+        from capibara.plan.html import page
+
+        file = Path(path)
+        file.write_text(page(self), encoding="utf-8")
+        return file
+
+    def record(
+        self, *, step_seconds: float | None = None, peak_bytes: float | None = None, note: str = ""
+    ) -> Measurement:
+        """Keep what a run measured beside what was predicted, for `capibara plan --calibrate`."""
+        from capibara.plan.measured import record
+
+        return record(self, step_seconds=step_seconds, peak_bytes=peak_bytes, note=note)
+
+
+def _plain(value: Any) -> Any:
+    """Values that JSON has: infinities and not-a-numbers are None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, int | str | bool | None) else str(value)

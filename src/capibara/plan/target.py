@@ -1,0 +1,209 @@
+"""TARGET: what to plan, named on a command line. A preset (its name or a TOML file), or `file.py:function`.
+
+A recipe holds what was named, as plain values, so that another process can build the same job again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capibara.errors import CapibaraError, rule_error, unknown_name
+from capibara.plan.preset import load_preset
+
+if TYPE_CHECKING:
+    from capibara.parallel.job import Job
+
+__all__ = ["Recipe", "TargetError", "load_job"]
+
+_SHAPES_KEYS = ("args", "roles", "donate", "tokens")
+
+
+class TargetError(CapibaraError, ValueError):
+    """A target that cannot be loaded or traced; its own error is in the text and behind it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What was asked to be planned."""
+
+    target: str
+    train: bool = False
+    """The function is `loss(params, batch)`, and the step is built around it."""
+    shapes: str = "shapes"
+    """The function of the same file that returns the arguments."""
+    optimizer: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    remat: str | None = None
+    accumulate: int | None = None
+
+    @property
+    def is_preset(self) -> bool:
+        return ":" not in self.target and not self.target.endswith(".py")
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_job(recipe: Recipe) -> Job:
+    """The job that a recipe describes.
+
+    Examples:
+        >>> load_job(Recipe("llama-1b")).tokens
+        16384
+    """
+    return _preset_job(recipe) if recipe.is_preset else _file_job(recipe)
+
+
+def _knobs(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
+    chosen = {"remat": recipe.remat, "accumulate": recipe.accumulate}
+    return {name: (value,) for name, value in chosen.items() if value is not None}
+
+
+def _preset_job(recipe: Recipe) -> Job:
+    preset = load_preset(recipe.target, batch=recipe.batch, sequence=recipe.sequence, optimizer=recipe.optimizer)
+    from capibara.parallel.training_step import training_job
+    from capibara.plan import decoder
+
+    return training_job(
+        decoder.make_loss(preset),
+        decoder.param_shapes(preset),
+        decoder.batch_shapes(preset),
+        optimizer=preset.optimizer,
+        tokens=preset.tokens,
+        knobs=_knobs(recipe),
+        name=preset.name,
+    )
+
+
+def _file_job(recipe: Recipe) -> Job:
+    file, _, name = recipe.target.partition(":")
+    if not name:
+        raise rule_error(
+            "A program to plan is written file.py:function", repr(recipe.target), f"use {file}:NAME_OF_THE_FUNCTION"
+        )
+    module = _module(Path(file))
+    fn = _function(module, name, file)
+    given = _arguments(_function(module, recipe.shapes, file), recipe)
+    args = tuple(given["args"])
+    # Traced here, where the program's own mistake can be shown as such.
+    _traces(fn, args, recipe.target)
+    if recipe.train:
+        return _training(fn, args, given, recipe)
+    for key in ("optimizer", "remat", "accumulate"):
+        if getattr(recipe, key) is not None:
+            raise rule_error(f"--{key} turns a training step", "a plain function", "add --train, or leave it out")
+    from capibara.parallel.job import program_job
+
+    return program_job(
+        fn,
+        args,
+        roles=given.get("roles"),
+        donate=tuple(given.get("donate", ())),
+        tokens=given.get("tokens"),
+        name=name,
+    )
+
+
+def _training(fn: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any], recipe: Recipe) -> Job:
+    from capibara.parallel.training_step import training_job
+
+    if len(args) != 2:
+        raise rule_error(
+            "With --train the function is loss(params, batch)",
+            f"{recipe.shapes}() of {recipe.target} gives {len(args)} arguments",
+            "return (params, batch)",
+        )
+    for key in ("roles", "donate"):
+        if key in given:
+            raise rule_error(f"With --train the step sets {key} itself", f"{key} = {given[key]!r}", "leave it out")
+    return training_job(
+        fn,
+        *args,
+        optimizer=recipe.optimizer or "adamw",
+        tokens=given.get("tokens"),
+        knobs=_knobs(recipe),
+        name=recipe.target.partition(":")[2],
+    )
+
+
+def _module(file: Path) -> Any:
+    if not file.is_file():
+        raise rule_error("The program is in a Python file", f"{str(file)!r}, which is not there", "name a file that is")
+    # A name of its own for each file: two targets called train.py are two modules.
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+    name = f"capibara_plan_target_{digest}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise rule_error("The program is in a Python file", repr(str(file)), "name one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(file.resolve().parent)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up
+    sys.path.insert(0, folder)  # it may import what lies beside it, as it can when it is run
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises is shown as its own
+        raise TargetError(f"{file} cannot be loaded. {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _function(module: Any, name: str, file: str) -> Callable[..., Any]:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        own = [
+            one
+            for one, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not one.startswith("_")
+        ]
+        raise unknown_name(f"function of {file}", name, own)
+    return found
+
+
+def _arguments(shapes: Callable[..., Any], recipe: Recipe) -> dict[str, Any]:
+    asked = {key: getattr(recipe, key) for key in ("batch", "sequence") if getattr(recipe, key) is not None}
+    takes = inspect.signature(shapes).parameters
+    for key in asked:
+        if key not in takes:
+            raise rule_error(
+                f"--{key} is passed to {recipe.shapes}({key}=...)",
+                f"a function of ({', '.join(takes)})",
+                f"give it a parameter {key}, or leave --{key} out",
+            )
+    try:
+        made = shapes(**asked)
+    except Exception as error:
+        raise TargetError(f"{recipe.shapes}() of {recipe.target} failed. {type(error).__name__}: {error}") from error
+    if isinstance(made, dict) and "args" in made:
+        for key in made:
+            if key not in _SHAPES_KEYS:
+                raise unknown_name(f"key of what {recipe.shapes}() returns", key, _SHAPES_KEYS)
+    elif isinstance(made, tuple | list):
+        made = {"args": tuple(made)}
+    else:
+        raise rule_error(
+            f"{recipe.shapes}() returns the tuple of arguments, or a dict with {', '.join(_SHAPES_KEYS)}",
+            type(made).__name__,
+            "return (params, batch)",
+        )
+    return made
+
+
+def _traces(fn: Callable[..., Any], args: tuple[Any, ...], target: str) -> None:
+    import jax
+
+    try:
+        jax.eval_shape(fn, *args)
+    except Exception as error:
+        raise TargetError(f"{target} does not trace. {type(error).__name__}: {error}") from error

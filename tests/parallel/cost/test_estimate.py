@@ -1,0 +1,192 @@
+"""Whole estimates: bounds, overlap, pipelines, speed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from tests.parallel.cost.programs import Maker, layers
+
+from capibara.hardware.chips import chip
+from capibara.hardware.topology import slice_by_name
+from capibara.parallel.cost.calibration import Calibration
+from capibara.parallel.cost.efficiency import efficiency_of
+from capibara.parallel.cost.estimate import estimate
+from capibara.parallel.mesh import MeshConfig
+from capibara.parallel.program.chip import ChipProgram, Loop
+
+V4_32 = slice_by_name("v4-32")
+MESH = MeshConfig((4, 4))
+ONE = MeshConfig((1,), ("data",))
+
+
+def _product(n: int, dtype: str = "bfloat16") -> ChipProgram:
+    m = Maker()
+    a, b, c = m.buffer(n, n, dtype=dtype, argument=True), m.buffer(n, n, dtype=dtype, argument=True), 0
+    c = m.buffer(n, n, dtype=dtype)
+    m.product(a, b, c, n, n, n)
+    return m.program(c)
+
+
+@pytest.mark.newest
+def test_one_large_product_is_bound_by_the_matrix_units() -> None:
+    found = estimate(_product(8192), MESH, V4_32)
+    assert found.bound == "matrix"
+    least = 2 * 8192**3 / chip("v4").peak_flops("bfloat16")
+    assert least < found.low <= found.seconds <= found.high
+    assert found.flops == found.model_flops == 2 * 8192**3
+    assert found.mfu == pytest.approx(least / found.seconds)
+    assert found.seconds_by_bound["matrix"] == pytest.approx(found.seconds)
+    assert not found.links
+
+
+def test_a_copy_is_bound_by_memory() -> None:
+    m = Maker()
+    x, y = m.buffer(8192, 8192, argument=True), m.buffer(8192, 8192)
+    m.step("neg", (x,), y, flops=8192.0**2)
+    found = estimate(m.program(y), MESH, V4_32)
+    assert found.bound == "memory"
+    assert [part.bytes for part in found.parts] == [2 * 8192**2 * 4]
+
+
+def test_sizes_that_do_not_fill_the_units_cost_their_padding() -> None:
+    """One column more than 1024 takes another tile of 128."""
+
+    def seconds(n: int) -> float:
+        m = Maker()
+        a, b, c = m.buffer(8192, 8192, argument=True), m.buffer(8192, n, argument=True), m.buffer(8192, n)
+        m.product(a, b, c, 8192, n, 8192)
+        return estimate(m.program(c), MESH, V4_32).seconds
+
+    assert seconds(1025) == pytest.approx(seconds(1024) * 1032 / 1024, rel=0.02)
+    assert seconds(1032) == pytest.approx(seconds(1025), rel=0.01)
+
+
+def test_a_gathered_weight_hides_behind_products_and_a_reduction_between_them_does_not() -> None:
+    alone = estimate(layers(rows=4096), MESH, V4_32)
+    gathered = estimate(layers(rows=4096, exchange="all_gather"), MESH, V4_32)
+    reduced = estimate(layers(rows=4096, exchange="all_reduce"), MESH, V4_32)
+    assert gathered.link_seconds > 0
+    hidden = min(efficiency_of(chip("v4")).overlap * gathered.link_seconds, gathered.compute_seconds)
+    assert gathered.exposed_seconds == pytest.approx(gathered.link_seconds - hidden)
+    assert gathered.exposed_seconds < 0.5 * gathered.link_seconds
+    assert reduced.exposed_seconds == pytest.approx(reduced.link_seconds)
+    assert reduced.seconds == pytest.approx(reduced.compute_seconds + reduced.link_seconds)
+    assert alone.link_seconds == 0
+    (use,) = gathered.links
+    assert (use.kind, use.axes, use.link, use.count, use.why) == ("all_gather", ("data",), "ICI", 4, "by hand")
+    # Three quarters of 1024x1024 bfloat16 come from others, four times.
+    assert use.bytes == 4 * 1024 * 1024 * 2 * 3 / 4
+    for found in (gathered, reduced):
+        assert found.low <= found.seconds <= found.high
+
+
+def test_recomputation_is_not_model_flops() -> None:
+    program = _product(1024)
+    again = replace(program, steps=(replace(program.steps[0], recompute=True),))
+    assert estimate(again, MESH, V4_32).model_flops == 0
+    assert estimate(again, MESH, V4_32).flops == 2 * 1024**3
+
+
+def _accumulated(trips: int) -> ChipProgram:
+    """The layers, run for each of `trips` microbatches."""
+    inner = layers()
+    loop = inner.steps[0]
+    assert isinstance(loop, Loop)
+    return replace(inner, steps=(Loop(trips, (loop,), loop.reads, loop.writes, name="microbatches"),))
+
+
+def test_a_pipeline_waits_and_holds_what_is_in_flight() -> None:
+    program = _accumulated(8)
+    mesh = MeshConfig((4, 4), ("pipeline", "data"))
+    flat = estimate(program, mesh, V4_32)
+    piped = estimate(program, mesh, V4_32, stages=4, microbatches=8)
+    assert flat.bubble_seconds == 0
+    # Three of eight microbatches' time: (8 + 4 - 1) / 8 of the whole.
+    assert piped.bubble_seconds == pytest.approx(flat.seconds * 3 / 8)
+    assert piped.link_seconds > 0
+    assert piped.seconds == pytest.approx(flat.seconds + piped.bubble_seconds + piped.link_seconds)
+    # Three more microbatches' kept activations of 4 MB.
+    assert piped.memory.temporaries - flat.memory.temporaries == 3 * 4 * 1024 * 1024
+    more = estimate(_accumulated(16), mesh, V4_32, stages=4, microbatches=16)
+    assert more.bubble_seconds / more.seconds < piped.bubble_seconds / piped.seconds
+
+
+def test_memory_is_held_against_the_chip_or_the_limit() -> None:
+    found = estimate(layers(), MESH, V4_32)
+    assert found.memory.limit == chip("v4").capacity_bytes
+    assert found.memory.fits
+    # The margin is part of the question whether it fits.
+    needed = found.memory.total * (1 + found.memory.margin)
+    assert found.memory.margin > 0
+    assert estimate(layers(), MESH, V4_32, memory_limit=needed + 1).memory.fits
+    assert not estimate(layers(), MESH, V4_32, memory_limit=needed - 1).memory.fits
+    assert len(found.memory.largest) <= 5
+    assert found.memory.largest[0][1] >= found.memory.largest[-1][1]
+
+
+def test_a_calibration_changes_what_it_names() -> None:
+    base = estimate(_product(8192), MESH, V4_32)
+    slower = estimate(_product(8192), MESH, V4_32, calibration=Calibration("v4", matrix=1.25))
+    assert slower.seconds == pytest.approx(1.25 * base.seconds, rel=0.01)
+    heavier = estimate(_product(8192), MESH, V4_32, calibration=Calibration("v4", overhead_bytes=1e9))
+    assert heavier.memory.total == base.memory.total + 1e9
+    reduced = layers(rows=4096, exchange="all_reduce")
+    linked = estimate(reduced, MESH, V4_32, calibration=Calibration("v4", links=2.0)).link_seconds
+    # The latency stays.
+    assert 1.5 < linked / estimate(reduced, MESH, V4_32).link_seconds < 2
+    with pytest.raises(ValueError, match="the chip that it was measured on"):
+        estimate(_product(256), MESH, V4_32, calibration=Calibration("h200"))
+
+
+def test_on_one_gpu() -> None:
+    found = estimate(_product(8192), ONE, chip("h200"))
+    # 1.38 and 1.62 ms were measured on two machines.
+    assert 1.3e-3 < found.seconds < 1.7e-3
+
+
+def test_counts_start_at_one() -> None:
+    with pytest.raises(ValueError, match="stages is a whole number"):
+        estimate(_product(256), MESH, V4_32, stages=0)
+
+
+def test_eight_hundred_steps_take_milliseconds() -> None:
+    """The promise is 20 ms of one core; the least of five, and twice that, absorb a slower one."""
+    m = Maker()
+    x = m.buffer(256, 256, argument=True)
+    for index in range(800):
+        y = m.buffer(256, 256)
+        if index % 8:
+            m.step("exp" if index % 3 else "add", (x, x), y, flops=65536.0)
+        else:
+            m.product(x, x, y, 256, 256, 256)
+        x = y
+    program = m.program(x)
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        estimate(program, MESH, V4_32)
+        times.append(time.process_time() - start)
+    assert min(times) < 0.04
+
+
+def test_what_lies_in_the_hosts_memory_is_fetched_and_not_counted() -> None:
+    m = Maker()
+    kept, x = m.buffer(4096, 4096, argument=True, name="kept"), m.buffer(4096, 4096, argument=True)
+    m.buffers[kept] = replace(m.buffers[kept], host=True)
+    here, y = m.buffer(4096, 4096), m.buffer(4096, 4096)
+    m.step("host_to_device", (kept,), here, name="fetch")
+    m.step("add", (here, x), y)
+    found = estimate(m.program(y), MESH, V4_32)
+    size = 4096 * 4096 * 4
+    assert found.memory.arguments == size
+    assert found.bound == "links"
+    (use,) = found.links
+    assert (use.kind, use.link, use.count, use.bytes) == ("host_to_device", "PCIe", 1, size)
+    assert found.seconds > size / 16e9
+
+
+def test_notes_say_what_was_measured() -> None:
+    assert "not measured on tpu_v4: products" in estimate(_product(256), MESH, V4_32).notes[-1]
+    assert estimate(_product(256), ONE, chip("h200")).notes[-1].startswith("Measured on h200: products, memory.")

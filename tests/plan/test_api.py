@@ -1,0 +1,109 @@
+"""`capibara.plan(...)` from Python: any function, a loss, a name; what each keyword does and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import capibara
+from capibara.fleet.spot import SpotAssumptions
+from capibara.parallel import with_sharding_constraint
+from capibara.parallel.training_step import training_job
+from capibara.plan.result import Plan
+
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((256, 1024), jnp.float32),
+    "down": jax.ShapeDtypeStruct((1024, 256), jnp.float32),
+}
+BATCH = {"x": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+
+
+def _forward(params: Any, x: jax.Array) -> jax.Array:
+    y = with_sharding_constraint(jnp.tanh(x @ params["up"]), ("batch", "mlp"))
+    return with_sharding_constraint(y @ params["down"], ("batch", None))
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean(_forward(params, batch["x"]) ** 2)
+
+
+@pytest.mark.newest
+def test_a_loss_is_planned_and_confirmed_in_this_process() -> None:
+    plan = capibara.plan(_loss, (PARAMS, BATCH), on="v4-8", train=True, level="xla", top=1, tokens=1000)
+    assert isinstance(plan, Plan)
+    assert plan.fits
+    assert plan.level == "xla"
+    assert plan.best is not None
+    assert plan.best.compiled is not None
+    assert plan.best.compiled.arguments == pytest.approx(plan.best.estimate.memory.arguments, rel=0.01)
+    # AdamW keeps two moments of each weight, and a count.
+    assert plan.state_bytes == pytest.approx(3 * 2 * 256 * 1024 * 4, abs=64)
+    assert plan.tokens == 1000
+    assert "XLA-partitioned" in str(plan)
+
+
+def test_any_function_and_what_its_keywords_change() -> None:
+    x = BATCH["x"]
+    common: dict[str, Any] = {"on": "v4-8", "roles": ("params", "batch"), "tokens": 512}
+    plan = capibara.plan(_forward, (PARAMS, x), mesh={"data": 4}, **common)
+    assert plan.best is not None
+    assert {name: size for name, size in plan.best.layout.mesh.axes.items() if size > 1} == {"data": 4}
+    assert plan.state_bytes == 2 * 256 * 1024 * 4
+    small = capibara.plan(_forward, (PARAMS, x), target="memory", top=5, **common)
+    assert small.best is not None
+    assert small.best.bytes <= plan.best.bytes
+    assert len(small.candidates) > 1
+    often = capibara.plan(
+        _forward, (PARAMS, x), mesh="data=4", spot=SpotAssumptions(preemptions_per_host_hour=3.0), **common
+    )
+    assert often.bills[1].usd_per_billion_tokens is not None
+    assert plan.bills[1].usd_per_billion_tokens is not None
+    assert often.bills[1].usd_per_billion_tokens > plan.bills[1].usd_per_billion_tokens
+
+
+def test_a_job_and_a_name() -> None:
+    job = training_job(_loss, PARAMS, BATCH, optimizer="sgd", knobs={"remat": ("none",), "accumulate": (1,)})
+    assert capibara.plan(job, on="h200").tokens == job.tokens
+    with pytest.raises(ValueError, match="Did you mean 'llama-7b'"):
+        capibara.plan("llama-8b")
+
+
+def test_a_function_that_does_not_trace_keeps_its_own_error() -> None:
+    def broken(params: Any, x: jax.Array) -> jax.Array:
+        return params["missing"] @ x
+
+    with pytest.raises(KeyError, match="missing"):
+        capibara.plan(broken, (PARAMS, BATCH["x"]))
+
+
+@pytest.mark.parametrize(
+    ("program", "keywords", "said"),
+    [
+        (_loss, {}, "a function and no args"),
+        (_loss, {"args": (PARAMS,), "train": True}, "loss\\(params, batch\\)"),
+        (_loss, {"args": (PARAMS, BATCH), "train": True, "roles": ("params", "batch")}, "roles is not taken"),
+        (_loss, {"args": (PARAMS, BATCH), "optimizer": "sgd"}, "optimizer is not taken"),
+        ("llama-1b", {"args": (PARAMS,)}, "args is not taken with a named target"),
+        ("llama-1b", {"tokens": 5}, "tokens is not taken"),
+        (_loss, {"args": (PARAMS, BATCH), "on": "v4-33"}, "use v4-32"),
+        (_loss, {"args": (PARAMS, BATCH), "on": "v4-8", "mesh": {"data": 8}}, "use data=4"),
+        (_loss, {"args": (PARAMS, BATCH), "memory_limit_gb": 0}, "above 0"),
+    ],
+)
+def test_what_is_not_taken_is_refused(program: Any, keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        capibara.plan(program, **keywords)
+
+
+def test_importing_the_room_is_light() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, capibara; capibara.plan; capibara.fleet; print('jax' in sys.modules, callable(capibara.plan))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "False True\n"
+    )

@@ -1,0 +1,59 @@
+"""docs/plan.md: its code runs, its files are accepted, its tables name what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from capibara.cli.main import app
+from capibara.fleet.pricing import price_table
+from capibara.plan.preset import Preset, load_preset, preset_names
+
+TEXT = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.S)
+
+
+@pytest.mark.newest
+def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
+        return jnp.mean((batch @ params) ** 2)
+
+    params, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (64, 64)))
+    for block in _blocks("python"):
+        exec(block, {"loss": loss, "params": params, "batch": batch})
+    assert (tmp_path / "plan.html").is_file()
+
+
+def test_its_prices_are_read(tmp_path: Path) -> None:
+    (block,) = _blocks("toml")
+    file = tmp_path / "pricing.toml"
+    file.write_text(block, encoding="utf-8")
+    assert price_table(file).price("v4", kind="committed_1y").usd == 2.0
+
+
+def test_it_names_every_key_and_every_preset() -> None:
+    for field in dataclasses.fields(Preset):
+        assert field.name == "name" or f"`{field.name}`" in TEXT
+    for name in preset_names():
+        assert f"`{name}`" in TEXT
+    assert load_preset(Path(__file__).parents[2] / "examples" / "plan" / "small.toml").layers == 12
+
+
+def test_every_option_it_names_is_one() -> None:
+    shown = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    commands = "\n".join(line.partition("#")[0] for line in TEXT.splitlines() if "capibara plan" in line)
+    options = set(re.findall(r"`(--[a-z-]+)", TEXT)) | set(re.findall(r"(--[a-z-]+)", commands))
+    assert len(options) > 10
+    for option in options:
+        assert option in shown, f"{option} is in the guide and not in the command"

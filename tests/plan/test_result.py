@@ -1,0 +1,192 @@
+"""A plan's figures, its text, its JSON and its page, from estimates made by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from capibara.fleet.pricing import price_table
+from capibara.plan.compiled import Compiled
+from capibara.plan.layout_text import layout_as_dict, layout_from_dict
+from capibara.plan.money import bills
+from capibara.plan.report import as_text
+from capibara.plan.result import Plan
+
+Make = Callable[..., Plan]
+GiB = 2**30
+
+
+@pytest.mark.newest
+def test_money_by_hand(make_plan: Make) -> None:
+    plan = make_plan()
+    on_demand, spot = plan.bills
+    assert on_demand.usd_per_hour == pytest.approx(32 * 3.22)
+    # 2 s a step of 65,536 tokens.
+    assert on_demand.usd_per_billion_tokens == pytest.approx(32 * 3.22 / 3600 * 2.0 / 65536 * 1e9)
+    assert on_demand.low == pytest.approx(0.9 * on_demand.usd_per_billion_tokens)
+    assert on_demand.high == pytest.approx(1.3 * on_demand.usd_per_billion_tokens)
+    assert spot.spot is not None
+    expected = 32 * 0.9215 / 3600 * 2.0 / 65536 * 1e9 / spot.spot.efficiency
+    assert spot.usd_per_billion_tokens == pytest.approx(expected)
+    assert spot.spot.mean_seconds_between == pytest.approx(3600 / 0.005 / 8), "v4-64 has eight hosts"
+    assert plan.tokens_per_second == pytest.approx(32768)
+
+
+def test_the_text_answers_the_questions(make_plan: Make) -> None:
+    text = str(make_plan())
+    for words in (
+        "tiny & small on v4-64 (32 chips, 2x4x4)",
+        "analytic",
+        "FITS: 20.00 GiB a chip of 30.75 GiB",
+        "Step: 2 s (1.8 s to 2.6 s), bound by matrix, 32,768 tokens/s",
+        "MFU 50.0 %",
+        "103 USD an hour",
+        "preemptions a host-hour",
+        "data 4 x model 8, fully sharded",
+        "buffer 0 [8, 2048]",
+        "all_reduce",
+        "note: roles were guessed",
+    ):
+        assert words in text, f"{words!r} is not in\n{text}"
+    assert "buffer 5" not in text, "five largest"
+    assert text.index("all_reduce") < text.index("all_gather"), "by bytes"
+
+
+def test_a_job_that_does_not_fit_says_what_would(make_plan: Make) -> None:
+    text = as_text(make_plan(fits=False))
+    assert "DOES NOT FIT: 44.00 GiB a chip of 30.75 GiB" in text
+    assert "would fit: half the batch on v4-64: 25.00 GiB a chip, 1.1 s a step, 500 USD a billion tokens" in text
+
+
+def test_without_any_layout(make_plan: Make) -> None:
+    plan = make_plan(fits=False, candidates=(), bills=(), changes=())
+    assert "no layout could be made. 3 does not divide" in str(plan)
+    assert plan.as_dict()["step_seconds"] is None
+
+
+def test_without_tokens_there_are_dollars_an_hour_alone(make_plan: Make) -> None:
+    plan = make_plan(tokens=None)
+    assert plan.bills[0].usd_per_billion_tokens is None
+    assert "billion" not in str(plan)
+
+
+def test_json_has_it_all(make_plan: Make) -> None:
+    document = json.loads(json.dumps(make_plan().as_dict(), allow_nan=False))
+    assert document["fits"] is True
+    assert (document["on"], document["chips"], document["hosts"]) == ("v4-64", 32, 8)
+    assert document["bytes_per_chip"] == 20 * GiB
+    assert len(document["largest_buffers"]) == 5
+    assert document["step_seconds_range"] == pytest.approx([1.8, 2.6])
+    assert [one["layout"]["mesh"] for one in document["layouts"]] == [{"data": 4, "model": 8}] * 2
+    assert document["bills"][1]["spot"]["assumptions"]["preemptions_per_host_hour"] == 0.005
+
+
+def test_a_layout_survives_json(make_plan: Make) -> None:
+    best = make_plan().best
+    assert best is not None
+    again = layout_from_dict(json.loads(json.dumps(layout_as_dict(best.layout))))
+    assert (again.mesh, again.specs, again.choices, again.host) == (
+        best.layout.mesh,
+        best.layout.specs,
+        best.layout.choices,
+        best.layout.host,
+    )
+    assert dict(again.rules) == dict(best.layout.rules)
+
+
+def test_a_compilers_word_counts(make_plan: Make) -> None:
+    plan = make_plan()
+    assert plan.best is not None
+    said = Compiled("tpu", "by the TPU compiler", 10.0 * GiB, 2.0 * GiB, 12.0 * GiB, 2.0 * GiB, seconds=30.0)
+    best = replace(plan.best, compiled=said)
+    assert best.bytes == 22 * GiB
+    assert best.fits
+    plan = replace(plan, candidates=(best,))
+    assert plan.level == "tpu"
+    assert "predicted 20.00 GiB (-9.1 %)" in str(plan)
+    by_cpu = replace(plan.best, compiled=replace(said, level="xla"))
+    assert by_cpu.bytes == 20 * GiB, "the CPU's temporaries are not a TPU's"
+    refused = replace(
+        plan.best, compiled=Compiled("tpu", "", temporaries=40.0 * GiB, error="too big", error_kind="hbm_oom")
+    )
+    assert not refused.fits
+    assert refused.level == "analytic"
+
+
+def test_the_models_margin_is_part_of_the_verdict(make_plan: Make) -> None:
+    plan = make_plan()
+    assert plan.best is not None
+    memory = replace(plan.best.estimate.memory, temporaries=18 * GiB, margin=0.08)
+    near = replace(plan.best, estimate=replace(plan.best.estimate, memory=memory))
+    assert not near.fits, "30 GiB may be 32.4, of 30.75"
+    text = str(replace(plan, fits=False, candidates=(near,)))
+    assert "may be 8.0 % low, 32.40 GiB, so it may or may not fit: --level tpu settles it" in text
+    sure = replace(near, compiled=Compiled("tpu", "", 12.0 * GiB, 0.0, 18.5 * GiB, 0.0))
+    assert sure.fits, "what the compiler says needs no margin"
+
+
+class _Tags(HTMLParser):
+    """Every tag that opens is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_page_stands_alone(make_plan: Make, tmp_path: Path, fits: bool) -> None:
+    file = make_plan(fits=fits).save_html(tmp_path / "plan.html")
+    page = file.read_text(encoding="utf-8")
+    parser = _Tags()
+    parser.feed(page)
+    assert parser.open == []
+    assert not re.search(r"(src|href)\s*=|url\(|@import|https?://", page), "nothing is fetched"
+    assert page.count("<svg") == 2
+    assert "prefers-color-scheme:dark" in page
+    assert "train.py:40&gt;" in page, "names are escaped"
+    text = " ".join(parser.text)
+    assert ("FITS: 20.00 GiB" if fits else "DOES NOT FIT: 44.00 GiB") in text
+    assert "usable 30.75 GiB" in text
+    assert "275 Tflop/s in bfloat16" in text
+    # The peak of the timeline is 20 GiB, at every ninth of 4,000 steps: thinning must not lose it.
+    assert "20.00 GiB" in text
+    assert len(page) < 200_000
+
+
+def test_a_page_of_a_program_without_arithmetic(make_plan: Make, tmp_path: Path) -> None:
+    plan = make_plan()
+    assert plan.best is not None
+    bare = replace(plan.best.estimate, parts=(), memory=replace(plan.best.estimate.memory, timeline=()), links=())
+    plan = replace(plan, candidates=(replace(plan.best, estimate=bare),))
+    page = plan.save_html(tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "no timeline was made" in page
+    assert "<p>none</p>" in page
+
+
+def test_a_commitment_that_the_table_has_is_billed(make_plan: Make, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[[price]]\nchip = "v4"\nregion = "us-central2"\ncommitted_3y = 1.5\n', encoding="utf-8")
+    plan = make_plan()
+    assert plan.best is not None
+    made = bills(plan.best.estimate, plan.where, plan.tokens, 0.0, price_table(mine))
+    assert [(one.price.kind, one.usd_per_hour) for one in made][-1] == ("committed_3y", 48.0)

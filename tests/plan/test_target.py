@@ -1,0 +1,112 @@
+"""Targets: presets and functions of a file, and what is said of those that cannot be planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from capibara.plan.target import Recipe, TargetError, load_job
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+import dataclasses
+from beside import WIDTH
+
+@dataclasses.dataclass
+class Config:
+    width: int = WIDTH
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+def predict(params, x):
+    return x @ params["w"]
+
+def broken(params, batch):
+    return params["missing"]
+
+def shapes(batch=8):
+    return {"w": jax.ShapeDtypeStruct((WIDTH, 4), "float32")}, {"x": jax.ShapeDtypeStruct((batch, WIDTH), "float32")}
+
+def named():
+    params, batch = shapes()
+    return {"args": (params, batch["x"]), "roles": ("params", "batch"), "donate": (1,), "tokens": 99}
+
+def misspelt():
+    return {"args": (), "role": ()}
+
+def failing():
+    raise RuntimeError("no shapes today")
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "beside.py").write_text("WIDTH = 16\n", encoding="utf-8")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    return str(program)
+
+
+@pytest.mark.newest
+def test_a_loss_becomes_a_training_step(file: str) -> None:
+    job = load_job(Recipe(f"{file}:loss", train=True, batch=32, remat="none", optimizer="sgd"))
+    fn, args = job.build(**job.defaults())
+    assert job.roles == ("params", "state", "batch")
+    assert args[2]["x"].shape == (32, 16)
+    params, _, value = jax.eval_shape(fn, *args)
+    assert params["w"].shape == (16, 4)
+    assert value.shape == ()
+
+
+def test_any_function_with_a_dict_of_shapes(file: str) -> None:
+    job = load_job(Recipe(f"{file}:predict", shapes="named"))
+    assert (job.roles, job.donate, job.tokens, job.name) == (("params", "batch"), (1,), 99, "predict")
+
+
+def test_a_preset_takes_overrides() -> None:
+    job = load_job(Recipe("llama-1b", batch=16, sequence=1024, remat="full", accumulate=2))
+    assert job.tokens == 16 * 1024
+    assert job.defaults() == {"remat": "full", "accumulate": 2}
+
+
+def test_its_own_error_is_kept_and_shown(file: str) -> None:
+    with pytest.raises(TargetError, match=r"does not trace\. KeyError: 'missing'") as caught:
+        load_job(Recipe(f"{file}:broken", train=True))
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(TargetError, match="RuntimeError: no shapes today"):
+        load_job(Recipe(f"{file}:loss", shapes="failing"))
+
+
+def test_a_file_that_cannot_be_loaded(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("import no_such_module\n", encoding="utf-8")
+    with pytest.raises(TargetError, match=r"bad.py cannot be loaded. ModuleNotFoundError: .*no_such_module"):
+        load_job(Recipe(f"{bad}:loss"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"target": "{file}:lss"}, "Did you mean 'loss'"),
+        ({"target": "{file}"}, "file.py:function"),
+        ({"target": "gone.py:loss"}, "which is not there"),
+        ({"target": "{file}:loss", "shapes": "shaps"}, "Did you mean 'shapes'"),
+        ({"target": "{file}:loss", "shapes": "misspelt"}, "Did you mean 'roles'"),
+        ({"target": "{file}:loss", "shapes": "nothing"}, "NoneType"),
+        ({"target": "{file}:loss", "sequence": 4}, "a function of \\(batch\\)"),
+        ({"target": "{file}:loss", "remat": "full"}, "add --train"),
+        ({"target": "{file}:predict", "shapes": "named", "train": True}, "sets roles itself"),
+        ({"target": "llama-8b"}, "Did you mean 'llama-7b'"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(file: str, recipe: dict[str, object], said: str) -> None:
+    words = {key: value.format(file=file) if isinstance(value, str) else value for key, value in recipe.items()}
+    with pytest.raises(ValueError, match=said):
+        load_job(Recipe(**words))  # type: ignore[arg-type]
