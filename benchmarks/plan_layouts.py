@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import importlib.util
+import json
 import math
 import sys
 import time
@@ -23,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from capibara.hardware.topology import slice_by_name
+from capibara.kernels.bench import versions
 from capibara.parallel.evaluation import PaperModel
 from capibara.parallel.exploration import Exploration
 from capibara.parallel.job import Job
@@ -121,6 +124,7 @@ def _ms(seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="pairs whose name has this in it")
+    parser.add_argument("--json", metavar="FILE", help="write the table there, with date and versions")
     asked = parser.parse_args()
     lines = []
     print(" | ".join(["pair", *COLUMNS, "the planner's layout", "layouts costed", "CPU"]))
@@ -134,6 +138,17 @@ def main() -> None:
             f"{line['pair']:24} | {times} | {line['layout']} | {line['evaluations']} | {line['cpu seconds']:.1f} s",
             flush=True,
         )
+    if asked.json:
+        # A layout that does not fit has no time: null, since JSON has no infinity.
+        rows = [{k: None if v == math.inf else v for k, v in line.items()} for line in lines]
+        document = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "command": "python benchmarks/plan_layouts.py --json FILE",
+            "notes": ["seconds a step, predicted by the cost model; nothing was compiled or run for this table"],
+            "rows": rows,
+        }
+        Path(asked.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     fit = [line for line in lines if not math.isinf(line["planner"])]
     # A thousandth: less is no win.
     for title, peers in (("plain", COLUMNS[1:3]), ("plain and accumulated", COLUMNS[3:])):

@@ -55,6 +55,12 @@ def test_before_the_compiler_it_is_lowering():
         (ONE, 128 * MIB, 64 * MIB),
         (HBM, round(126.45 * 1024 * MIB), round(94.75 * 1024 * MIB)),
         ("Scoped allocation with size 640.0K and limit 512.0K exceeded", 640 * 1024, 512 * 1024),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (80.00G) "
+            "exceeds available HBM (30.75G).",
+            80 * 2**30,
+            round(30.75 * 2**30),
+        ),
     ],
 )
 def test_sizes(text, used, limit):

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from capibara.compile import kernels
+from capibara.compile import kernels, lower_for
+from capibara.compile.aot import topology_mesh
 from capibara.compile.report import CompileReport, KernelSchedule
 from capibara.errors import ImplementationRefused
 from capibara.kernels.op import lookup
@@ -69,3 +70,20 @@ def test_the_compiler_reports_vmem_and_bundles() -> None:
     assert bundles is not None
     assert row.matrix_cycles is not None
     assert bundles >= row.matrix_cycles
+
+
+@pytest.mark.newest
+def test_a_collective_is_compiled_for_all_chips_of_the_slice() -> None:
+    """v4-32 has 16 chips: so many rows, and the part of each, whatever the case says."""
+    op = lookup("reduce_scatter")
+    wanted = kernels.slice_by_name("v4-32")
+    (draft,) = kernels._drafts(op, ["small_f32"], wanted.chip, peers=True, devices=wanted.devices)
+    assert "got 8 x 128" in draft.note, "128 rows are 16 on each of the case's own 8 devices"
+    drafts = list(kernels._drafts(op, None, wanted.chip, peers=True, devices=wanted.devices))
+    assert [d.case for d in drafts] == [c.name for c in op.cases if "tpu" in c.tags]
+    for job in drafts[0].jobs.values():
+        assert job.mesh == {"x": 16}
+        fn, (rows,) = kernels.program(**job.kwargs, mesh=topology_mesh(None, job.mesh))
+        assert rows.shape == (16, 4096, 4096)
+        result = lower_for(fn, [rows], "tpu")
+        assert result.ok, result.error

@@ -25,10 +25,10 @@ def _no_scan(params: Any, batch: Any) -> jax.Array:
 def _arrays(dtype: str = "float32") -> tuple[Any, Any]:
     keys = iter(jax.random.split(jax.random.key(0), 4))
     params = {
-        "layers": 0.3 * jax.random.normal(next(keys), (3, 4, 4), dtype),
-        "out": 0.3 * jax.random.normal(next(keys), (4, 2), dtype),
+        "layers": 0.3 * jax.random.normal(next(keys), (3, 5, 5), dtype),
+        "out": 0.3 * jax.random.normal(next(keys), (5, 2), dtype),
     }
-    return params, {"x": jax.random.normal(next(keys), (8, 4)), "y": jax.random.normal(next(keys), (8, 2))}
+    return params, {"x": jax.random.normal(next(keys), (8, 5)), "y": jax.random.normal(next(keys), (8, 2))}
 
 
 @pytest.mark.newest
@@ -66,7 +66,7 @@ def test_mixed_decides_the_type_of_moments_and_sums() -> None:
         step = training_step(_loss, "sgd", accumulate=2, mixed=mixed)
         # The sums are carried by the loop over microbatches.
         text = str(jax.make_jaxpr(step)(params, (), batch))
-        assert ("f32[4,2]" in text) == mixed
+        assert ("f32[3,5,5]" in text) == mixed
     assert types == {True: jnp.float32, False: jnp.bfloat16}
 
 

@@ -71,6 +71,7 @@ _SIZE = r"([\d.]+)\s*([KMGT]?)(?:i?B|\b)"
 _OVER = (
     re.compile(rf"allocation with size {_SIZE} and limit {_SIZE}", re.I),
     re.compile(rf"Used {_SIZE} of {_SIZE}", re.I),
+    re.compile(rf"memory required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)", re.I),
     re.compile(r"Allocation \(size=([\d.]+)()\) would exceed memory \(size=([\d.]+)()\)", re.I),
 )
 

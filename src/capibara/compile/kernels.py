@@ -32,14 +32,21 @@ def program(
     implementation: str,
     config: Mapping[str, Any] | None = None,
     device_kind: str = "TPU v4",
+    mesh: Any = None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A job's target: one implementation of an op on one of its cases, as (function, argument shapes)."""
+    """A job's target: one implementation of an op on one of its cases, as (function, argument shapes).
+
+    `mesh` is for an op that runs over mesh axes; without one it has as many devices as the case says.
+    """
     from capibara.kernels.op import lookup
 
     found = lookup(op)
     impl = found.implementation(implementation)
     made = None if config is None or impl.config_type is None else impl.config_type(**config)
-    return implementation_program(found, found.case(case), implementation, made, device_kind)
+    chosen = found.case(case)
+    if mesh is not None:
+        chosen = _case_over(found, chosen, mesh.size)
+    return implementation_program(found, chosen, implementation, made, device_kind, mesh)
 
 
 def stock(op: str, case: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -54,9 +61,12 @@ def stock(op: str, case: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def implementation_program(
-    op: Op, case: Case, implementation: str, config: Any = None, device_kind: str = "TPU v4"
+    op: Op, case: Case, implementation: str, config: Any = None, device_kind: str = "TPU v4", mesh: Any = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of the operands that are present, dispatched for `device_kind` while it is traced."""
+    """A function of the operands that are present, dispatched for `device_kind` while it is traced.
+
+    For an op that runs over mesh axes, it is of a whole mesh's operands, with one row a device.
+    """
     from capibara import hardware
     from capibara.kernels import context, dispatch
 
@@ -70,7 +80,33 @@ def implementation_program(
             # One chip's program: there is no mesh to split it over.
             return dispatch.run(op, arrays, dict(case.params), implementation=implementation, config=config, local=True)
 
-    return fn, tuple(x for x in operands if x is not None)
+    args = tuple(x for x in operands if x is not None)
+    return (fn, args) if op.mesh_axes is None else _over_mesh(op, case, fn, args, mesh)
+
+
+def _over_mesh(
+    op: Op, case: Case, fn: Callable[..., Any], args: tuple[Any, ...], mesh: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`fn` on every device of the mesh, as a function of operands with a leading axis of one row a device."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from capibara.compile.aot import topology_mesh
+    from capibara.kernels.collective.over_mesh import each_device
+
+    assert op.mesh_axes is not None
+    if mesh is None:
+        mesh = topology_mesh(None, op.mesh_axes(op.call(*case.args(), target=None, **dict(case.params))))
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    stacked = tuple(jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype, sharding=sharding) for x in args)
+    return each_device(fn, mesh), stacked
+
+
+def _case_over(op: Op, case: Case, devices: int) -> Case:
+    """The case of an op over mesh axes, on so many devices; of any other op, as it is."""
+    if op.mesh_axes is None:
+        return case
+    return dataclasses.replace(case, params={**case.params, "devices": devices})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +180,7 @@ def compile_kernels(
     timeout_s: float = 600.0,
     on_result: Callable[[int, int, CompileReport], None] | None = None,
 ) -> list[KernelRow]:
-    """Compile every TPU kernel of `ops` over its cases for one chip of the slice.
+    """Compile every TPU kernel of `ops` over its cases for one chip of the slice, collectives for all of them.
 
     Args:
       cases: names of cases; by default those tagged "tpu".
@@ -153,8 +189,9 @@ def compile_kernels(
     """
     from capibara import hardware
 
-    chip = hardware.chip(slice_by_name(slice_name).chip)
-    drafts = [draft for op in ops for draft in _drafts(op, cases, chip, peers)]
+    wanted = slice_by_name(slice_name)
+    chip = hardware.chip(wanted.chip)
+    drafts = [draft for op in ops for draft in _drafts(op, cases, chip, peers, wanted.devices)]
     jobs: dict[str, CompileJob] = {}
     for draft in drafts:
         jobs.update(draft.jobs)
@@ -206,15 +243,17 @@ class _Draft:
         )
 
 
-def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool) -> Iterator[_Draft]:
+def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool, devices: int = 1) -> Iterator[_Draft]:
     from capibara.kernels import context, tables
 
     kind = chip.device_kinds[0]
     chosen = tpu_cases(op) if wanted is None else [op.case(name) for name in wanted]
     for impl in tpu_kernels(op):
-        for case in chosen:
+        for listed in chosen:
+            case = _case_over(op, listed, devices)
             with context.target(chip.platform, kind) as target:
                 call = op.call(*case.args(), target=target, **dict(case.params))
+                mesh = None if op.mesh_axes is None else op.mesh_axes(call)
                 refusal = impl.refusal(call)
                 tuned = None if refusal is not None else tables.find(call, [impl.name])
                 if refusal is not None:
@@ -230,7 +269,7 @@ def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool) -> It
                 cycles = _matrix_cycles(call, chip, steps)
                 names["ours"] = name = f"{op.name}/{case.name}/{impl.name}"
                 plain = None if config is None else dataclasses.asdict(config)
-                jobs[name] = _job(name, op, case, impl.name, plain, kind)
+                jobs[name] = _job(name, op, case, impl.name, plain, kind, mesh)
             if peers:
                 if (stock_made := _stock_program(op, case)) is not None:
                     stock_cycles = _matrix_cycles(call, chip, grid_steps(*stock_made))
@@ -238,11 +277,19 @@ def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool) -> It
                     jobs[name] = CompileJob(_STOCK, {"op": op.name, "case": case.name}, name)
                 if XLA in op.implementations and op.implementations[XLA].refusal(call) is None:
                     names["xla"] = name = f"{op.name}/{case.name}/xla"
-                    jobs[name] = _job(name, op, case, XLA, None, kind)
+                    jobs[name] = _job(name, op, case, XLA, None, kind, mesh)
             yield _Draft(op.name, case.name, impl.name, config, refusal or "", jobs, names, steps, cycles, stock_cycles)
 
 
-def _job(name: str, op: Op, case: Case, implementation: str, config: Mapping[str, Any] | None, kind: str) -> CompileJob:
+def _job(
+    name: str,
+    op: Op,
+    case: Case,
+    implementation: str,
+    config: Mapping[str, Any] | None,
+    kind: str,
+    mesh: Mapping[str, int] | None,
+) -> CompileJob:
     given = {
         "op": op.name,
         "case": case.name,
@@ -250,7 +297,7 @@ def _job(name: str, op: Op, case: Case, implementation: str, config: Mapping[str
         "config": config,
         "device_kind": kind,
     }
-    return CompileJob(_PROGRAM, given, name)
+    return CompileJob(_PROGRAM, given, name, mesh)
 
 
 def _stock_program(op: Op, case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:

@@ -143,6 +143,8 @@ def bench(
       on_progress: called with the case's name before each.
     """
     op = lookup(op) if isinstance(op, str) else op
+    if cases is not None:
+        op.must_run_alone("A benchmark")
     chosen = [op.case(c) if isinstance(c, str) else c for c in (cases if cases is not None else bench_cases(op))]
     for name in against:
         if name not in peer_names(op):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-FAMILIES = ("linalg", "attention", "layers", "vq", "scan", "conv", "fft")
+FAMILIES = ("linalg", "attention", "layers", "vq", "scan", "conv", "fft", "collective")
 
 
 def load() -> None:

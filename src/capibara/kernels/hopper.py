@@ -44,6 +44,17 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
     return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=optimized)
 
 
+def store_to_memory(ref: Any, value: Any) -> None:
+    """A value in registers to a part of global memory, in whatever pieces its layout has.
+
+    JAX 0.12 insists on whole cache lines unless told otherwise; before, there was nothing to tell.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 # A program has sixteen barriers of its own beside those in shared memory. Mosaic takes 0 and one a warpgroup.
 _FIRST_TURN = 8
 _BOTH = 256  # threads of the two warpgroups that take turns

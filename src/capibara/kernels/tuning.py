@@ -183,6 +183,7 @@ def autotune(
         tables as this package ships them (<folder>/<chip>/<op>.json). False stores nothing.
     """
     op = lookup(op) if isinstance(op, str) else op
+    op.must_run_alone("Tuning")
     if context.current_interpret().mode != "off":
         raise rule_error("Tuning measures kernels on their chip", "an emulated run", "leave the interpret() context")
     arrays, params = _arrays(op, operands, params, seed)

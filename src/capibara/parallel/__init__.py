@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from capibara.parallel.context import active, current, tpu_v4_optimization_context
+    from capibara.parallel.job import Job, program_job
+    from capibara.parallel.layout import Layout
     from capibara.parallel.mesh import MeshConfig, TPUv4MeshConfigurations, create_tpu_mesh_config
     from capibara.parallel.mesh_wiring import AxisWiring, wiring
+    from capibara.parallel.model_sharding import MeshSharding, create_mesh_sharding
+    from capibara.parallel.planner import ShardingStrategy, optimize_sharding_strategy
+    from capibara.parallel.plans import Plans
+    from capibara.parallel.remat import checkpoint_scans
     from capibara.parallel.rule_check import RuleCheck, check_rules
     from capibara.parallel.rules import (
         RULES,
@@ -24,26 +30,37 @@ if TYPE_CHECKING:
     )
     from capibara.parallel.tpu_config import ScalingConfig, TPUConfig
     from capibara.parallel.training_mesh import create_training_mesh, training_mesh_config
+    from capibara.parallel.training_step import training_job
     from capibara.parallel.validate import validate_sharding
 
 _HOME = {
     "AxisWiring": "mesh_wiring",
+    "Job": "job",
+    "Layout": "layout",
     "MeshConfig": "mesh",
+    "MeshSharding": "model_sharding",
+    "Plans": "plans",
     "RULES": "rules",
     "RuleCheck": "rule_check",
     "ScalingConfig": "tpu_config",
+    "ShardingStrategy": "planner",
     "TPUConfig": "tpu_config",
     "TPUv4MeshConfigurations": "mesh",
     "active": "context",
     "check_rules": "rule_check",
+    "checkpoint_scans": "remat",
+    "create_mesh_sharding": "model_sharding",
     "create_tpu_mesh_config": "mesh",
     "create_training_mesh": "training_mesh",
     "current": "context",
     "current_rules": "rules",
     "logical_sharding": "rules",
+    "optimize_sharding_strategy": "planner",
     "partition_spec": "rules",
+    "program_job": "job",
     "shard_params": "rules",
     "tpu_v4_optimization_context": "context",
+    "training_job": "training_step",
     "training_mesh_config": "training_mesh",
     "use_rules": "rules",
     "validate_sharding": "validate",
@@ -54,21 +71,31 @@ _HOME = {
 __all__ = [
     "RULES",
     "AxisWiring",
+    "Job",
+    "Layout",
     "MeshConfig",
+    "MeshSharding",
+    "Plans",
     "RuleCheck",
     "ScalingConfig",
+    "ShardingStrategy",
     "TPUConfig",
     "TPUv4MeshConfigurations",
     "active",
     "check_rules",
+    "checkpoint_scans",
+    "create_mesh_sharding",
     "create_tpu_mesh_config",
     "create_training_mesh",
     "current",
     "current_rules",
     "logical_sharding",
+    "optimize_sharding_strategy",
     "partition_spec",
+    "program_job",
     "shard_params",
     "tpu_v4_optimization_context",
+    "training_job",
     "training_mesh_config",
     "use_rules",
     "validate_sharding",

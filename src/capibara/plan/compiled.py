@@ -47,6 +47,8 @@ class Compiled:
     temporaries: float | None = None
     aliased: float | None = None
     """Of the outputs, what lies in donated arguments."""
+    peak: float | None = None
+    """The most that is live at once, arguments included: what the compiler holds against the chip's memory."""
     collectives: tuple[Collective, ...] = ()
     """Each with the bytes of one chip, as often as it runs."""
     seconds: float = 0.0
@@ -57,10 +59,14 @@ class Compiled:
 
     @property
     def total_bytes(self) -> float | None:
-        """The most that a chip holds: arguments, temporaries, and outputs that have no argument's place.
+        """The most that a chip holds at once.
 
-        Of a program that the compiler refused for its size, the size that it named.
+        Where a compiler names no peak: arguments, temporaries, and outputs that have no argument's place, which is
+        more (a TPU's temporaries may lie in an argument that is done with). Of a program that the compiler refused
+        for its size, the size that it named.
         """
+        if self.peak is not None:
+            return self.peak
         if self.arguments is None or self.temporaries is None:
             return None if self.error_kind != "hbm_oom" else self.temporaries
         return self.arguments + self.temporaries + (self.outputs or 0.0) - (self.aliased or 0.0)
@@ -159,6 +165,8 @@ def _compiled(level: str, evidence: str, job: Job, layout: Layout, devices: Call
         outputs=_size(stats, "output_size_in_bytes"),
         temporaries=_size(stats, "temp_size_in_bytes"),
         aliased=_size(stats, "alias_size_in_bytes"),
+        # XLA for the CPU names one too, of a backend that keeps other temporaries.
+        peak=_peak(stats) if level == "tpu" else None,
         collectives=tuple(collectives_in(compiled.as_text(), layout.mesh.axes)),
         seconds=seconds,
     )
@@ -243,6 +251,12 @@ def _fetching(fn: Callable[..., Any], tree: Any, homes: dict[int, Any]) -> Calla
         return fn(*jax.tree.unflatten(tree, here))
 
     return run
+
+
+def _peak(stats: Any) -> float | None:
+    """The chip's peak. The compiler's counts arguments that lie with the host, which take nothing of the chip."""
+    peak, host = _size(stats, "peak_memory_in_bytes"), _size(stats, "host_argument_size_in_bytes")
+    return None if not peak else peak - (host or 0.0)
 
 
 def _size(stats: Any, field: str) -> float | None:

@@ -34,7 +34,7 @@ def _bound(length: int, precision: str) -> float:
     return 3 * tolerance_of((length,), precision)
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("batch", "taps"), [(4, 9), (3, 1), (1, 40)])
 def test_values_and_gradients(batch: int, taps: int, precision: str) -> None:

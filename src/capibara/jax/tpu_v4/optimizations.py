@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from capibara.jax._information import get_optimization_status
 from capibara.parallel.context import tpu_v4_optimization_context
 
-__all__ = ["get_optimization_status", "tpu_v4_optimization_context"]
+if TYPE_CHECKING:
+    from capibara.parallel.model_sharding import create_mesh_sharding
+    from capibara.parallel.planner import optimize_sharding_strategy
+
+__all__ = [
+    "create_mesh_sharding",
+    "get_optimization_status",
+    "optimize_sharding_strategy",
+    "tpu_v4_optimization_context",
+]
 
 _PLANNED = frozenset(
     {
@@ -19,15 +29,19 @@ _PLANNED = frozenset(
         "TpuProfiler",
         "TpuWarmupManager",
         "create_jitted_forward",
-        "create_mesh_sharding",
         "create_optimized_cache",
         "create_tpu_optimized_jit",
-        "optimize_sharding_strategy",
     }
 )
 
 
+# They import jax and the cost model, so they load when they are first used.
+_SHARDING = {"create_mesh_sharding": "model_sharding", "optimize_sharding_strategy": "planner"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _SHARDING:
+        return getattr(importlib.import_module(f"capibara.parallel.{_SHARDING[name]}"), name)
     if name in _PLANNED:
         raise AttributeError(f"{__name__}.{name} is not implemented yet in this version")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,7 +52,7 @@ def all_reduce(
     x, op = as_array("all_reduce", "x", x), read_reduction(op)
     if axis_name is None:
         local = _bound(all_reduce, op=op, implementation=implementation, config=config)
-        return over_mesh.reduce_rows(local, x, mesh, checked=implementation in (None, "xla"))
+        return over_mesh.reduce_rows(local, x, mesh)
     over_mesh.expect_none("all_reduce", mesh)
     names, devices = read_axes("all_reduce", axis_name)
     return ALL_REDUCE(x, axis_name=names, devices=devices, op=op, implementation=implementation, config=config)

@@ -80,11 +80,11 @@ def has_rows(x: Any, mesh: Any) -> bool:
     return x.ndim > 0 and x.shape[0] == mesh.size
 
 
-def reduce_rows(local: Local, x: Any, mesh: Any, checked: bool) -> Any:
+def reduce_rows(local: Local, x: Any, mesh: Any) -> Any:
     mesh = active_mesh(mesh)
     if mesh is None or not has_rows(x, mesh):
         return _everywhere(x, mesh)
-    return _on_rows(local, mesh, P(), checked)(x)
+    return _on_rows(local, mesh, P(), local.checked())(x)
 
 
 def gather_rows(local: Local, x: Any, mesh: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from capibara.kernels.dispatch import run
-from capibara.kernels.fft import matmul, mesh, packed, pallas_gpu, pallas_tpu, rules, xla
+from capibara.kernels.fft import matmul, mesh, packed, pallas_gpu, pallas_gpu_long, pallas_tpu, rules, xla
 from capibara.kernels.fft.cases import CASES, IRFFT_CASES, RFFT_CASES
 from capibara.kernels.fft.reference import reference, reference_irfft, reference_rfft
 from capibara.kernels.op import Gradient, Implementation, Op, register
@@ -68,6 +68,8 @@ for _made in (
     matmul.IMPLEMENTATION,
     pallas_tpu.IMPLEMENTATION,
     pallas_gpu.IMPLEMENTATION,
+    pallas_gpu_long.IMPLEMENTATION,
+    pallas_gpu_long.PAIRS,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
     FFT.implement(_made)
@@ -98,7 +100,8 @@ def fft_planes(
       inverse, norm: the transform back, and the scale: "backward" (1/n on the way back), "ortho", "forward".
       precision: "float32", or "bfloat16": matrix products of bfloat16 numbers with float32 sums.
       factors: the radices to use, see `plan`; implementations that choose their own refuse it.
-      implementation, config: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "reference") and its choices.
+      implementation, config: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "mosaic_gpu_long",
+        "mosaic_gpu_pairs", "reference") and its choices.
 
     Forward-mode derivatives need implementation="reference".
 

@@ -1,9 +1,7 @@
 """A causal convolution with long filters, by transforms.
 
-In float32 each signal goes through real transforms of its own. In bfloat16, for which there is a kernel, two real
-signals go through a filter as one complex signal and come out apart: a filter is real, so nothing mixes them but the
-roundings, and each is first brought to a size near 1, so that a large one does not round a small one away. The
-backward pass transforms again and keeps no spectrum.
+In float32 each signal goes through real transforms of its own. In bfloat16, for which there are kernels, the work is
+that of two ops; see `capibara.kernels.fft.causal`. The backward pass transforms again and keeps no spectrum.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.dispatch import run
-from capibara.kernels.fft.api import FFT, IRFFT, RFFT
-from capibara.kernels.fft.filter.api import FFT_FILTER
+from capibara.kernels.fft.api import IRFFT, RFFT
+from capibara.kernels.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
 from capibara.kernels.fft.plan import smooth_length
 from capibara.kernels.fft.rules import PRECISIONS
 from capibara.kernels.op import describe
@@ -39,8 +36,9 @@ def fft_convolve(
       x: [batch, channels, T].
       h: [channels, L]; taps beyond T reach no output.
       precision: of the transforms, "float32" or "bfloat16" (see `fft`); the products of spectra are float32. In
-        bfloat16 elements b and b + ceil(batch / 2) of the batch share a transform: each keeps its own relative error,
-        whatever the other's size, but a NaN or an infinity in one spoils the other too.
+        bfloat16, but for the kernel that takes up to 16384 numbers on Hopper, elements b and b + ceil(batch / 2) of the
+        batch share a transform: each keeps its own relative error, whatever the other's size, but a NaN or an infinity
+        in one spoils the other too.
 
     There is no forward-mode derivative; `long_conv` has one, by its "xla" and "reference" implementations.
 
@@ -66,7 +64,7 @@ def _convolve(precision: str, x: jax.Array, h: jax.Array) -> jax.Array:
     length = smooth_length(x.shape[2] + h.shape[1] - 1)
     if precision == "float32":
         return _back(_times(_half(x, length), _half(h, length)), length, x.shape[2]).astype(x.dtype)
-    return _filtered(x, _whole(_alone(h), length), conjugate=False).astype(x.dtype)
+    return run(CAUSAL_FILTER, _wide(x, h), {}).astype(x.dtype)
 
 
 def _forward(precision: str, x: jax.Array, h: jax.Array) -> tuple[jax.Array, Any]:
@@ -84,15 +82,8 @@ def _backward(precision: str, kept: Any, cotangent: jax.Array) -> tuple[jax.Arra
         re, im = _times(flow, _conjugate(_half(x, length)))
         dh = _back((re.sum(0), im.sum(0)), length, taps)
     else:
-        dx = _filtered(cotangent, _whole(_alone(h), length), conjugate=True)
-        # Of a pair's product the two signals with themselves are the real part in time; with each other, which may be
-        # far larger, the imaginary. What a signal of x is divided by its cotangent is multiplied by, so that each
-        # product is its own, and a pair's error that of its larger product.
-        own, inverse = _powers(x)
-        flows, signals = cotangent.astype(jnp.float32) * own, x.astype(jnp.float32) * inverse
-        (a, b), (c, d) = (_whole(_paired(pairs), length) for pairs in (flows, signals))
-        crossed = ((a * c + b * d).sum(0), (b * c - a * d).sum(0))
-        dh = run(FFT, crossed, {"precision": precision, "inverse": True})[0][:, :taps]
+        dx = run(CAUSAL_FILTER, _wide(cotangent, h), {"conjugate": True})
+        dh = run(CAUSAL_TAPS, _wide(cotangent, x), {"taps": taps})
     return dx.astype(x.dtype), dh.astype(h.dtype)
 
 
@@ -117,45 +108,9 @@ def _conjugate(spectra: Planes) -> Planes:
     return spectra[0], -spectra[1]
 
 
-def _filtered(x: jax.Array, spectra: Planes, *, conjugate: bool) -> jax.Array:
-    """Pairs of signals, each near 1 in size, through the filters in bfloat16, and back to their own size."""
-    own, inverse = _powers(x)
-    params = {"precision": "bfloat16"} | ({"conjugate": True} if conjugate else {})
-    made = run(FFT_FILTER, (*_paired(x.astype(jnp.float32) * inverse), *spectra), params)
-    return jnp.concatenate(made)[: x.shape[0]] * own
-
-
-def _powers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each signal the power of two at or below its largest magnitude, and its inverse: multiplying is exact.
-
-    By the bits of the number, since an exponential may be rounded; both within the normal numbers.
-    """
-    peak = jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True)
-    exponent = jnp.clip(lax.bitcast_convert_type(peak, jnp.int32) >> 23, 1, 253)  # the bits after a sign of 0
-    return _with_exponent(exponent), _with_exponent(254 - exponent)
-
-
-def _with_exponent(exponent: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
-
-
-def _paired(x: jax.Array) -> Planes:
-    """The batch's first half as the real plane and its second as the imaginary one; an odd one out is alone."""
-    x = jnp.pad(x, ((0, x.shape[0] % 2), (0, 0), (0, 0)))
-    half = x.shape[0] // 2
-    return x[:half], x[half:]
-
-
-def _alone(h: jax.Array) -> Planes:
-    wide = h.astype(jnp.float32)
-    return wide, jnp.zeros_like(wide)
+def _wide(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(x.astype(jnp.float32) for x in arrays)
 
 
 def _longer(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
-
-
-def _whole(planes: Planes, length: int) -> Planes:
-    """The whole spectra of complex signals in bfloat16."""
-    re, im = (_longer(plane, length) for plane in planes)
-    return run(FFT, (re, im), {"precision": "bfloat16"})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from capibara.jax.tpu_v4.backend.attention import TpuV4AttentionOps, init_multihead_attention
+from capibara.jax.tpu_v4.backend.collective import TpuV4CollectiveOps
 from capibara.jax.tpu_v4.backend.conv import TpuV4ConvOps
 from capibara.jax.tpu_v4.backend.fft import TpuV4FFTOps
 from capibara.jax.tpu_v4.backend.layers import TpuV4LayerOps, init_moe
@@ -14,6 +13,7 @@ from capibara.jax.tpu_v4.backend.vq import TpuV4VQOps
 
 __all__ = [
     "TpuV4AttentionOps",
+    "TpuV4CollectiveOps",
     "TpuV4ConvOps",
     "TpuV4FFTOps",
     "TpuV4LayerOps",
@@ -23,14 +23,6 @@ __all__ = [
     "init_moe",
     "init_multihead_attention",
 ]
-
-_PLANNED = ("TpuV4CollectiveOps",)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLANNED:
-        raise AttributeError(f"{__name__}.{name} is not in this version; it has {', '.join(__all__)}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -15,17 +15,15 @@ from capibara.kernels.families import FAMILIES
 
 if TYPE_CHECKING:
     from capibara.kernels import attention as attention
+    from capibara.kernels import collective as collective
+    from capibara.kernels import conv as conv
+    from capibara.kernels import fft as fft
     from capibara.kernels import layers as layers
     from capibara.kernels import linalg as linalg
+    from capibara.kernels import scan as scan
     from capibara.kernels import vq as vq
 
-_EIGHT = ("attention", "collective", "conv", "fft", "layers", "linalg", "scan", "vq")
-
-__all__ = [family for family in _EIGHT if family in FAMILIES]
-
-
-def _absent(family: str) -> str:
-    return f"the kernel family {family!r} is not in this version; it has {', '.join(__all__)}"
+__all__ = sorted(FAMILIES)
 
 
 class _Families(MetaPathFinder):
@@ -38,8 +36,6 @@ class _Families(MetaPathFinder):
             return None
         below = fullname[len(__name__) + 1 :]
         family = below.partition(".")[0]
-        if family in _EIGHT and family not in __all__:
-            raise ModuleNotFoundError(_absent(family), name=fullname)
         return ModuleSpec(fullname, _Same(f"capibara.kernels.{below}")) if family in __all__ else None
 
 
@@ -49,8 +45,6 @@ sys.meta_path.insert(0, _Families())
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _EIGHT:
-        raise AttributeError(_absent(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,0 +1,56 @@
+"""What a layout costs, by the model on paper: trace the job once a choice of its knobs, spread it, estimate it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from capibara.parallel.anatomy import Anatomy, anatomy
+from capibara.parallel.cost.estimate import Estimate, estimate
+from capibara.parallel.job import Job, leaf_roles
+from capibara.parallel.layout import Layout
+from capibara.parallel.program import spread, trace
+
+__all__ = ["CostModel", "PaperModel"]
+
+
+class CostModel(Protocol):
+    """What the search asks of a model of cost."""
+
+    def anatomy(self) -> Anatomy:
+        """The job's arguments and what their dimensions are for."""
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """The cost of one layout."""
+
+
+class PaperModel:
+    """The library's own model: no compiler, no device."""
+
+    def __init__(self, job: Job, slice: Any, *, memory_limit: float | None = None, calibration: Any = None) -> None:
+        self.job, self.slice, self.memory_limit, self.calibration = job, slice, memory_limit, calibration
+        self._programs: dict[tuple[tuple[str, Any], ...], Any] = {}
+
+    def program(self, choices: tuple[tuple[str, Any], ...]) -> Any:
+        """The traced program of one choice of the knobs."""
+        if choices not in self._programs:
+            fn, args = self.job.build(**dict(choices))
+            kind = self.slice.chip.device_kinds[0]
+            self._programs[choices] = trace(fn, args, donate=self.job.donate, roles=self.job.roles, device_kind=kind)
+        return self._programs[choices]
+
+    def anatomy(self) -> Anatomy:
+        choices = tuple(self.job.defaults().items())
+        _, args = self.job.build(**dict(choices))
+        return anatomy(self.program(choices), leaf_roles(self.job, args))
+
+    def estimate(self, layout: Layout) -> Estimate:
+        found: Estimate = estimate(
+            spread(self.program(layout.choices), layout),
+            layout.mesh,
+            self.slice,
+            stages=layout.stages,
+            microbatches=dict(layout.choices).get("accumulate", 1),
+            calibration=self.calibration,
+            memory_limit=self.memory_limit,
+        )
+        return found

@@ -1,0 +1,93 @@
+"""Recomputation for a function that was written without it: every outermost scan forgets what its body computed.
+
+A model that scans over its layers keeps, for the backward pass, what each layer computed. Wrapping the body of the scan
+in `jax.checkpoint` keeps less and computes it again. This is done on the traced function, so the model's own code stays
+as it is, and its values and gradients are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from capibara.errors import unknown_name
+
+__all__ = ["POLICIES", "checkpoint_scans", "outermost_scans"]
+
+POLICIES = ("none", "dots", "full")
+"""What a scan's body keeps: everything, its matrix products without batch dimensions, or only the carry."""
+
+# Calls that only group equations: a scan inside of them is still an outermost one. Custom gradients and functions that
+# are already checkpointed are left alone, since what they keep is their author's choice.
+_TRANSPARENT = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+def checkpoint_scans(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """`fn` with the body of every outermost scan under `jax.checkpoint` with this policy (one of `POLICIES`).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0].sum()
+        >>> w, x = jnp.ones((3, 2, 2)), jnp.ones((4, 2))
+        >>> slim = checkpoint_scans(loss, "full")
+        >>> bool(jnp.allclose(jax.grad(loss)(w, x), jax.grad(slim)(w, x)))
+        True
+    """
+    if policy not in POLICIES:
+        raise unknown_name("remat policy", policy, POLICIES)
+    if policy == "none":
+        return fn
+
+    def rewritten(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        flat = core.jaxpr_as_fun(_rewritten(closed, policy))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), flat)
+
+    return rewritten
+
+
+def outermost_scans(fn: Callable[..., Any], *args: Any) -> int:
+    """How many scans `checkpoint_scans` would wrap."""
+    return _count(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _count(jaxpr: Any) -> int:
+    found = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "scan":
+            found += 1
+        elif name in _TRANSPARENT:
+            found += _count(equation.params[_TRANSPARENT[name]].jaxpr)
+    return found
+
+
+def _rewritten(closed: Any, policy: str) -> Any:
+    equations = [_one(equation, policy) for equation in closed.jaxpr.eqns]
+    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
+
+
+def _one(equation: Any, policy: str) -> Any:
+    name = equation.primitive.name
+    if name == "scan":
+        return equation.replace(params={**equation.params, "jaxpr": _forgetful(equation.params["jaxpr"], policy)})
+    if name in _TRANSPARENT:
+        key = _TRANSPARENT[name]
+        inner = equation.params[key]
+        if _count(inner.jaxpr):
+            return equation.replace(params={**equation.params, key: _rewritten(inner, policy)})
+    return equation
+
+
+def _forgetful(body: Any, policy: str) -> Any:
+    keep = {
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }[policy]
+    # A scan already keeps the compiler from merging the second computation with the first.
+    slim = jax.checkpoint(core.jaxpr_as_fun(body), policy=keep, prevent_cse=False)
+    return jax.make_jaxpr(slim)(*body.in_avals)

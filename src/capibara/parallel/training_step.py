@@ -1,0 +1,190 @@
+"""A whole training step around any loss: gradients, accumulation over microbatches, recomputation, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.errors import rule_error, unknown_name
+from capibara.parallel.job import Job, guessed_tokens
+from capibara.parallel.optimizers import optimizer_named
+from capibara.parallel.remat import POLICIES, checkpoint_scans, outermost_scans
+
+__all__ = ["training_job", "training_step"]
+
+_ACCUMULATE = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def training_step(
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any = "adamw",
+    *,
+    remat: str = "none",
+    accumulate: int = 1,
+    mixed: bool = True,
+) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
+    """`step(params, state, batch) -> (params, state, loss)` for `loss(params, batch)`, a mean over the batch's rows.
+
+    With `accumulate` n, n microbatches run one after another and their gradients are averaged, which is the same
+    step where the loss is a mean of equal rows. With `mixed`, gradients are added up in float32 whatever the
+    parameters' type; without, in the parameters' type. `remat` is one of `POLICIES`.
+    """
+    _, update = optimizer_named(optimizer, mixed)
+    grad = jax.value_and_grad(checkpoint_scans(loss, remat))
+
+    def whole(params: Any, batch: Any) -> Any:
+        return grad(params, batch)
+
+    def in_parts(params: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
+        zero = jax.tree.map(lambda p: jnp.zeros(p.shape, _sum_dtype(p.dtype, mixed)), params)
+
+        def one(carry: Any, part: Any) -> Any:
+            total, gradients = carry
+            value, more = grad(params, part)
+            added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, more)
+            return (total + value.astype(jnp.float32), added), None
+
+        (total, gradients), _ = jax.lax.scan(one, (jnp.float32(0), zero), parts)
+        return total / accumulate, jax.tree.map(lambda g: g / accumulate, gradients)
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, gradients = (whole if accumulate == 1 else in_parts)(params, batch)
+        params, state = update(params, state, gradients)
+        return params, state, value
+
+    return step
+
+
+def training_job(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    optimizer: Any = "adamw",
+    tokens: int | None = None,
+    mixed: bool = True,
+    knobs: Mapping[str, Sequence[Any]] | None = None,
+    name: str = "",
+) -> Job:
+    """The job of training with `loss(params, batch)`, from the shapes of both.
+
+    `optimizer` is "adamw", "sgd", or an object with `init(params)` and `update(gradients, state, params)` as optax
+    makes them. With `mixed`, its moments and the sums of gradients are float32 whatever the parameters' type. `knobs`
+    limits what is tried: `{"remat": ("full",), "accumulate": (1, 2)}`. The types the loss computes in are its own.
+    """
+    shapes, rows = jax.eval_shape(lambda t: t, params), _rows(batch)
+    inputs = jax.eval_shape(lambda t: t, batch)
+    init, _ = optimizer_named(optimizer, mixed)
+    state = jax.eval_shape(init, shapes)
+    scans = outermost_scans(loss, shapes, inputs)
+    tried, beyond = _knobs(knobs, rows, scans)
+    notes: tuple[str, ...] = ()
+    if not scans:
+        notes += ("the loss has no scan over layers, so nothing can be recomputed: remat is not tried",)
+    if tokens is None:
+        tokens, note = guessed_tokens(inputs)
+        notes += note
+
+    def build(remat: str = "none", accumulate: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        step = training_step(loss, optimizer, remat=remat, accumulate=accumulate, mixed=mixed)
+        return step, (shapes, state, inputs)
+
+    def again(smaller: Any, fewer: int | None) -> Callable[[], Job]:
+        return lambda: training_job(
+            loss, params, smaller, optimizer=optimizer, tokens=fewer, mixed=mixed, knobs=knobs, name=name
+        )
+
+    smaller: dict[str, Callable[[], Job]] = {}
+    half = None if tokens is None else tokens // 2
+    if rows % 2 == 0:
+        smaller["half the batch"] = again(_halved(inputs, 0), half)
+    if _sequence(inputs) % 2 == 0 and _traces(loss, shapes, _halved(inputs, 1)):
+        smaller["half the sequence"] = again(_halved(inputs, 1), half)
+    return Job(
+        build=build,
+        roles=("params", "state", "batch"),
+        donate=(0, 1),
+        tokens=tokens,
+        knobs=tried,
+        name=name or getattr(loss, "__name__", ""),
+        beyond=beyond,
+        smaller=MappingProxyType(smaller),
+        notes=notes,
+    )
+
+
+def _microbatches(x: Any, parts: int) -> Any:
+    # Rows that lie together on a chip go to different microbatches: then the axis that the loop runs over is the inner
+    # one and stays whole on every chip, and each microbatch is spread over all of them.
+    return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
+
+
+def _sum_dtype(dtype: Any, mixed: bool) -> Any:
+    return jnp.promote_types(dtype, jnp.float32) if mixed else dtype
+
+
+def _rows(batch: Any) -> int:
+    sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise rule_error(
+            "Every array of a batch has the same number of rows, its first dimension",
+            f"first dimensions {sorted(sizes)} (0 for a scalar)",
+            "give each array the batch as its first dimension, and close the loss over the rest",
+        )
+    return int(sizes.pop())
+
+
+def _sequence(batch: Any) -> int:
+    """The second dimension that all arrays of the batch share, 1 where there is none."""
+    sizes = {leaf.shape[1] if len(leaf.shape) > 1 else 1 for leaf in jax.tree.leaves(batch)}
+    return int(sizes.pop()) if len(sizes) == 1 else 1
+
+
+def _traces(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> bool:
+    """Whether the loss takes this batch: a second dimension that is no sequence cannot be cut."""
+    try:
+        jax.eval_shape(loss, params, batch)
+    except Exception:  # noqa: BLE001 - whatever the loss says to a batch that nobody promised it
+        return False
+    return True
+
+
+def _halved(batch: Any, axis: int) -> Any:
+    def half(leaf: Any) -> Any:
+        shape = (*leaf.shape[:axis], leaf.shape[axis] // 2, *leaf.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return jax.tree.map(half, batch)
+
+
+def _knobs(
+    given: Mapping[str, Sequence[Any]] | None, rows: int, scans: int
+) -> tuple[Mapping[str, tuple[Any, ...]], Mapping[str, tuple[Any, ...]]]:
+    possible = {
+        "remat": POLICIES if scans else ("none",),
+        "accumulate": tuple(parts for parts in _ACCUMULATE if rows % parts == 0),
+    }
+    tried = dict(possible)
+    for name, values in (given or {}).items():
+        if name not in possible:
+            raise unknown_name("knob", name, possible)
+        tried[name] = tuple(values)
+        if not tried[name]:
+            raise rule_error(f"The knob {name!r} has one or more values to try", repr(values), "name one")
+    for value in tried["remat"]:
+        if value not in POLICIES:
+            raise unknown_name("remat policy", value, POLICIES)
+    for parts in tried["accumulate"]:
+        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or rows % parts:
+            raise rule_error(
+                f"accumulate divides the batch's {rows} rows",
+                repr(parts),
+                f"use one of {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}",
+            )
+    beyond = {name: tuple(v for v in values if v not in tried[name]) for name, values in possible.items()}
+    return MappingProxyType(tried), MappingProxyType({name: values for name, values in beyond.items() if values})

@@ -1,0 +1,102 @@
+"""The search with the library's own cost model, on programs small enough to enumerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from capibara.hardware.topology import slice_by_name
+from capibara.parallel.cost.estimate import Estimate
+from capibara.parallel.evaluation import PaperModel
+from capibara.parallel.exploration import Exploration
+from capibara.parallel.job import program_job
+from capibara.parallel.layout import Layout
+from capibara.parallel.search import search
+from capibara.parallel.space import Space
+from capibara.parallel.training_step import training_job
+
+ON = "v4-16"
+
+
+def _shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"] @ params["in"]
+    x, _ = jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w["up"]) @ w["down"], None), x, params["layers"])
+    return jnp.mean((x @ params["out"] - batch["y"]) ** 2)
+
+
+def _job(rows: int = 4096, **keywords: Any) -> Any:
+    layers = {"up": _shape(4, 512, 2048), "down": _shape(4, 2048, 512)}
+    params = {"in": _shape(64, 512), "layers": layers, "out": _shape(512, 64)}
+    return training_job(_loss, params, {"x": _shape(rows, 64), "y": _shape(rows, 64)}, **keywords)
+
+
+class _Remembering(PaperModel):
+    """The same model; what one search has costed, another does not cost again."""
+
+    def estimate(self, layout: Layout) -> Estimate:
+        key = repr(layout)
+        if key not in self.__dict__.setdefault("known", {}):
+            self.known[key] = super().estimate(layout)
+        return self.known[key]
+
+
+@pytest.fixture(scope="module")
+def cost() -> _Remembering:
+    return _Remembering(_job(knobs={"accumulate": (1,), "remat": ("none", "full")}), slice_by_name(ON))
+
+
+@pytest.mark.parametrize("target", ["throughput", "latency", "memory"])
+def test_within_a_twentieth_of_the_exhaustive_search(cost: _Remembering, target: str) -> None:
+    where, limit = cost.slice, float(cost.slice.chip.capacity_bytes)
+    space = Space(cost.anatomy(), where.chips, cost.job.knobs, memory_limit=limit, offload=False)
+    quick, whole = (Exploration(space, cost, target, budget) for budget in (60, 10**6))
+    quick.go()
+    whole.exhaust()
+    found, best = (min(one.results.values(), key=one.worth) for one in (quick, whole))
+    assert quick.evaluations < whole.evaluations
+    assert quick.worth(found)[1] <= 1.05 * whole.worth(best)[1]
+
+
+@pytest.mark.newest
+def test_few_rows_cut_the_model_and_many_the_batch() -> None:
+    few, many = (search(_job(rows, knobs={"accumulate": (1,)}), ON).best for rows in (8, 2**20))
+    assert few is not None
+    assert many is not None
+    assert many.layout.mesh.axes == {"data": 8, "model": 1}
+    assert few.layout.mesh.axes["model"] > 1 or "sequence" in few.layout.mesh.axes
+    assert many.estimate.memory.fits
+
+
+def test_less_memory_is_another_layout_that_fits() -> None:
+    job = _job(2**18, knobs={"accumulate": (1, 4)})
+    roomy = search(job, ON).best
+    assert roomy is not None
+    limit = 0.5 * roomy.estimate.memory.total
+    tight = search(job, ON, memory_limit=limit).best
+    assert tight is not None
+    assert tight.estimate.memory.limit == limit
+    assert tight.estimate.memory.total <= limit
+    assert tight.layout != roomy.layout
+
+
+def test_any_function_can_be_planned() -> None:
+    def scores(w: Any, ids: jax.Array) -> jax.Array:
+        return jax.nn.softmax(w["embed"][ids] @ w["out"])
+
+    w = {"embed": _shape(4096, 256), "out": _shape(256, 4096)}
+    plans = search(program_job(scores, (w, _shape(64, 32, dtype="int32"))), ON)
+    assert plans.best is not None
+    assert plans.best.layout.choices == ()
+    assert "roles were taken from the types" in plans.notes[0]
+
+
+def test_a_function_that_does_not_trace_keeps_its_own_error() -> None:
+    with pytest.raises(TypeError, match="dot_general"):
+        search(program_job(lambda w, x: w @ x, (_shape(3, 4), _shape(3, 4)), roles=("params", "batch")), ON)

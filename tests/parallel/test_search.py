@@ -1,0 +1,254 @@
+"""The search alone, on a decoder's anatomy by hand and a cost model of ten lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec
+from tests.parallel.standins import HEADS, HIDDEN, MLP, VOCAB, TenLines, decoder
+
+from capibara.parallel.anatomy import Anatomy, Leaf
+from capibara.parallel.exploration import TARGETS, Exploration
+from capibara.parallel.job import Job
+from capibara.parallel.mesh import MeshConfig
+from capibara.parallel.plans import DoesNotFit
+from capibara.parallel.search import search
+from capibara.parallel.space import Point, Space, Unfit
+
+KNOBS = MappingProxyType({"remat": ("none", "dots", "full"), "accumulate": (1, 2, 4)})
+EVERYTHING = sum(leaf.bytes for leaf in decoder().leaves)
+
+
+def _job(anatomy: Anatomy, **changes: Any) -> Job:
+    return Job(build=lambda: anatomy, roles=(), knobs=KNOBS, tokens=1024, **changes)  # type: ignore[arg-type]
+
+
+def _search(limit: float = EVERYTHING, anatomy: Anatomy | None = None, on: str = "v4-16", **keywords: Any) -> Any:
+    anatomy = anatomy or decoder()
+    keywords = {"model": lambda job, slice: TenLines(job.build(), limit), "memory_limit": limit, **keywords}
+    return search(keywords.pop("job", _job(anatomy)), on, **keywords)
+
+
+# What a layout is.
+
+
+def test_the_dimensions_of_a_decoder_are_told_apart() -> None:
+    anatomy = decoder()
+    assert anatomy.hub == HIDDEN
+    # Heads and not the features of one head; a cut by columns, then by rows, first.
+    assert anatomy.colours == ((HEADS, MLP, VOCAB), (HIDDEN,))
+    assert not anatomy.experts
+
+
+def test_experts_are_seen_by_where_they_stand() -> None:
+    shapes = {"router": ((64, 8), (3, 9)), "up": ((8, 64, 32), (9, 3, 6)), "down": ((8, 32, 64), (9, 6, 3))}
+    leaves = [Leaf(name, "params", shape, 4, groups) for name, (shape, groups) in shapes.items()]
+    anatomy = Anatomy((*leaves, Leaf("tokens", "batch", (16, 64), 4, (0, 1))))
+    assert anatomy.experts == {9}
+    space = Space(anatomy, 8, {})
+    assert (("expert", 8),) in space.meshes()
+    layout = space.layout(Point((("data", 2), ("expert", 4))))
+    assert tuple(layout.specs[1]) == ("expert",)
+    assert tuple(layout.specs[3]) == (("data", "expert"),)
+
+
+def test_a_point_in_words_and_specs() -> None:
+    space = Space(decoder(), 32, KNOBS)
+    point = Point(
+        (("data", 4), ("model", 8)), (HEADS, MLP, VOCAB), "full", (("remat", "full"), ("accumulate", 2)), offload=True
+    )
+    layout = space.layout(point)
+    words = "data 4 x model 8 (heads, mlp, vocab), fully sharded, remat full, accumulate 2, optimizer state on the host"
+    assert layout.name == words
+    by_name = dict(zip([leaf.name for leaf in space.anatomy.leaves], layout.specs, strict=True))
+    assert by_name["q"] == PartitionSpec(None, "data", "model")
+    assert by_name["down"] == PartitionSpec(None, "model", "data")
+    assert by_name["norm"] == PartitionSpec()
+    assert by_name["tokens"] == PartitionSpec("data")
+    assert layout.rules["heads"] == "model"
+    assert layout.rules["hidden"] is None
+    assert layout.rules["batch"] == "data"
+    assert len(layout.host) == 12
+    other = dict(zip(by_name, space.layout(dataclasses.replace(point, parameters="optimizer")).specs, strict=True))
+    assert other["q"] == PartitionSpec(None, None, "model")
+    assert other["mean/q"] == PartitionSpec(None, "data", "model")
+
+
+def test_what_does_not_divide_is_refused_by_name() -> None:
+    space = Space(decoder(rows=6, length=10), 8, KNOBS)
+    with pytest.raises(Unfit, match=r"6 rows of the batch do not divide over 4 chips \(4 or 8 would\)"):
+        space.layout(Point((("data", 4), ("model", 2)), (MLP,)))
+    with pytest.raises(Unfit, match="a sequence of 10 does not divide over 4"):
+        space.layout(Point((("data", 2), ("sequence", 4))))
+    with pytest.raises(Unfit, match="6 rows do not divide over 2 chips x 2 microbatches"):
+        space.layout(Point((("data", 2), ("model", 4)), (MLP,), choices=(("accumulate", 2),)))
+    small = Space(decoder(), 8, KNOBS, memory_limit=1000)
+    with pytest.raises(Unfit, match="for its arguments alone"):
+        small.layout(Point((("data", 8),)))
+
+
+def test_pipelines_are_tried_when_asked_for() -> None:
+    assert not any("pipeline" in dict(mesh) for mesh in Space(decoder(), 8, KNOBS).meshes())
+    space = Space(decoder(), 8, KNOBS, pipelines=True)
+    assert (("pipeline", 4), ("data", 2)) in space.meshes()
+    layout = space.layout(Point((("pipeline", 4), ("data", 2))))
+    assert layout.stages == 4
+    assert layout.specs[1] == PartitionSpec("pipeline")
+    with pytest.raises(Unfit, match="6 layers do not divide into 4 stages"):
+        Space(decoder(layers=6), 8, KNOBS, pipelines=True).layout(Point((("pipeline", 4), ("data", 2))))
+
+
+# The search.
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "link", "share"),
+    [
+        ("throughput", 8, 1e8, 3.0),
+        ("throughput", 64, 1e10, 0.4),
+        ("throughput", 16, 1e9, 0.15),
+        ("latency", 64, 1e9, 0.1),
+        ("memory", 16, 1e9, 0.15),
+    ],
+)
+def test_within_a_twentieth_of_the_exhaustive_search(target: str, rows: int, link: float, share: float) -> None:
+    # One head and a prime length: few enough layouts to enumerate, on 8 chips.
+    anatomy = decoder(rows=rows, length=7, heads=1)
+    limit = share * EVERYTHING
+    space = Space(anatomy, 8, KNOBS, memory_limit=limit)
+    quick, whole = (Exploration(space, TenLines(anatomy, limit, link), target, budget) for budget in (220, 10**6))
+    quick.go()
+    whole.exhaust()
+    found, best = (min(one.results.values(), key=one.worth) for one in (quick, whole))
+    assert best.fits
+    assert found.fits
+    assert quick.evaluations < whole.evaluations / 2
+    assert quick.worth(found)[1] <= 1.05 * whole.worth(best)[1]
+
+
+def test_the_targets_choose_differently() -> None:
+    best = {target: _search(10 * EVERYTHING, decoder(rows=64), target=target).best for target in TARGETS}
+    assert len({one.layout.name for one in best.values()}) == 3
+    assert min(best, key=lambda target: best[target].estimate.seconds) == "throughput"
+    assert min(best, key=lambda target: best[target].estimate.high) == "latency"
+    assert min(best, key=lambda target: best[target].estimate.memory.total) == "memory"
+
+
+def test_the_same_plan_twice_and_no_layout_costed_twice() -> None:
+    anatomy = decoder()
+    models = [TenLines(anatomy, EVERYTHING) for _ in range(2)]
+    first, second = (_search(model=lambda job, slice, m=model: m) for model in models)
+    assert [one.layout for one in first.ranked] == [one.layout for one in second.ranked]
+    assert models[0].seen == models[1].seen
+    assert first.evaluations == len(models[0].seen) == len({repr(layout) for layout in models[0].seen})
+
+
+def test_ranked_layouts_differ_in_kind_and_top_says_how_many() -> None:
+    plans = _search(top=5)
+    assert len(plans.ranked) == 5
+    seconds = [one.estimate.seconds for one in plans.ranked]
+    assert seconds == sorted(seconds)
+    assert len({(one.layout.mesh, one.layout.specs) for one in plans.ranked}) == 5
+    assert len(_search(top=1).ranked) == 1
+
+
+def test_a_given_mesh_is_kept_and_checked() -> None:
+    plans = _search(mesh={"data": 2, "model": 4})
+    assert {one.layout.mesh.axes["model"] for one in plans.ranked} == {4}
+    assert _search(mesh=MeshConfig((2, 4))).best.layout == plans.best.layout
+    with pytest.raises(ValueError, match=r"multiply to the chips, 8.*Fix: use data=2, model=4"):
+        _search(mesh={"data": 3, "model": 4})
+    with pytest.raises(ValueError, match="Did you mean 'model'"):
+        _search(mesh={"data": 2, "modle": 4})
+
+
+def test_less_memory_turns_recomputation_then_the_host_on() -> None:
+    roomy, tight = _search(10 * EVERYTHING).best, _search(0.1 * EVERYTHING).best
+    assert dict(roomy.layout.choices)["remat"] == "none"
+    assert tight.estimate.seconds > roomy.estimate.seconds
+    assert tight.estimate.memory.total <= 0.1 * EVERYTHING
+    assert _search(0.15 * EVERYTHING).best.layout.host
+    assert _search(0.15 * EVERYTHING, offload=False, fixes=False).best is None
+
+
+def test_budget_and_deadline_stop_it() -> None:
+    assert _search(budget=5).evaluations == 5
+    assert _search(deadline_s=0.0).evaluations == 1
+
+
+def test_a_compiler_has_the_last_word() -> None:
+    plain = _search(top=3)
+    asked: list[str] = []
+
+    def confirm(layout: Any) -> Any:
+        asked.append(layout.name)
+        if layout == plain.ranked[0].layout:
+            return SimpleNamespace(error="out of memory", total_bytes=None)
+        if layout == plain.ranked[1].layout:
+            return SimpleNamespace(error=None, total_bytes=2.0 * EVERYTHING)
+        return SimpleNamespace(error=None, total_bytes=0.9 * EVERYTHING)
+
+    plans = _search(top=2, confirm=confirm)
+    assert len(asked) == 4
+    assert plans.best.layout == plain.ranked[2].layout
+    assert plans.best.confirmed
+    assert plans.best.estimate.memory.total == pytest.approx(0.9 * EVERYTHING)
+    reasons = [one.reason for one in plans.refused]
+    assert "the compiler refused it: out of memory" in reasons
+    assert any(reason.startswith("the compiler needs") for reason in reasons)
+
+
+# When nothing fits.
+
+
+def test_the_error_names_the_cheapest_change_that_fits() -> None:
+    limit = 0.04 * EVERYTHING
+    half = decoder(rows=2)
+    job = _job(
+        decoder(rows=4),
+        beyond=MappingProxyType({"accumulate": (64,)}),
+        smaller=MappingProxyType({"half the batch": lambda: _job(half)}),
+    )
+    plans = _search(limit, job=job)
+    assert plans.best is None
+    # More chips were tried by the same model, and so was half the batch, which does not help here: state is the most.
+    assert [fix.change for fix in plans.fixes] == ["v4-64 (32 chips, 2x4x4)"]
+    assert plans.nearest_fix.estimate.memory.fits
+    with pytest.raises(DoesNotFit, match=r"at best on v4-16 .*needs .* GiB a chip.*Fix: v4-64") as error:
+        plans.require()
+    assert error.value.plans is plans
+
+
+def test_knobs_that_nobody_asked_for_are_a_fix() -> None:
+    limit = EVERYTHING
+    knobs = MappingProxyType({"remat": ("none",), "accumulate": (1,)})
+    job = dataclasses.replace(_job(decoder(rows=256)), knobs=knobs)
+    assert _search(limit, job=job, fixes=False).best is None
+    told = dataclasses.replace(job, beyond=MappingProxyType({"remat": ("dots", "full")}))
+    changes = [fix.change for fix in _search(limit, job=told).fixes]
+    assert "remat dots or full" in changes
+    assert any("chips" in change for change in changes)
+
+
+def test_freeing_the_mesh_and_the_host_are_fixes() -> None:
+    changes = [fix.change for fix in _search(0.15 * EVERYTHING, offload=False).fixes]
+    assert "the optimizer's state on the host" in changes
+    changes = [fix.change for fix in _search(0.18 * EVERYTHING, mesh={"data": 8}, offload=False).fixes]
+    assert "a mesh of another shape" in changes
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"target": "speed"}, "Choices: 'throughput', 'latency', 'memory'"),
+        ({"top": 0}, "top is a whole number"),
+        ({"memory_limit": -1.0}, "positive number of bytes"),
+        ({"on": "v4-33"}, "v4-32"),
+    ],
+)
+def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _search(**keywords)
