@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_method_is_the_rooms_function_in_a_precision(name: str) -> None:
     method, function = CALLS[name]
@@ -86,7 +86,6 @@ def test_a_method_is_the_rooms_function_in_a_precision(name: str) -> None:
             assert 2**-12 < off < 0.25
 
 
-@pytest.mark.newest
 def test_losses_and_choices_stay_exact() -> None:
     want = jax.jit(lambda: layers.cross_entropy(X, WEIGHTS, LABELS, z_loss=1e-3))()
     for precision, exact in (("float32", True), ("bfloat16", False)):

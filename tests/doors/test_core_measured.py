@@ -74,7 +74,6 @@ def test_one_program_or_one_for_each_tensor() -> None:
     assert (programs(True), programs(False)) == (1, len(TENSORS))
 
 
-@pytest.mark.newest
 def test_vectors_shared_or_of_each_tensor() -> None:
     tensors = [TENSORS[0], TENSORS[1], TENSORS[3]]
     shared = {"weight": WEIGHT, "bias": BIAS}
@@ -99,7 +98,6 @@ def test_vectors_shared_or_of_each_tensor() -> None:
         np.testing.assert_allclose(got, rms_norm(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.newest
 def test_products_with_one_right_side_or_many() -> None:
     lefts = [normal(5, 32), normal(2, 3, 32), normal(4, 32)]
     pairs = [(normal(6, 32), normal(32, 8)) for _ in range(2)] + [(normal(2, 3, 32), normal(2, 32, 8))]
@@ -229,7 +227,6 @@ def test_tflops_are_measured() -> None:
     assert kernels.get_tflops() == rate
 
 
-@pytest.mark.newest
 def test_a_benchmark_of_named_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["optimized_matmul", "fused_gelu_dropout"]
     found = TPUv4Kernels("float32").benchmark_kernels(names)

@@ -56,7 +56,7 @@ def error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=3)
 @pytest.mark.parametrize("name", CALLS)
 def test_inside_a_context_it_is_the_op_with_jax_s_results(name: str) -> None:
     options = CALLS[name]

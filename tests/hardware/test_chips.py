@@ -99,7 +99,7 @@ def test_peak_is_what_the_matrix_units_do(one: Chip) -> None:
     assert derived == pytest.approx(one.peak_flops("bfloat16"), rel=0.005)
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases="all")
 @pytest.mark.parametrize("one", TPUS, ids=lambda one: one.name)
 def test_agrees_with_jax_s_own_table(one: Chip) -> None:
     from jax.experimental.pallas import tpu as pltpu

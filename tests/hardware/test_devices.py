@@ -88,7 +88,7 @@ def test_cpu_processes(attach: Any) -> None:
     assert summary().startswith("8 virtual devices on 4 CPU processes")
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases="all")
 @pytest.mark.parametrize("name", ["v4-8", "v4-32", "v4-64", "v4-128", "v5e-8", "v6e-64", "v3-32", "tpu7x-8"])
 def test_a_slice_is_known_by_its_coordinates(attach: Any, name: str) -> None:
     attach(fake_slice(name))

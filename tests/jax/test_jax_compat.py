@@ -46,7 +46,7 @@ def in_jax(path: str) -> bool:
     return True
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases="all")
 @pytest.mark.parametrize("path", NAMES)
 def test_name_resolves_and_warns_once(path: str) -> None:
     with warnings.catch_warnings(record=True) as setup:

@@ -404,8 +404,8 @@ def emulated() -> Iterator[None]:
         barrier_arrive=lambda b: b.one.arrive(), barrier_wait=lambda b: b.one.wait(), copy_gmem_to_smem=_to_smem,
         copy_smem_to_gmem=_to_gmem, transpose_ref=lambda ref, axes: ref.read().transpose(axes), commit_smem=_nothing,
         set_max_registers=_nothing, wait_smem_to_gmem=_nothing, layout_cast=lambda x, layout: x,
-        load=lambda ref, *_, **__: ref.read(), wgmma_wait=_nothing,
-        wgmma_accumulator_load=lambda ref, wait_n: ref.value,
+        load=lambda ref, *_, **__: ref.read(), store=lambda ref, value, optimized: ref.write(value),
+        wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
         broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),
     )  # fmt: skip
     cpu_pl = _Shim(pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when)

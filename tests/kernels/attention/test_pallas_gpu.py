@@ -213,7 +213,7 @@ def _lowered(form: Form) -> str:
     return str(jax.export.export(jax.jit(form.run), platforms=["cuda"])(shapes).mlir_module())
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=6)
 @each_form
 def test_lowers_for_cuda(form: Form) -> None:
     assert "mosaic_gpu" in _lowered(form)

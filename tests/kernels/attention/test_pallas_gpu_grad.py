@@ -210,7 +210,7 @@ LOWERED = (
 )  # fmt: skip
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=4)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in _lowered(FORMS[name])

@@ -251,7 +251,7 @@ REAL = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=4)
 @pytest.mark.parametrize("name", REAL)
 def test_lowers_for_tpu(name: str) -> None:
     sizes, params = REAL[name]

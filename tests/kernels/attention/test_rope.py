@@ -52,7 +52,7 @@ def _x(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=3)
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_values(style: str, name: str) -> None:
@@ -210,7 +210,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=3)
 @pytest.mark.parametrize(
     ("name", "layout"), [*((name, "bhtd") for name in FORMS), ("offset", "bthd"), ("segments that start over", "bthd")]
 )
@@ -353,7 +353,7 @@ def test_bad_rope_in_attention(call: Any, says: str) -> None:
         call(_x(1, 2, 5, 8))
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("transform", ["grad", "jit of grad", "vmap of grad"])
 def test_a_config_reaches_the_forward_pass_of_a_gradient(transform: str, named: bool) -> None:

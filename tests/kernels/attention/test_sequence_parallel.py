@@ -252,7 +252,7 @@ def test_the_backward_ring_sends_gradients_along() -> None:
     assert _sent(both, qkv[0], *qkv) == {"collective-permute": 3 * 2 * k + (3 * 2 * k + 4 * 2 * k)}
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("rules", [{}, {"causal": True}, {"causal": True, "balance": False}])
 def test_nothing_of_a_step_is_kept_for_the_backward_pass(devices: int, rules: Any) -> None:

@@ -78,7 +78,7 @@ def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: Strea
     right(ACTIVATION_GRAD, mosaic_gpu_grad, grad_case(case))
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_config_lowers_for_cuda(kind: str) -> None:
     x, seed = jax.ShapeDtypeStruct((600, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.uint32)

@@ -50,7 +50,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize(("given", "plain"), FORMS, ids=lambda form: "-".join(form) or "plain")
 @pytest.mark.parametrize("gradient", ["recompute", "in_forward"])
 def test_loss_and_gradients_against_logits_in_memory(given: Any, plain: Any, gradient: str) -> None:

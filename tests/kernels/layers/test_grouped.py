@@ -180,7 +180,7 @@ def test_the_gradient_of_a_gated_product_keeps_its_products_in_the_operands_type
     assert all(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(pull))
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 @pytest.mark.parametrize("shared", ["weights", "sizes", "nothing"])
 def test_vmap_with_a_rest(name: str, shared: str) -> None:

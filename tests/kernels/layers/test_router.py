@@ -47,7 +47,7 @@ def _naive(
     return np.array(weights), np.array(indices)
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=3)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("gate", "normalize"), [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False),

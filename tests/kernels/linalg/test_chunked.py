@@ -37,7 +37,7 @@ def loops(fn: Any, *args: Any) -> list[int]:
     return [int(line.split("length=")[1]) for line in text.splitlines() if "length=" in line]
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize(("chunk", "whole"), [(64, [4]), (100, [3]), (1, [300]), (299, [1]), (300, []), (5000, [])])
 def test_blocks_are_a_loop_that_adds_up_in_float32(chunk: int, whole: list[int]) -> None:
     assert loops(lambda a, b: gemm_chunked(a, b, chunk), A, B) == whole

@@ -70,7 +70,7 @@ EQUATIONS: list[tuple[str, Shapes, int]] = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=5)
 @pytest.mark.parametrize(("equation", "shapes", "products"), EQUATIONS)
 def test_an_equation_is_einsum(equation: str, shapes: Shapes, products: int) -> None:
     operands = draw(shapes)

@@ -98,7 +98,7 @@ EQUATIONS = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=4)
 @pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in EQUATIONS])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_einsum_is_jnps(equation: str, shapes: list[tuple[int, ...]], dtype: str) -> None:

@@ -77,7 +77,7 @@ def test_types(dtype: str) -> None:
     assert np.abs(s / want - 1).max() < 100 * 0.9**110
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("spectrum", [SLOW, FAST], ids=["slow", "fast"])
 @pytest.mark.parametrize(("shape", "core"), [(SHAPE, "xla"), (SHAPE, "jacobi"), ((60, 121), "xla")], ids=str)
 def test_a_sketch_comes_near_the_best(shape: tuple[int, int], core: str, spectrum: Any) -> None:

@@ -192,7 +192,7 @@ def _by_steps(given: dict[str, Any]) -> np.ndarray:
     return y
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("reset", [-1e3, -1e6, -1e9, -np.inf])
 def test_what_follows_a_reset_is_exact(reset: float, channels: bool) -> None:

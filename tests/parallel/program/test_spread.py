@@ -100,7 +100,7 @@ def test_gradients_scatter_to_a_split_state_and_are_whole_for_a_whole_one(
 
 def test_layers_are_gathered_inside_of_their_loop(llama: ModuleType) -> None:
     args, program = decoder(llama, "tiny", 8, 32, remat="full")
-    chip = on(program, {"data": 4}, decoder_specs(args, sharded=True), rules=RULES)
+    chip = on(program, {"data": 4, "model": 1}, decoder_specs(args, sharded=True), rules=RULES)
     loops = [step for step in chip.steps if isinstance(step, Loop)]
     assert [loop.trips for loop in loops] == [2, 2]
     for loop in loops:

@@ -74,7 +74,7 @@ def small(ragged: bool = False, **changed: Any) -> dict[str, Any]:
     return made | changed
 
 
-@pytest.mark.newest
+@pytest.mark.newest(cases=2)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 0.7)])
 @pytest.mark.parametrize("name", ["reference", "xla"])
