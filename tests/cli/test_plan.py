@@ -58,6 +58,7 @@ def test_json_and_what_does_not_fit(target: str) -> None:
     assert document["bytes_per_chip"] > 0.001 * 2**30
     assert document["limit_bytes"] == pytest.approx(0.001 * 2**30)
     assert document["largest_buffers"]
+    assert document["bills"] == [], "what does not run has no price"
 
 
 def test_an_axis_that_does_not_divide_is_named(target: str) -> None:
@@ -158,6 +159,7 @@ def test_a_layout_is_confirmed_by_xla(target: str) -> None:
         (["--target", "speed"], "'throughput', 'latency', 'memory'"),
         (["--remat", "some"], "'none', 'dots', 'full'"),
         (["--measured", "gone.json"], "No such file"),
+        (["--html", "no_such_folder/plan.html"], "make no_such_folder first"),
         (["--calibrate"], "train, target with it. Fix: leave them out"),
     ],
 )

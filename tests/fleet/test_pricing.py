@@ -105,6 +105,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ('[[price]]\nchip = "v4"\non_demand = 1.0\n', "add region"),
         ('[[price]]\nchip = "v4"\nregion = "r"\non_demand = "cheap"\n', "number of dollars"),
         ('[[price]]\nchip = "v4"\nregion = "r"\nspot = -1.0\n', "number of dollars"),
+        ('[[price]]\nchip = "v4"\nregion = "r"\n', "add one of on_demand"),
         ("price = 3\n", r"\[\[price\]\]"),
         ("[[price\n", "TOML"),
     ],

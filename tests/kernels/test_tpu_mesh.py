@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 from capibara.errors import ImplementationRefused
 from capibara.kernels import attention, explain, gemm, interpret, target
 from capibara.kernels.attention.reference import reference
+from capibara.kernels.check import check_output, expected
 from capibara.kernels.layers import layer_norm
+from capibara.kernels.op import Case, Op, registry
 from capibara.kernels.scan import linear_recurrence
 from capibara.parallel import use_rules
 
@@ -172,3 +174,99 @@ def test_a_product_whose_layout_nobody_knows_is_left_to_xla() -> None:
         assert "nothing says how these operands lie" in str(told)
         with pytest.raises(ImplementationRefused, match="inside shard_map, or on mesh axes of type Explicit"):
             jax.jit(lambda a, b: gemm(a, b, implementation=KERNEL)).lower(a, b)
+
+
+@pytest.mark.parametrize("explicit", [0, 1])
+def test_axes_of_both_types(explicit: int) -> None:
+    """Explicit axes say where arrays lie; the table speaks for the Auto ones."""
+    kinds = [AxisType.Auto, AxisType.Auto]
+    kinds[explicit] = AxisType.Explicit
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=tuple(kinds), devices=jax.devices("cpu")[:8])
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in _qkv()]
+        got, text = _on_tpu(_attended, arrays)
+    assert jnp.abs(got - reference(*_qkv(), causal=True)).max() < TOLERANCE
+    assert "all-gather" not in text
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), got.ndim)
+
+
+def _inside_a_shard_map(check_vma: bool) -> Any:
+    """Attention where a shard_map around has taken the batch's axis and left the heads' to XLA."""
+    return jax.shard_map(
+        _attended, mesh=_mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=check_vma
+    )
+
+
+def test_what_a_shard_map_around_left_is_split() -> None:
+    arrays = [jax.device_put(x, NamedSharding(_mesh(), P("data", "model"))) for x in _qkv()]
+    got, text = _on_tpu(_inside_a_shard_map(False), arrays)
+    assert jnp.abs(got - reference(*_qkv(), causal=True)).max() < TOLERANCE
+    assert "all-gather" not in text
+    assert got.sharding.is_equivalent_to(NamedSharding(_mesh(), P("data", "model")), got.ndim)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_a_shard_map_around_left_lowers_for_tpu(check_vma: bool) -> None:
+    """A TPU kernel lowers only where every mesh axis is taken by a shard_map; so do its gradients."""
+    arrays = [jax.device_put(x, NamedSharding(_mesh(), P("data"))) for x in _qkv()]
+    loss = jax.grad(lambda *given: (_inside_a_shard_map(check_vma)(*given) ** 2).sum(), argnums=(0, 1, 2))
+    with target("tpu", "TPU v4"):
+        exported = jax.export.export(jax.jit(loss), platforms=["tpu"])(*arrays)
+    assert "tpu_custom_call" in exported.mlir_module()
+
+
+def test_arrays_know_their_mesh_whichever_is_active() -> None:
+    x, scale = jax.random.normal(jax.random.key(0), (8, 256)), jnp.linspace(0.5, 1.5, 256)
+    wanted = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale
+    mesh = _mesh()
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(scale, NamedSharding(mesh, P()))]
+    with jax.set_mesh(_mesh(("x", "y"))), target("tpu", "TPU v4"), interpret("hlo"):
+        got = layer_norm(*placed, implementation=KERNEL)
+    assert jnp.abs(got - wanted).max() < 256 * float(np.finfo(np.float32).eps)
+    assert got.sharding.is_equivalent_to(placed[0].sharding, got.ndim)
+
+
+def test_arrays_on_two_meshes_outside_of_jit() -> None:
+    """One mesh is followed; what lies on the other is brought there."""
+    a = jax.random.uniform(jax.random.key(0), (4, 8, 128))
+    b = jax.random.normal(jax.random.key(1), (4, 8, 128))
+    placed = (
+        jax.device_put(a, NamedSharding(_mesh(), P())),
+        jax.device_put(b, NamedSharding(_mesh(("x", "y")), P("x"))),
+    )
+    with target("tpu", "TPU v4"), interpret("hlo"):
+        alone = linear_recurrence(a, b, implementation=KERNEL)
+        got = linear_recurrence(*placed, implementation=KERNEL)
+    np.testing.assert_array_equal(got, alone)
+
+
+# Slow to emulate, and above or in their families' own suites with a mesh.
+SLOW = ("attention", "attention_grad", "paged_attention", "linear_recurrence", "linear_recurrence_grad")
+
+
+def _with_a_table() -> list[Any]:
+    made = []
+    for op in registry().values():
+        case = next((case for case in op.cases if "shard" in case.tags), None)
+        known = op.partition is not None and op.partition.logical and op.mesh_axes is None
+        if KERNEL in op.implementations and known and case is not None:
+            marks = [pytest.mark.slow] if op.name in SLOW else []
+            made.append(pytest.param(op, case, id=op.name, marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(("op", "case"), _with_a_table())
+def test_every_op_is_split_by_its_table(op: Op, case: Case) -> None:
+    mesh, arrays = _mesh(), case.arrays()
+    placed = [jax.device_put(x, NamedSharding(mesh, P())) for x in arrays if x is not None]
+
+    def call(*present: Any) -> Any:
+        given = iter(present)
+        return op(*(None if x is None else next(given) for x in arrays), implementation=KERNEL, **case.params)
+
+    with jax.set_mesh(mesh):
+        got, text = _on_tpu(call, placed)
+    result = check_output(got, expected(op, arrays, case.params))
+    assert result.ok, result.why
+    assert "CustomSPMDPartitioning" not in text
+    assert any(axis for x in jax.tree.leaves(got) for axis in x.sharding.spec), "no factor was split"

@@ -15,7 +15,7 @@ from capibara.parallel.exploration import Exploration
 from capibara.parallel.job import program_job
 from capibara.parallel.layout import Layout
 from capibara.parallel.search import search
-from capibara.parallel.space import Space
+from capibara.parallel.space import Point, Space
 from capibara.parallel.training_step import training_job
 
 ON = "v4-16"
@@ -100,3 +100,31 @@ def test_any_function_can_be_planned() -> None:
 def test_a_function_that_does_not_trace_keeps_its_own_error() -> None:
     with pytest.raises(TypeError, match="dot_general"):
         search(program_job(lambda w, x: w @ x, (_shape(3, 4), _shape(3, 4)), roles=("params", "batch")), ON)
+
+
+def test_work_that_chips_repeat_is_no_useful_work() -> None:
+    def fn(weights: Any, x: jax.Array) -> jax.Array:
+        return x @ weights["small"] @ weights["large"]
+
+    weights = {"small": _shape(512, 512), "large": _shape(512, 4096)}
+    job = program_job(fn, (weights, _shape(1, 512)), roles=("params", "batch"))
+    model = PaperModel(job, slice_by_name(ON))
+    space = Space(model.anatomy(), 8, job.knobs)
+    flops = 2 * 512 * (512 + 4096)
+    for mesh in space.meshes():
+        for cut in space.cuts(mesh, everything=True):
+            found = model.estimate(space.layout(Point(mesh, cut)))
+            # Some cuts leave a product whole on each chip: more is computed, and no more of it counts.
+            assert found.model_flops == pytest.approx(flops / 8)
+            assert found.flops >= found.model_flops * (1 - 1e-9)
+
+
+def test_a_job_is_not_traced_again_for_another_slice() -> None:
+    job = _job(rows=64)
+    model = PaperModel(job, slice_by_name(ON))
+    model.anatomy()
+    (choices,) = model._programs
+    assert model.elsewhere(job, slice_by_name("v4-64")).program(choices) is model.program(choices)
+    # Another batch, or another chip, for which kernels are chosen anew, is another program.
+    assert model.elsewhere(_job(rows=32), slice_by_name(ON)).program(choices) is not model.program(choices)
+    assert model.elsewhere(job, slice_by_name("v5p-32")).program(choices) is not model.program(choices)

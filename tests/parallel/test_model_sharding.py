@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from capibara.jax.tpu_v4.optimizations import create_mesh_sharding, optimize_sharding_strategy
 from capibara.parallel.model_sharding import WORDS
+from capibara.parallel.search import TARGETS
 
 
 def _params(width: int = 64) -> dict[str, Any]:
@@ -53,12 +54,12 @@ def test_every_word_is_a_layout_of_its_own() -> None:
 
 
 def test_the_mesh_target_is_used_when_there_is_no_strategy() -> None:
-    # Wide enough that products take longer than the gathers behind them.
-    shapes = jax.eval_shape(lambda: _params(8192))
-    specs = {target: str(create_mesh_sharding((4, 8), None, target).specs(shapes)) for target in WORDS[:3]}
-    assert len(set(specs.values())) == 3, specs
-    for target in WORDS[:3]:
-        assert specs[target] == str(create_mesh_sharding((4, 8)).specs(shapes, target))
+    # In the wide one products take longer than the gathers behind them, in the narrow one they do not.
+    both = [jax.eval_shape(lambda width=width: _params(width)) for width in (1024, 8192)]
+    specs = {target: [str(create_mesh_sharding((4, 8), None, target).specs(one)) for one in both] for target in TARGETS}
+    assert len(set(map(str, specs.values()))) == 3, specs
+    for target in TARGETS:
+        assert specs[target] == [str(create_mesh_sharding((4, 8)).specs(one, target)) for one in both]
 
 
 def test_objects_with_params_come_back_as_what_they_were() -> None:
@@ -88,6 +89,8 @@ def test_bad_input_is_named() -> None:
         create_mesh_sharding((4, 8), [0, 1, 2, 3])
     with pytest.raises(ValueError, match=r"\[99\] are not attached"):
         create_mesh_sharding((1, 2), [0, 99])
+    with pytest.raises(ValueError, match="device_ids are whole numbers"):
+        create_mesh_sharding((1, 2), 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="each device once"):
         create_mesh_sharding((1, 2), [0, 0])
     sharding = create_mesh_sharding((4, 8))
@@ -98,3 +101,29 @@ def test_bad_input_is_named() -> None:
         sharding.shard_model({"other": jnp.ones((4, 4))}, strategy)
     with pytest.raises(ValueError, match="mesh it was made for"):
         create_mesh_sharding((8, 4)).shard_model(_params(), strategy)
+
+
+def test_fully_sharded_cuts_over_as_many_devices_as_divide() -> None:
+    specs = create_mesh_sharding((4, 8)).specs({"both": np.ones((48, 20)), "one": np.ones((7, 12))}, "fully_sharded")
+    assert specs == {"both": PartitionSpec("model", "data"), "one": PartitionSpec(None, "data")}
+
+
+def test_numbers_nothing_and_empty_models_are_placed() -> None:
+    sharding = create_mesh_sharding((4, 8))
+    for word in WORDS:
+        assert sharding.shard_model({}, word) == {}
+        placed = sharding.shard_model({"step": 3, "none": None}, word)
+        assert (int(placed["step"]), placed["none"]) == (3, None)
+        assert len(placed["step"].sharding.device_set) == 32
+
+
+def test_what_cannot_be_done_to_a_model_is_said() -> None:
+    class ReadOnly:
+        @property
+        def params(self) -> Any:
+            return {"w": np.ones((4, 4))}
+
+    with pytest.raises(ValueError, match="ReadOnly, whose params cannot"):
+        create_mesh_sharding((4, 8)).shard_model(ReadOnly(), "data")
+    with pytest.raises(ValueError, match="cuts over a model axis"):
+        create_mesh_sharding((32,)).shard_model(_params(), "tensor")

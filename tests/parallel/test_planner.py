@@ -7,12 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from capibara.hardware.topology import slice_by_name
 from capibara.jax.tpu_v4.optimizations import optimize_sharding_strategy
 from capibara.parallel.by_parameters import ProductsModel, parameter_job
-from capibara.parallel.plans import DoesNotFit
+from capibara.parallel.layout import Layout
+from capibara.parallel.mesh import MeshConfig
+from capibara.parallel.plans import DoesNotFit, bytes_in_words
+from capibara.parallel.training_mesh import training_mesh_config
 
 
 def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -132,7 +137,7 @@ def test_with_a_loss_the_whole_step_is_planned() -> None:
         ({"memory_limit_gb": -1}, "memory_limit_gb is a positive number"),
         ({"mesh_shape": (4, 0)}, "A mesh shape is"),
         ({"optimization_target": "speed"}, "Choices: 'throughput', 'latency', 'memory'"),
-        ({"model_params": {"w": 3}}, "int in model_params"),
+        ({"model_params": {"w": "3"}}, "str in model_params"),
         ({"batch": {}}, "batch is what a loss takes"),
         ({"optimizer": "adam"}, "Did you mean 'adamw'"),
         ({"loss": lambda p, b: 0.0, "optimizer": None}, "planned as a training step"),
@@ -142,3 +147,86 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
     keywords = {"model_params": _decoder(), "input_shape": (32, 512, 768), "mesh_shape": (4, 8), **changes}
     with pytest.raises(ValueError, match=message):
         optimize_sharding_strategy(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("params", "mesh"),
+    [({"w": _shape(509, 1021)}, (4, 8)), ({"w": _shape(512, 2048)}, (7, 3)), ({}, (4, 8)), ({"s": _shape()}, (4, 8))],
+)
+def test_what_no_axis_divides_stays_whole_and_is_said(params: Any, mesh: tuple[int, int]) -> None:
+    plan = optimize_sharding_strategy(params, (28, 16, 8), mesh)
+    assert all(spec == PartitionSpec() for spec in jax.tree.leaves(plan.specs))
+    assert "replicated" in plan.name
+    assert plan.input_spec == PartitionSpec("data")
+    if "w" in params:
+        assert "no dimension of it divides" in plan.why["['w']"]
+
+
+def test_a_gradient_lies_with_its_own_moment_whatever_the_others_are_called() -> None:
+    def planned(name: str) -> float:
+        # The small one does not divide and comes first: its moments are whole.
+        params = {"a": {name: _shape(7, 11)}, "w": _shape(512, 512)}
+        return optimize_sharding_strategy(params, (32, 128, 512), (32, 1)).bytes_per_chip
+
+    assert planned("w") == planned("other")
+
+
+def test_a_sequence_axis_takes_a_part_of_the_tokens_and_of_no_features() -> None:
+    params = {"up": _shape(512, 2048), "down": _shape(2048, 512)}
+    split = optimize_sharding_strategy(params, (32, 128, 512), training_mesh_config(32, 8, 2, 1, 1, 2))
+    wider = optimize_sharding_strategy(params, (32, 128, 512), training_mesh_config(32, 16, 2))
+    assert split.input_spec == PartitionSpec("data", "sequence")
+    # As many tokens a chip, and moments in as many parts.
+    assert split.bytes_per_chip == wider.bytes_per_chip
+    features = optimize_sharding_strategy(params, (32, 512), training_mesh_config(32, 8, 2, 1, 1, 2))
+    assert features.input_spec == PartitionSpec("data")
+
+
+def test_a_mesh_config_brings_its_limit_and_what_it_is_meant_for() -> None:
+    params = _decoder(2048, 24)
+
+    def planned(**mesh: Any) -> Any:
+        return optimize_sharding_strategy(params, (32, 512, 2048), MeshConfig((4, 8), **mesh))
+
+    roomy = planned(target="inference")
+    assert (roomy.target, planned().target) == ("latency", "throughput")
+    assert planned(memory_limit_gb=32.0).bytes_per_chip == planned().bytes_per_chip
+    limit = 0.7 * roomy.bytes_per_chip
+    assert planned(target="inference", memory_limit_gb=limit / 2**30).bytes_per_chip <= limit
+
+
+def test_numpy_numbers_and_plain_ones_are_taken() -> None:
+    params = {"w": _shape(64, 64), "scale": 2.0, "steps": 3, "key": jax.random.key(0), "none": None}
+    plan = optimize_sharding_strategy(params, tuple(np.array([32, 16, 64])), (4, 8), np.float32(3.0))
+    assert plan.specs["scale"] == plan.specs["steps"] == plan.specs["key"] == PartitionSpec()
+    assert plan.specs["none"] is None
+
+
+def test_bytes_in_words_never_read_zero() -> None:
+    assert bytes_in_words(2**31, 2**30) == "2.0 of 1.0 GiB"
+    assert bytes_in_words(2**20) == "1.0 MiB"
+    assert bytes_in_words(7.0) == "7.0 bytes"
+
+
+def test_the_rules_by_hand() -> None:
+    params = {"down": _shape(2048, 512), "up": _shape(512, 2048)}
+    specs = (PartitionSpec("model"), PartitionSpec(None, "model"), PartitionSpec("data"))
+    layout = Layout(MeshConfig((4, 8)), specs, rules={})
+
+    def estimated(train: bool) -> Any:
+        return ProductsModel(parameter_job(params, (32, 128, 512), 0, train), slice_by_name("v4-64"), 2.0**30).estimate(
+            layout
+        )
+
+    step, forward = estimated(True), estimated(False)
+    tokens, weights = 32 * 128 / 4, 2048 * 512 / 8
+    # Parameters in float32 and the input; gradients, what each product was given, and the widest output, cut by 8.
+    assert forward.memory.arguments == 2 * 4 * weights + 4 * tokens * 512
+    given, output = 2 * tokens * (2048 / 8 + 512), 2 * tokens * 512
+    assert step.memory.temporaries == 2 * 4 * weights + given + output
+    assert forward.memory.temporaries == output
+    assert (forward.flops, step.flops) == (4 * tokens * weights, 12 * tokens * weights)
+    assert step.compute_seconds == pytest.approx(3 * forward.compute_seconds)
+    # One sum over the model axis after the rows' product; the columns' comes in the backward pass and is as wide.
+    assert step.exposed_seconds == pytest.approx(2 * forward.exposed_seconds)
+    assert forward.exposed_seconds > 0

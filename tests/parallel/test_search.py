@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec
 from tests.parallel.standins import HEADS, HIDDEN, MLP, VOCAB, TenLines, decoder
 
+from capibara.hardware.topology import slice_by_name
 from capibara.parallel.anatomy import Anatomy, Leaf
 from capibara.parallel.exploration import TARGETS, Exploration
 from capibara.parallel.job import Job
 from capibara.parallel.mesh import MeshConfig
-from capibara.parallel.plans import DoesNotFit
+from capibara.parallel.plans import DoesNotFit, Fix
 from capibara.parallel.search import search
 from capibara.parallel.space import Point, Space, Unfit
 
@@ -30,6 +32,17 @@ def _search(limit: float = EVERYTHING, anatomy: Anatomy | None = None, on: str =
     anatomy = anatomy or decoder()
     keywords = {"model": lambda job, slice: TenLines(job.build(), limit), "memory_limit": limit, **keywords}
     return search(keywords.pop("job", _job(anatomy)), on, **keywords)
+
+
+def _every_layout() -> list[Any]:
+    """On 8 chips, with everything recomputed and the most microbatches."""
+    space = Space(decoder(), 8, KNOBS)
+    found = []
+    for point in space.points():
+        if dict(point.choices)["remat"] == "full":
+            with contextlib.suppress(Unfit):
+                found.append(space.layout(point))
+    return found
 
 
 # What a layout is.
@@ -217,9 +230,42 @@ def test_the_error_names_the_cheapest_change_that_fits() -> None:
     # More chips were tried by the same model, and so was half the batch, which does not help here: state is the most.
     assert [fix.change for fix in plans.fixes] == ["v4-64 (32 chips, 2x4x4)"]
     assert plans.nearest_fix.estimate.memory.fits
-    with pytest.raises(DoesNotFit, match=r"at best on v4-16 .*needs .* GiB a chip.*Fix: v4-64") as error:
+    with pytest.raises(DoesNotFit, match=r"at best on v4-16 .*needs .* KiB a chip.*Fix: v4-64") as error:
         plans.require()
     assert error.value.plans is plans
+
+
+def test_what_is_far_from_fitting_is_given_up_soon_and_so_are_its_halves() -> None:
+    def batch(rows: int) -> Job:
+        less = {"half the batch": lambda: batch(rows // 2)} if rows > 1 else {}
+        return _job(decoder(rows=rows), smaller=MappingProxyType(less))
+
+    models: list[TenLines] = []
+
+    def model(job: Any, slice: Any) -> TenLines:
+        models.append(TenLines(job.build(), limit))
+        return models[-1]
+
+    limit = 0.001 * EVERYTHING
+    plans = _search(limit, job=batch(64), model=model)
+    assert plans.best is None
+    assert plans.closest is not None
+    # Parameters are most of it: the first half shows that no smaller batch can help, and 1/4 to 1/16 are not tried.
+    here = [one for one in models if one.anatomy().leaves[-1].shape[0] < 64]
+    assert {one.anatomy().leaves[-1].shape[0] for one in here[:1]} == {32}
+    tried_alone = [one.anatomy().leaves[-1].shape[0] for one in models[1:3]]
+    assert tried_alone == [32, 64], "half the batch, then the batch on more chips"
+    # Four meshes, without and with the state on the host.
+    assert all(len(one.seen) <= 8 for one in models)
+
+
+def test_a_little_too_large_is_searched_whole() -> None:
+    model = TenLines(decoder(), 0.0)
+    least = min(model.estimate(layout).memory.total for layout in _every_layout())
+    plans = _search(least / 1.1, fixes=False)
+    assert plans.best is None
+    assert plans.evaluations > 30
+    assert _search(least / 1.5, fixes=False).evaluations < 30
 
 
 def test_knobs_that_nobody_asked_for_are_a_fix() -> None:
@@ -252,3 +298,14 @@ def test_freeing_the_mesh_and_the_host_are_fixes() -> None:
 def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _search(**keywords)
+
+
+def test_a_change_is_as_dear_as_its_chips_are_many_and_its_tokens_are_few() -> None:
+    best = _search().best
+
+    def cost(slice: str, tokens: int | None) -> float:
+        job = dataclasses.replace(_job(decoder(rows=4)), tokens=tokens)
+        return Fix("", slice_by_name(slice), job, best.layout, best.estimate).cost
+
+    assert cost("v4-64", 8) == pytest.approx(4 * cost("v4-16", 8))
+    assert cost("v4-16", None) == pytest.approx(8 * cost("v4-16", 8)) == pytest.approx(8 * best.estimate.seconds)

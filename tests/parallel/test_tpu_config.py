@@ -163,7 +163,7 @@ def test_the_threshold_decides_and_is_not_itself_hot() -> None:
         ScalingConfig(-1.0)
 
 
-@pytest.mark.parametrize("load", [np.ones(4), np.ones((2, 2, 2)), 0.5, [["a", "b"]]])
+@pytest.mark.parametrize("load", [np.ones(4), np.ones((2, 2, 2)), 0.5, [["a", "b"]], [[1j]], [[1], [1, 2]]])
 def test_a_load_is_a_table_of_numbers(load: Any) -> None:
     with pytest.raises(ValueError, match="table of numbers with two axes"):
         CONFIG.detect_hotspots(load)
@@ -191,3 +191,17 @@ def test_usage_is_measured() -> None:
         # A CPU has neither an allocator that counts nor a sensor.
         assert math.isnan(after["memory_peak"])
         assert math.isnan(after["device_utilization"])
+
+
+@pytest.mark.parametrize("shape", [(-4, 8), 5, (True, 8), "ab", (4.0,)])
+def test_a_shape_is_whole_numbers(shape: Any) -> None:
+    with pytest.raises(ValueError, match="shape is whole numbers from 0 up"):
+        CONFIG.get_sharding_spec(shape)
+
+
+def test_absurd_figures_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="use topology='1x1000000000000000009'"):  # a prime
+        TPUConfig(num_chips=10**18 + 9)
+    with pytest.raises(ValueError, match="flops is a positive number"):
+        CONFIG.mfu(-1.0, 1.0)
+    assert CONFIG.mfu(0, 1.0) == 0

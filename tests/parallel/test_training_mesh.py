@@ -121,3 +121,16 @@ def test_a_size_is_a_whole_number(size: object) -> None:
 
 def test_numpy_integers_are_whole_numbers() -> None:
     assert training_mesh_config(np.int64(32), np.int32(8), 4).size == 32  # type: ignore[arg-type]
+
+
+def test_the_error_for_absurdly_many_chips_comes_at_once() -> None:
+    with pytest.raises(ValueError, match="use data_parallel_size=34359738368, or expert"):
+        training_mesh_config(2**40, 8, 4, 2, 2, 2)
+    with pytest.raises(ValueError, match="Fix: make them multiply to 1000000000039"):  # a prime
+        training_mesh_config(10**12 + 39, 8, 4)
+
+
+def test_of_equal_changes_the_one_that_touches_fewer_axes_is_nearer() -> None:
+    asked = {"pipeline": 1, "data": 2, "expert": 2, "sequence": 1, "model": 2}
+    # All by a factor of 4; one axis, the model's, before data and expert together.
+    assert [{**asked, axis: 8} for axis in ("data", "expert", "model")] == list(nearest_sizes(32, asked, count=3))

@@ -120,12 +120,16 @@ def test_a_program_and_its_roles() -> None:
         ({"knobs": {"remat": ("all",)}}, "remat policy"),
         ({"knobs": {"remat": ()}}, "one or more values"),
         ({"knobs": {"accumulate": (3,)}}, "use one of 1, 2, 4, 8"),
+        ({"loss": lambda p, b: (_loss(p, b), 1)}, "A loss gives one real number"),
+        ({"loss": lambda p, b: b["y"].mean(1)}, "A loss gives one real number"),
+        ({"loss": 5}, "A loss is a function"),
+        ({"params": {"layers": np.ones((3, 5, 5)), "out": np.ones((5, 2), "int32")}}, r"int32 at \['out'\]"),
     ],
 )
 def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
     params, batch = _arrays()
     with pytest.raises(ValueError, match=message):
-        training_job(_loss, params, batch, **keywords)
+        training_job(**{"loss": _loss, "params": params, "batch": batch, **keywords})
 
 
 def test_bad_batches_and_programs_are_named() -> None:
@@ -140,3 +144,10 @@ def test_bad_batches_and_programs_are_named() -> None:
         program_job(_loss, (params, 3))
     with pytest.raises(ValueError, match="donate holds positions"):
         program_job(_loss, (params, batch), donate=(2,))
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 2.0, True, "2", 3])
+def test_a_step_checks_how_many_microbatches_it_has(accumulate: Any) -> None:
+    params, batch = _arrays()
+    with pytest.raises(ValueError, match="accumulate"):
+        training_step(_loss, "sgd", accumulate=accumulate)(params, (), batch)

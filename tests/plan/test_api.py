@@ -107,3 +107,12 @@ def test_importing_the_room_is_light() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "False True\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"), [(lambda x: x * x, (jax.ShapeDtypeStruct((), "float32"),)), (lambda: jnp.ones(3), ())]
+)
+def test_what_cannot_be_divided_fits_whole(fn: Any, args: tuple[Any, ...]) -> None:
+    plan = capibara.plan(fn, args, on="v4-8")
+    assert plan.fits
+    assert "no argument is divided over the 4 chips: each has all of them" in plan.notes

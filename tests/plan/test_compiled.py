@@ -127,7 +127,7 @@ def test_an_answer_survives_json() -> None:
     from capibara.parallel.program.chip import Collective
 
     once, often = Collective("all_gather", ("model",), 4.0), Collective("all_reduce", ("data",), 8.0, "line 3")
-    made = Compiled("xla", "by hand", 1.0, 2.0, 3.0, 1.0, (often, often, once), 0.5)
+    made = Compiled("xla", "by hand", 1.0, 2.0, 3.0, 1.0, collectives=(often, often, once), seconds=0.5)
     assert Compiled.from_dict(json.loads(json.dumps(made.as_dict()))) == made
     assert made.total_bytes == 5.0
     assert made.exchanges == (("all_reduce", ("data",), 2, 16.0), ("all_gather", ("model",), 1, 4.0))

@@ -62,6 +62,9 @@ def test_a_torn_line_is_left_out_with_a_warning(make_plan: Make) -> None:
         out.write('{"name": "torn')
     with pytest.warns(UserWarning, match="line 2"):
         assert len(measurements()) == 1
+    make_plan().record(step_seconds=2.6)
+    with pytest.warns(UserWarning, match="line 2"):
+        assert [one.step_seconds for one in measurements()] == [2.5, 2.6], "the next run has a line of its own"
 
 
 def test_bad_runs_are_refused(make_plan: Make) -> None:
@@ -82,6 +85,14 @@ def test_the_file_that_a_run_writes(tmp_path: Path) -> None:
     file.write_text('{"step_second": 0.5}', encoding="utf-8")
     with pytest.raises(ValueError, match="Did you mean 'step_seconds'"):
         read_measured(file)
+    for text, said in (
+        ('{"step_seconds": "fast"}', "number above 0"),
+        ("{}", "neither"),
+        ('{"peak_bytes": true}', "True"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=said):
+            read_measured(file)
     file.write_text("half", encoding="utf-8")
     with pytest.raises(ValueError, match="JSON file"):
         read_measured(file)

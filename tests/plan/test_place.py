@@ -52,3 +52,9 @@ def test_a_mesh_multiplies_to_the_chips() -> None:
 def test_a_bad_mesh_is_answered_with_the_nearest(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         mesh_axes(text, place("v4-64"))
+
+
+def test_the_choices_are_a_line_or_two_and_not_a_page() -> None:
+    with pytest.raises(ValueError, match="'v4-8192'") as error:
+        place("v9-8")
+    assert "'v4-384'" not in str(error.value)

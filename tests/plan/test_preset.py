@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from capibara.parallel.program import trace
 from capibara.plan import decoder
 from capibara.plan.preset import Preset, load_preset, preset_names
 
@@ -54,6 +55,15 @@ def test_attention_is_the_form_that_is_asked_for(tmp_path: Path) -> None:
         assert [out.shape for out in made.out_avals] == [()]
         texts.append(str(made))
     assert texts[0] != texts[1]
+
+
+def test_constraints_are_named_by_the_decoders_own_lines(tmp_path: Path) -> None:
+    preset = load_preset(_file(tmp_path, TINY))
+    program = trace(decoder.make_loss(preset), (decoder.param_shapes(preset), decoder.batch_shapes(preset)))
+    nodes = [*program.nodes, *(inner for node in program.nodes if node.body for inner in node.body.nodes)]
+    marked = [node.name for node in nodes if node.primitive == "logical_axes"]
+    assert marked
+    assert all("decoder.py:" in name for name in marked)
 
 
 def test_overrides_that_are_given_replace_and_none_does_not() -> None:

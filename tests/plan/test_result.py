@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from capibara.fleet.pricing import price_table
 from capibara.plan.compiled import Compiled
 from capibara.plan.layout_text import layout_as_dict, layout_from_dict
 from capibara.plan.money import bills
-from capibara.plan.report import as_text
+from capibara.plan.report import as_text, show
 from capibara.plan.result import Plan
 
 Make = Callable[..., Plan]
@@ -61,7 +63,19 @@ def test_the_text_answers_the_questions(make_plan: Make) -> None:
 def test_a_job_that_does_not_fit_says_what_would(make_plan: Make) -> None:
     text = as_text(make_plan(fits=False))
     assert "DOES NOT FIT: 44.00 GiB a chip of 30.75 GiB" in text
+    assert "Step, had it the memory:" in text
     assert "would fit: half the batch on v4-64: 25.00 GiB a chip, 1.1 s a step, 500 USD a billion tokens" in text
+
+
+def test_a_narrow_screen_leaves_room_for_the_layout(make_plan: Make) -> None:
+    plan = make_plan()
+    assert plan.best is not None
+    stream = io.StringIO()
+    show(plan, Console(file=stream, width=80, force_terminal=True, color_system=None))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("data 4 x model 8, fully" in line and "20.00 GiB" in line for line in lines)
+    assert "range" in str(plan)
 
 
 def test_without_any_layout(make_plan: Make) -> None:
@@ -112,6 +126,8 @@ def test_a_compilers_word_counts(make_plan: Make) -> None:
     assert "predicted 20.00 GiB (-9.1 %)" in str(plan)
     by_cpu = replace(plan.best, compiled=replace(said, level="xla"))
     assert by_cpu.bytes == 20 * GiB, "the CPU's temporaries are not a TPU's"
+    text = str(replace(plan, candidates=(by_cpu,)))
+    assert "arguments 10.00 GiB a chip, predicted 12.00 GiB (+20.0 %), with temporaries 22.00 GiB" in text
     refused = replace(
         plan.best, compiled=Compiled("tpu", "", temporaries=40.0 * GiB, error="too big", error_kind="hbm_oom")
     )

@@ -10,6 +10,7 @@ import pytest
 from capibara.plan.target import Recipe, TargetError, load_job
 
 PROGRAM = """
+import functools
 import jax
 import jax.numpy as jnp
 import dataclasses
@@ -37,6 +38,17 @@ def named():
 
 def misspelt():
     return {"args": (), "role": ()}
+
+def bound(params, batch, kind):
+    return params["w"] if kind == "linear" else None
+
+def static():
+    return (*shapes(), "linear")
+
+def miscounted():
+    return {"args": shapes(), "tokens": "many"}
+
+linear = functools.partial(bound, kind="linear")
 
 def failing():
     raise RuntimeError("no shapes today")
@@ -84,6 +96,11 @@ def test_its_own_error_is_kept_and_shown(file: str) -> None:
         load_job(Recipe(f"{file}:loss", shapes="failing"))
 
 
+def test_what_is_bound_by_a_partial_is_planned(file: str) -> None:
+    fn, args = load_job(Recipe(f"{file}:linear")).build()
+    assert fn(*args) is args[0]["w"]
+
+
 def test_a_file_that_cannot_be_loaded(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("import no_such_module\n", encoding="utf-8")
@@ -100,6 +117,8 @@ def test_a_file_that_cannot_be_loaded(tmp_path: Path) -> None:
         ({"target": "{file}:loss", "shapes": "shaps"}, "Did you mean 'shapes'"),
         ({"target": "{file}:loss", "shapes": "misspelt"}, "Did you mean 'roles'"),
         ({"target": "{file}:loss", "shapes": "nothing"}, "NoneType"),
+        ({"target": "{file}:loss", "shapes": "miscounted"}, "whole number from 1 up. Got 'many'"),
+        ({"target": "{file}:bound", "shapes": "static"}, "have str: bind what is no array with functools.partial"),
         ({"target": "{file}:loss", "sequence": 4}, "a function of \\(batch\\)"),
         ({"target": "{file}:loss", "remat": "full"}, "add --train"),
         ({"target": "{file}:predict", "shapes": "named", "train": True}, "sets roles itself"),

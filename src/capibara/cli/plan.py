@@ -86,6 +86,8 @@ def plan(
     recipe = Recipe(target, train, shapes, optimizer, batch, sequence, remat, accumulate)
     _check_preset(recipe)
     kept = None if measured is None else read_measured(measured)
+    if html is not None and not html.resolve().parent.is_dir():
+        raise rule_error("--html writes into a folder that is there", str(html), f"make {html.parent} first")
     with output.progress(quiet=json) as bar:
         task = bar.add_task("reading the program", total=None)
         made = make(
@@ -193,8 +195,8 @@ def _calibrate(context: typer.Context, on: str, json: bool) -> None:
         if one.fit is not None:
             factors = one.fit.calibration
             screen.print(
-                f"step time is off by {output.percent(one.fit.error_before)} before and "
-                f"{output.percent(one.fit.error_after)} after (matrix x{factors.matrix:.3g}, memory "
+                f"step time is off by {output.percent(round(one.fit.error_before, 6))} before and "
+                f"{output.percent(round(one.fit.error_after, 6))} after (matrix x{factors.matrix:.3g}, memory "
                 f"x{factors.memory:.3g}, links x{factors.links:.3g}); later plans for {one.chip} use it",
                 markup=False,
             )

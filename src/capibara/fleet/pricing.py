@@ -164,6 +164,8 @@ def _row(row: Mapping[str, Any], file: Path) -> list[Price]:
     for key in ("chip", "region"):
         if not isinstance(row.get(key), str):
             raise rule_error("A price names its chip and its region", f"{dict(row)} in {file}", f"add {key} = '...'")
+    if not any(kind in row for kind in KINDS):
+        raise rule_error("A row has a price", f"{dict(row)} in {file}", f"add one of {', '.join(KINDS)}")
     date = row.get("date", datetime.date.fromtimestamp(file.stat().st_mtime).isoformat())
     return [
         Price(

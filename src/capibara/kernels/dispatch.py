@@ -221,8 +221,9 @@ def run(
         else:
             chosen_target = context.target_of(device)
     manual = local or (traced and bool(jax.sharding.get_abstract_mesh().manual_axes))
-    # TPU's compiler does not split kernels itself: there the layout must be known now.
-    where = placement.placement(arrays) if chosen_target.platform == "tpu" and not manual else None
+    # TPU's compiler does not split kernels itself: there the layout must be known now, over all axes that no shard_map
+    # around has taken.
+    where = placement.placement(arrays) if chosen_target.platform == "tpu" and not local else None
     # With their types: 1 is True to a dictionary, and not to an op's check.
     parameters = tuple((name, _kind(value), value) for name, value in params.items())
     key = (
@@ -282,8 +283,8 @@ def _build(selection: Selection, manual: bool, where: placement.Placement | None
         return _Runner(selection, jax.jit(plain), plain)
     # The machine emulation orders its side effects, which JAX cannot carry through a partitioned computation.
     split: bool | placement.Placement = False
-    if impl.kernel and not manual and context.current_interpret().mode != "machine":
-        split = where if where is not None else call.target.platform != "tpu"
+    if impl.kernel and context.current_interpret().mode != "machine":
+        split = where if where is not None else call.target.platform != "tpu" and not manual
     eager, traced = transforms.kernel(
         call, impl, selection.config, split=split, pinned=selection.pinned, asked_config=selection.asked_config
     )

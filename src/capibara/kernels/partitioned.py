@@ -47,6 +47,8 @@ def by_partitioner(fn: Callable[..., Any], call: Call, prefer: Preference) -> Ca
 
 def by_shard_map(fn: Callable[..., Any], call: Call, prefer: Preference, placement: Placement) -> Callable[..., Any]:
     """`fn` of the present operands, split as `placement` says they lie."""
+    from capibara.kernels.transforms import vary_like
+
     read = _MeshRule.of(fn, call)
     present = [x for x in call.args if x is not None]
     split = placement.split(call, read.operands, read.whole, read.sizes)
@@ -54,17 +56,35 @@ def by_shard_map(fn: Callable[..., Any], call: Call, prefer: Preference, placeme
     tree = jax.tree.structure(jax.eval_shape(fn, *present))
     out_specs = jax.tree.unflatten(tree, _specs(read.results, split))
     # A kernel's results are not typed by the axes they vary over, and what is summed is summed by `local`.
+    mesh = placement.mesh
     mapped = jax.shard_map(
-        read.local(call, split, prefer), mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        read.local(call, split, prefer),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        # A shard_map around this one has taken the others.
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
     )
-    if AxisType.Explicit not in placement.mesh.axis_types:
-        return mapped
 
     def laid_out(*arrays: Any) -> Any:
-        # Where layouts are types, shard_map takes no other than its own.
-        return mapped(*(jax.sharding.reshard(x, spec) for x, spec in zip(arrays, in_specs, strict=True)))
+        if AxisType.Explicit in mesh.axis_types:
+            # Where layouts are types, shard_map takes no other than its own.
+            specs = (_on_explicit(spec, mesh) for spec in in_specs)
+            arrays = tuple(
+                jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+            )
+        # The inner shard_map does not know over what the outer one's arrays vary.
+        return jax.tree.map(lambda made: vary_like(made, arrays[0]), mapped(*arrays))
 
     return laid_out
+
+
+def _on_explicit(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
+    """The part of a spec that is on axes of type Explicit: the others are in no array's type."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return PartitionSpec(*(tuple(a for a in entry if kinds.get(a) == AxisType.Explicit) or None for entry in entries))
 
 
 def _specs(terms: Terms, split: Split) -> list[PartitionSpec]:

@@ -76,26 +76,27 @@ class Placement:
                 found[factor] = axes
                 taken |= set(axes)
         if not found:
-            _say_whole(call.op.name, tuple(self.mesh.axis_names))
+            _say_whole(call.op.name, tuple(a for a in self.mesh.axis_names if a not in self.mesh.manual_axes))
         return found
 
 
 def placement(arrays: Sequence[Any]) -> Placement | None:
-    """Where these operands of a call outside of shard_map lie; None when no mesh of several devices is in sight."""
+    """Where these operands lie on the mesh axes that no shard_map has taken; None where those are of one device."""
     present = [x for x in arrays if x is not None]
     if not any(isinstance(x, jax.core.Tracer) for x in present):
         laid_out = [getattr(x, "sharding", None) for x in present]
         meshes = [s.mesh for s in laid_out if isinstance(s, NamedSharding) and s.mesh.size > 1]
         if not meshes:
             return None
-        # An array on one device, beside others on a mesh, is whole everywhere.
-        specs = tuple(s.spec if isinstance(s, NamedSharding) and s.mesh.size > 1 else PartitionSpec() for s in laid_out)
-        return Placement(meshes[0], specs, (), ())
+        # An array on one device or on another mesh, beside those on this one, is brought here whole.
+        mesh = meshes[0]
+        specs = tuple(s.spec if isinstance(s, NamedSharding) and s.mesh == mesh else PartitionSpec() for s in laid_out)
+        return Placement(mesh, specs, (), ())
     types = [jax.typeof(x).sharding for x in present]
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         mesh = next((s.mesh for s in types if not s.mesh.empty), mesh)
-    if mesh.empty or mesh.size == 1:
+    if all(mesh.shape[a] == 1 for a in mesh.axis_names if a not in mesh.manual_axes):
         return None
     specs = tuple(s.spec if not s.mesh.empty else PartitionSpec() for s in types)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
+from jax.sharding import Mesh
 
 from capibara.kernels import partitioned
 from capibara.kernels.op import Call, Config, Gradient, Implementation, Prefer, Preference
@@ -52,8 +53,15 @@ def kernel(
     batched = _batched(compute, call, same)
     inlined = jax.jit(batched, inline=True)
 
+    # Concrete arrays say themselves what mesh they are on, whichever is active.
+    own = split.mesh.abstract_mesh if isinstance(split, Placement) and isinstance(split.mesh, Mesh) else None
+
     def eager(*arrays: Any) -> Any:
-        return inlined(*(x for x in arrays if x is not None))
+        present = (x for x in arrays if x is not None)
+        if own is None:
+            return inlined(*present)
+        with jax.sharding.use_abstract_mesh(own):
+            return inlined(*present)
 
     forward = same if pinned or asked_config is not None else None
     backward = Preference(call.op.name, impl.name) if pinned else None

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from capibara.parallel.anatomy import Anatomy, Leaf
@@ -26,12 +27,14 @@ from capibara.parallel.cost.efficiency import efficiency_of
 from capibara.parallel.cost.estimate import Estimate, Memory
 from capibara.parallel.cost.links import Wiring, exchange, wire
 from capibara.parallel.cost.roofline import fill, matrix_peak
-from capibara.parallel.job import Job, check_shaped
+from capibara.parallel.job import Job, check_shaped, item_bytes
 from capibara.parallel.layout import Layout
 
-__all__ = ["ParameterJob", "ProductsModel", "parameter_job"]
+__all__ = ["ParameterJob", "ProductsModel", "parameter_job", "shaped"]
 
 _ACTIVATION_BYTES = 2
+# Mesh axes along which chips hold copies of the same parameters, and tokens of their own.
+_COPIES = ("data", "expert", "sequence")
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,7 @@ class ParameterJob(Job):
 
 def parameter_job(params: Any, input_shape: tuple[int, ...], moments: int, train: bool) -> ParameterJob:
     """The job of these parameters on inputs of this shape: batch first, features last where a matrix takes them."""
-    for leaf in jax.tree.leaves(params):
-        check_shaped(leaf, "model_params")
+    params = shaped(params)
 
     def nothing() -> Any:
         raise NotImplementedError("a job of parameters alone has no program to build")
@@ -70,6 +72,14 @@ def parameter_job(params: Any, input_shape: tuple[int, ...], moments: int, train
     )
 
 
+def shaped(params: Any) -> Any:
+    """The parameters with plain numbers as the scalars that jax makes of them; an error where one is no array."""
+    numbers = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, params)
+    for leaf in jax.tree.leaves(numbers):
+        check_shaped(leaf, "model_params")
+    return numbers
+
+
 def _tokens(params: Any, input_shape: tuple[int, ...]) -> tuple[int, ...]:
     """The input's dimensions that count tokens."""
     widths = {size for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1 for size in leaf.shape[-2:]}
@@ -83,6 +93,9 @@ class ProductsModel:
     def __init__(self, job: ParameterJob, slice: Any, memory_limit: float) -> None:
         self.job, self.slice, self.limit = job, slice, memory_limit
         self._anatomy = _anatomy(job)
+        names = [leaf.name for leaf in self._anatomy.of_role("params")]
+        # The moments follow the parameters, in the same order.
+        self._first_moment = {name: len(names) + position for position, name in enumerate(names)}
 
     def anatomy(self) -> Anatomy:
         return self._anatomy
@@ -91,19 +104,19 @@ class ProductsModel:
         axes, chip = layout.mesh.axes, self.slice.chip
         table = efficiency_of(chip)
         wiring = wire(layout.mesh, self.slice, hop_seconds=table.hop_seconds)
-        tokens = (self.job.tokens or 1) / math.prod(axes.get(name, 1) for name in ("data", "expert"))
+        tokens = (self.job.tokens or 1) / _parts(layout.specs[-1], axes)
         compute = hidden = exposed = held = kept = largest = flops = 0.0
         for leaf, spec in zip(self._anatomy.leaves, layout.specs, strict=True):
             held += leaf.bytes / _parts(spec, axes)
             if leaf.role != "params":
                 continue
-            model, sharded = _parts(spec, axes, ("model",)), _parts(spec, axes, ("data", "expert"))
+            model, sharded = _parts(spec, axes, ("model",)), _parts(spec, axes, _COPIES)
             whole = leaf.bytes / model
             if self.job.train:
                 kept += self._gradients(leaf, layout, axes) if self.job.moments else whole / sharded
                 hidden += self._exchange(wiring, axes, whole, sharded, leaf, layout)
             elif sharded > 1:
-                hidden += _seconds(wiring, "all_gather", ("data", "expert"), axes, whole)
+                hidden += _seconds(wiring, "all_gather", _COPIES, axes, whole)
             if sum(group not in self._anatomy.layers for group in leaf.groups) < 2:
                 continue
             copies, rows, columns = math.prod(leaf.shape[:-2]), *leaf.shape[-2:]
@@ -118,7 +131,9 @@ class ProductsModel:
             if width:
                 size = tokens * width * _ACTIVATION_BYTES
                 exposed += copies * _seconds(wiring, "all_reduce", ("model",), axes, size)
-            largest = max(largest, 0.0 if sharded == 1 else whole / copies, tokens * columns * _ACTIVATION_BYTES)
+            largest = max(
+                largest, 0.0 if sharded == 1 else whole / copies, tokens * columns / cut_columns * _ACTIVATION_BYTES
+            )
         hidden, exposed = hidden / table.links.mid, exposed / table.links.mid
         seconds = max(compute, hidden) + exposed
         memory = Memory(held, kept + largest, self.limit, "the backward pass", (), ())
@@ -142,18 +157,13 @@ class ProductsModel:
 
     def _gradients(self, leaf: Leaf, layout: Layout, axes: dict[str, int]) -> float:
         """A gradient lies where the optimizer's state of its parameter does."""
-        state = next(
-            spec
-            for one, spec in zip(self._anatomy.leaves, layout.specs, strict=True)
-            if one.role == "state" and one.name.endswith(leaf.name)
-        )
-        return leaf.bytes / _parts(state, axes)
+        return leaf.bytes / _parts(layout.specs[self._first_moment[leaf.name]], axes)
 
     def _exchange(
         self, wiring: Wiring, axes: dict[str, int], whole: float, sharded: int, leaf: Leaf, layout: Layout
     ) -> float:
         """What the parameters' copies on the data axis say to each other in a step of training."""
-        over = ("data", "expert")
+        over = _COPIES
         if sharded > 1:
             # Gathered for each pass, and the gradient's sum scattered.
             gathers = 2 * _seconds(wiring, "all_gather", over, axes, whole)
@@ -195,7 +205,7 @@ def _anatomy(job: ParameterJob) -> Anatomy:
         groups = tuple(ids.setdefault(key, len(ids)) for key in keys)
         for key, group in zip(keys, groups, strict=True):
             names[group] = "hidden" if key == hub else f"{key[0]} {key[-1]}" if isinstance(key, tuple) else f"{key}"
-        leaves.append(Leaf(name, "params", tuple(leaf.shape), jax.numpy.dtype(leaf.dtype).itemsize, groups))
+        leaves.append(Leaf(name, "params", tuple(leaf.shape), item_bytes(leaf.dtype), groups))
     copies = frozenset(group for key, group in ids.items() if isinstance(key, tuple) and key[0] == "copies")
     moments = [
         Leaf(f"moment {n}{one.name}", "state", one.shape, max(4, one.itemsize), one.groups)
@@ -203,7 +213,10 @@ def _anatomy(job: ParameterJob) -> Anatomy:
         for one in leaves
     ]
     shape = job.input_shape
-    batch = Leaf("input", "batch", shape, 4, (0, 1, *(len(ids) + n for n in range(len(shape))))[: len(shape)])
+    counted = len(_tokens(job.params, shape))
+    # What comes after the tokens is features, which a matrix has too, and no sequence.
+    groups = tuple(n if n < min(2, counted) else ids.get(size, len(ids) + n) for n, size in enumerate(shape))
+    batch = Leaf("input", "batch", shape, 4, groups)
     return Anatomy((*leaves, *moments, batch), layers=copies, names=MappingProxyType(names))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from capibara.parallel.anatomy import Anatomy, anatomy
@@ -30,6 +31,13 @@ class PaperModel:
         self.job, self.slice, self.memory_limit, self.calibration = job, slice, memory_limit, calibration
         self._programs: dict[tuple[tuple[str, Any], ...], Any] = {}
 
+    def elsewhere(self, job: Job, slice: Any) -> PaperModel:
+        """The same model of a job on a slice of this chip; what was traced of the same job is not traced again."""
+        made = PaperModel(job, slice, memory_limit=self.memory_limit, calibration=self.calibration)
+        if job.build is self.job.build and slice.chip == self.slice.chip:
+            made._programs = self._programs
+        return made
+
     def program(self, choices: tuple[tuple[str, Any], ...]) -> Any:
         """The traced program of one choice of the knobs."""
         if choices not in self._programs:
@@ -44,8 +52,9 @@ class PaperModel:
         return anatomy(self.program(choices), leaf_roles(self.job, args))
 
     def estimate(self, layout: Layout) -> Estimate:
+        program = self.program(layout.choices)
         found: Estimate = estimate(
-            spread(self.program(layout.choices), layout),
+            spread(program, layout),
             layout.mesh,
             self.slice,
             stages=layout.stages,
@@ -53,4 +62,9 @@ class PaperModel:
             calibration=self.calibration,
             memory_limit=self.memory_limit,
         )
-        return found
+        if program.local:  # Inside of shard_map the program is written for one chip, and so is its work.
+            return found
+        # A chip's share of what the program has to do: work that several chips repeat is not more of it.
+        useful = program.model_flops / layout.mesh.size
+        peak = self.slice.chip.peak_flops("bfloat16")
+        return replace(found, model_flops=useful, mfu=useful / found.seconds / peak if found.seconds else 0.0)

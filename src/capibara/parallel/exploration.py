@@ -27,6 +27,8 @@ TARGETS = ("throughput", "latency", "memory")
 BUDGET = 260
 # Meshes whose other shardings are looked at, and layouts whose knobs are turned.
 _WIDER, _REFINED = 8, 6
+# A job whose most frugal layouts need so many times what a chip has is given up: other cuts and knobs save less.
+_OUT_OF_REACH, _FRUGAL = 1.25, 4
 
 
 @dataclass
@@ -106,6 +108,8 @@ class Exploration:
         frugal = self._frugal()
         first = [Point(mesh, cut, self.space.shardings(mesh)[-1], frugal) for mesh, cut in self._usual()]
         looked = [self.look(point) for point in first]
+        if self._out_of_reach(looked):
+            return
         for result in self._promising(looked, _WIDER):
             mesh = result.point.mesh
             looked += [
@@ -212,6 +216,29 @@ class Exploration:
                 self.turn_knobs(result.point)
             if fit:
                 return
+
+    def _out_of_reach(self, looked: list[Result]) -> bool:
+        """Whether even the smallest of these, turned to need the least memory, are far from fitting."""
+        if any(result.fits for result in looked):
+            return False
+        sized = [result for result in looked if self._needs(result) is not None]
+        near = sorted(sized, key=lambda result: (self._needs(result), result.point))[:_FRUGAL]
+        if not near:
+            return False
+        for host in (False, True) if self.space.can_offload else (False,):
+            for result in near:
+                # More microbatches than divide are no layout, which costs nothing to find out.
+                for setting in reversed(self._by_effort()):
+                    tried = self.look(replace(result.point, choices=setting, offload=host))
+                    if self._needs(tried) is not None:
+                        break
+        least = [self._needs(result) for result in self.results.values()]
+        return min(size for size in least if size is not None) > _OUT_OF_REACH * self.space.memory_limit
+
+    @staticmethod
+    def _needs(result: Result) -> float | None:
+        """Bytes of a chip, at the least; None where memory is not what speaks against it."""
+        return result.bytes if result.estimate is None else result.estimate.memory.total
 
     def climb(self) -> None:
         """Change the best in one respect at a time while that helps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -18,54 +18,68 @@ _HALVINGS = 4
 _LARGER = 4
 # A look at whether and how well a change helps; the full search follows when the user makes it.
 _BUDGET = 60
+# Two sizes of a batch tell what is needed without any; another layout that is best there may need this much less.
+_SLACK = 1.25
 
 
 def changes_that_fit(
-    job: Job, slice: Any, mesh: MeshConfig | Mapping[str, int] | None, options: Mapping[str, Any]
+    job: Job,
+    slice: Any,
+    mesh: MeshConfig | Mapping[str, int] | None,
+    options: Mapping[str, Any],
+    bytes: float | None = None,
 ) -> tuple[Fix, ...]:
-    """Every change that was found to fit, the cheapest (chip-seconds a token) first."""
+    """Every change that was found to fit, the cheapest (chip-seconds a token) first.
+
+    `bytes` is what the job needs of a chip as it is: two sizes of a batch tell whether any smaller one can fit.
+    """
     from capibara.parallel.search import search
 
-    def tried(change: str, job: Job, slice: Any, mesh: Any, **more: Any) -> Fix | None:
-        keywords = {**options, **more}
-        best = search(job, slice, mesh=mesh, top=1, budget=_BUDGET, fixes=False, **keywords).best
-        return None if best is None else Fix(change, slice, job, best.layout, best.estimate)
+    limit = options["memory_limit"] or float(slice.chip.capacity_bytes)
 
-    found = [
-        *(tried(*one) for one in _other_knobs(job, slice, mesh)),
-        *(
-            [tried("the optimizer's state on the host", job, slice, mesh, offload=True)]
-            if not options["offload"]
-            else []
-        ),
-        *([tried("a mesh of another shape", job, slice, None)] if mesh is not None else []),
-        *(_smallest(tried, list(chain)) for chain in _smaller(job, slice, mesh)),
-        _first(tried, _more_chips(job, slice, mesh)),
-    ]
-    if not any(found):
+    def tried(change: str, job: Job, slice: Any, mesh: Any, **more: Any) -> Fix | float | None:
+        keywords = {**options, **more}
+        plans = search(job, slice, mesh=mesh, top=1, budget=_BUDGET, fixes=False, **keywords)
+        if plans.best is None:
+            return None if plans.closest is None else plans.closest.bytes
+        return Fix(change, slice, job, plans.best.layout, plans.best.estimate)
+
+    def first(chain: Iterator[Try]) -> Fix | None:
+        """The first of a chain of growing changes that fits."""
+        answers = (tried(*one) for one in chain)
+        return next((one for one in answers if isinstance(one, Fix)), None)
+
+    def smaller() -> Iterator[Fix]:
+        """The least that each dimension of the batch has to shrink by."""
+        for chain in _smaller(job, slice, mesh):
+            whole = bytes
+            for one in chain:
+                found = tried(*one)
+                if isinstance(found, Fix):
+                    yield found
+                    break
+                # What half of a batch did not save is needed without any batch, by less of a sequence too.
+                if whole is not None and found is not None and 2 * found - whole > _SLACK * limit:
+                    return
+                whole = found
+
+    single = [*_other_knobs(job, slice, mesh)]
+    single += [("a mesh of another shape", job, slice, None)] if mesh is not None else []
+    answers = [tried(*one) for one in single]
+    if not options["offload"]:
+        answers.append(tried("the optimizer's state on the host", job, slice, mesh, offload=True))
+    found = [one for one in answers if isinstance(one, Fix)]
+    found += smaller()
+    more = first(_more_chips(job, slice, mesh))
+    found += [] if more is None else [more]
+    if not found:
         # One change is not enough: more chips and a smaller batch together.
-        found = [_first(tried, _together(job, slice, mesh))]
-    return tuple(sorted((fix for fix in found if fix is not None), key=lambda fix: (fix.cost, fix.change)))
+        both = first(_together(job, slice, mesh))
+        found = [] if both is None else [both]
+    return tuple(sorted(found, key=lambda fix: (fix.cost, fix.change)))
 
 
 Try = tuple[str, Job, Any, Any]
-
-
-def _first(tried: Callable[..., Fix | None], chain: Iterator[Try]) -> Fix | None:
-    """The first of a chain of growing changes that fits."""
-    for one in chain:
-        fix = tried(*one)
-        if fix is not None:
-            return fix
-    return None
-
-
-def _smallest(tried: Callable[..., Fix | None], chain: list[Try]) -> Fix | None:
-    """The smallest of a chain of growing changes that fits; when the largest does not, no other is tried."""
-    last = tried(*chain[-1]) if chain else None
-    if last is None or len(chain) == 1:
-        return last
-    return _first(tried, iter(chain[:-1])) or last
 
 
 def _other_knobs(job: Job, slice: Any, mesh: Any) -> Iterator[Try]:

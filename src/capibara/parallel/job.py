@@ -44,6 +44,13 @@ class Job:
     notes: tuple[str, ...] = ()
     """What was assumed about the program."""
 
+    def __post_init__(self) -> None:
+        tokens = self.tokens
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+            raise rule_error(
+                "tokens of a step are a whole number from 1 up", repr(tokens), "leave it out to have them counted"
+            )
+
     def defaults(self) -> dict[str, Any]:
         """The first value of each knob."""
         return {name: values[0] for name, values in self.knobs.items()}
@@ -128,6 +135,13 @@ def check_shaped(leaf: Any, where: str) -> None:
             f"{type(leaf).__name__} in {where}",
             "pass jax.ShapeDtypeStruct(shape, dtype), or close the function over what is not an array",
         )
+
+
+def item_bytes(dtype: Any) -> int:
+    """Bytes of one element; a random key's type is jax's own and no numpy type."""
+    import jax.numpy as jnp
+
+    return int(dtype.itemsize if hasattr(dtype, "itemsize") else jnp.dtype(dtype).itemsize)
 
 
 def _guessed_role(tree: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     import numpy as np
     from jax.sharding import Mesh
 
-__all__ = ["TARGETS", "MeshConfig", "TPUv4MeshConfigurations", "create_tpu_mesh_config"]
+__all__ = ["DEFAULT_LIMIT_GB", "TARGETS", "MeshConfig", "TPUv4MeshConfigurations", "create_tpu_mesh_config"]
 
 TARGETS = ("inference", "training", "balanced")
 """What a mesh may be meant for."""
 
 # What the axes are called when only a shape is given, in the order the documents name them.
 _DEFAULT_AXES = ("data", "model", "expert")
-_V4_HBM_GB = chip("v4").hbm_bytes / GiB
+DEFAULT_LIMIT_GB = chip("v4").hbm_bytes / GiB
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
@@ -34,6 +35,11 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise rule_error("A mesh shape is one or more whole numbers from 1 up", repr(shape), "use (4, 8)")
     return sizes
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0, of Python's or numpy's types."""
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 < float(value) < math.inf
 
 
 def _names(names: Any, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -64,19 +70,15 @@ class MeshConfig:
     axis_names: tuple[str, ...] = ("data", "model")
     target: str = "balanced"
     """One of `TARGETS`."""
-    memory_limit_gb: float = _V4_HBM_GB
-    """GiB of one device that programs on this mesh may plan for."""
+    memory_limit_gb: float = DEFAULT_LIMIT_GB
+    """GiB of one device that a planner may use on this mesh; the default, a v4's, leaves it to the chip."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _sizes(self.shape))
         object.__setattr__(self, "axis_names", _names(self.axis_names, self.shape))
         if self.target not in TARGETS:
             raise unknown_name("optimization_target", self.target, TARGETS)
-        if (
-            isinstance(self.memory_limit_gb, bool)
-            or not isinstance(self.memory_limit_gb, int | float)
-            or not 0 < self.memory_limit_gb < math.inf
-        ):
+        if not is_positive(self.memory_limit_gb):
             raise rule_error(
                 "memory_limit_gb is a positive number of GiB a device", repr(self.memory_limit_gb), "use 32.0"
             )
@@ -119,7 +121,7 @@ class TPUv4MeshConfigurations:
 def create_tpu_mesh_config(
     mesh_shape: Sequence[int],
     optimization_target: str = "balanced",
-    memory_limit_gb: float = _V4_HBM_GB,
+    memory_limit_gb: float = DEFAULT_LIMIT_GB,
     axis_names: Sequence[str] | None = None,
 ) -> MeshConfig:
     """A mesh config; with no axis names, the axes are called data, model, expert as far as they go."""

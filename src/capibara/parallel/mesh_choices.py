@@ -53,4 +53,4 @@ def _nearest_mesh(given: Mapping[str, int], chips: int) -> str:
 
 
 def divisors(number: int, most: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0 and n <= most]
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]

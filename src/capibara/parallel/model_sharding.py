@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara.errors import rule_error, unknown_name
 from capibara.hardware.chips import chip_for
+from capibara.parallel.anatomy import Leaf
 from capibara.parallel.by_parameters import ProductsModel, parameter_job
 from capibara.parallel.mesh import MeshConfig, create_tpu_mesh_config
 from capibara.parallel.planner import ShardingStrategy, optimize_sharding_strategy
 from capibara.parallel.search import TARGETS
-from capibara.parallel.space import Point, Space
+from capibara.parallel.space import Point, Space, partition
 
 __all__ = ["WORDS", "MeshSharding", "create_mesh_sharding"]
 
@@ -42,8 +43,9 @@ class MeshSharding:
 
         `model` is a pytree of arrays, or an object whose `params` are one: then a copy of it with those on the mesh.
         `strategy` is from `optimize_sharding_strategy`, or one of `WORDS`: "data" keeps every array whole on every
-        device, "fully_sharded" cuts each over all devices, "tensor" cuts matrices over the model axis; a target plans
-        by the parameters alone, with 4096 tokens a chip. With none it is this mesh's target.
+        device, "fully_sharded" cuts each matrix over all devices or as many as divide it, "tensor" cuts matrices over
+        the model axis; a target plans training by the parameters alone, with 4096 tokens a chip. With none it is this
+        mesh's target. Plain numbers become scalars on every device.
         """
         if not isinstance(model, dict) and hasattr(model, "params"):
             return _with_params(model, self._put(model.params, strategy))
@@ -95,17 +97,23 @@ def create_mesh_sharding(
     if device_ids is None:
         return MeshSharding(config.build(), config, optimization_target)
     attached = {device.id: device for device in jax.devices()}
-    ids = list(device_ids)
+    whole = isinstance(device_ids, Iterable) and not isinstance(device_ids, str)
+    ids = list(device_ids) if whole else []
+    if not whole or not all(isinstance(one, SupportsIndex) for one in ids):
+        raise rule_error("device_ids are whole numbers, the ids of devices", repr(device_ids), "use range(32)")
     if len(set(ids)) != len(ids):
         raise rule_error("device_ids names each device once", repr(ids), "drop the repeated ones")
     missing = [one for one in ids if one not in attached]
     if len(ids) != config.size or missing:
         got = f"{len(ids)} ids" + (f", of which {missing[:8]} are not attached" if missing else "")
+        simulate = (
+            f", or set XLA_FLAGS=--xla_force_host_platform_device_count={config.size} before jax is first used to "
+            "simulate them"
+        )
         raise rule_error(
             f"A mesh of {'x'.join(map(str, config.shape))} takes the ids of {config.size} attached devices",
             got,
-            f"choose {config.size} of the {len(attached)} attached, or set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={config.size} before jax is first used to simulate them",
+            f"choose {config.size} of the {len(attached)} attached{simulate if len(attached) < config.size else ''}",
         )
     grid = np.empty(config.shape, dtype=object)
     grid.flat[:] = [attached[one] for one in ids]
@@ -122,6 +130,10 @@ def _plain(params: Any, config: MeshConfig, word: str) -> Any:
     space = Space(ProductsModel(job, None, float("inf")).anatomy(), config.size, {})
     cut: tuple[int, ...] = ()
     if word == "tensor":
+        if "model" not in axes:
+            raise rule_error(
+                '"tensor" cuts over a model axis', f"a mesh with axes {axes}", "make a mesh such as (4, 8)"
+            )
         # What does not divide stays whole, as in any layout.
         mesh = tuple(axes.items())
         cut = next(iter(space.cuts(mesh)), ())
@@ -130,8 +142,26 @@ def _plain(params: Any, config: MeshConfig, word: str) -> Any:
     specs = space.layout(point).specs[: len(leaves)]
     if word == "fully_sharded":
         every = tuple(config.axis_names)
-        specs = tuple(PartitionSpec(*(every if entry == "data" else entry for entry in spec)) for spec in specs)
+        specs = tuple(
+            PartitionSpec(*(every if entry == "data" else entry for entry in spec))
+            if spec
+            else _as_many_as_divide(leaf, config.axes)
+            for leaf, spec in zip(space.anatomy.of_role("params"), specs, strict=True)
+        )
     return jax.tree.unflatten(tree, specs)
+
+
+def _as_many_as_divide(leaf: Leaf, axes: dict[str, int]) -> PartitionSpec:
+    """Mesh axes on a matrix that all of them together do not divide: the largest first, each where most is left."""
+    left = list(leaf.shape)
+    entries: list[tuple[str, ...]] = [()] * len(left)
+    for name, size in sorted(axes.items(), key=lambda axis: -axis[1]) if len(left) > 1 else ():
+        able = [position for position, rest in enumerate(left) if size > 1 and rest and rest % size == 0]
+        if able:
+            best = max(able, key=lambda position: left[position])
+            left[best] //= size
+            entries[best] = (*entries[best], name)
+    return partition(entries)
 
 
 def _checked(strategy: ShardingStrategy, params: Any, mesh: Mesh) -> Any:
@@ -157,5 +187,12 @@ def _with_params(model: Any, params: Any) -> Any:
     if isinstance(model, tuple) and hasattr(model, "_replace"):
         return model._replace(params=params)
     other = copy.copy(model)
-    other.params = params
+    try:
+        other.params = params
+    except AttributeError as error:
+        raise rule_error(
+            "A model's params can be set on a copy of it",
+            f"{type(model).__name__}, whose params cannot",
+            "pass model.params, and make the model of what comes back",
+        ) from error
     return other

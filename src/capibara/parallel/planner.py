@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 from jax.sharding import PartitionSpec
@@ -14,13 +15,16 @@ from jax.sharding import PartitionSpec
 from capibara.errors import rule_error
 from capibara.hardware.chips import GiB, chip
 from capibara.hardware.topology import Slice, slice_for
-from capibara.parallel.by_parameters import ProductsModel, parameter_job
-from capibara.parallel.job import Job
-from capibara.parallel.mesh import MeshConfig, create_tpu_mesh_config
-from capibara.parallel.plans import Ranked
+from capibara.parallel.by_parameters import ProductsModel, parameter_job, shaped
+from capibara.parallel.job import Job, item_bytes
+from capibara.parallel.mesh import DEFAULT_LIMIT_GB, MeshConfig, create_tpu_mesh_config, is_positive
+from capibara.parallel.plans import Ranked, bytes_in_words
 from capibara.parallel.search import search
 
 __all__ = ["ShardingStrategy", "optimize_sharding_strategy"]
+
+# What a mesh is meant for -> what to plan for, where the caller does not say.
+_TARGETS = {"inference": "latency", "training": "throughput", "balanced": "throughput"}
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,16 @@ def optimize_sharding_strategy(
     optimizer: Any = "adamw",
     *,
     batch: Any = None,
-    optimization_target: str = "throughput",
+    optimization_target: str | None = None,
     chip_name: str = "v4",
 ) -> ShardingStrategy:
     """The best layout of a model on a mesh of this shape, that fits; an error names the nearest change otherwise.
 
     `model_params` is any pytree of arrays or shapes; `input_shape` has the batch first. `mesh_shape` is (4, 8), with
     axes data, model, expert as far as they go, or a mesh config. `memory_limit_gb` is in GiB a chip and counts where
-    it is less than what the chip has.
+    it is less than what the chip has; so does a mesh config's own, where it is not the default.
+    `optimization_target` is "throughput", "latency" or "memory"; with none it is latency on a mesh config that is meant
+    for inference and throughput on any other.
 
     With `loss(params, batch)` the whole training step is planned (`capibara.parallel.search`): `batch` has its shapes,
     int32 tokens of `input_shape` by default. Without, it goes by the parameters alone (`by_parameters` says how).
@@ -88,6 +94,10 @@ def optimize_sharding_strategy(
     shape = _input_shape(input_shape)
     mesh = mesh_shape if isinstance(mesh_shape, MeshConfig) else create_tpu_mesh_config(mesh_shape)
     limit = _limit(memory_limit_gb)
+    if mesh.memory_limit_gb != DEFAULT_LIMIT_GB:
+        limit = min(limit or math.inf, mesh.memory_limit_gb * GiB)
+    target = _TARGETS[mesh.target] if optimization_target is None else optimization_target
+    model_params = shaped(model_params)
     where, notes = _where(chip_name, mesh.size)
     model: Callable[[Job, Any], Any] | None = None
     if loss is None:
@@ -107,10 +117,8 @@ def optimize_sharding_strategy(
 
         data = jax.ShapeDtypeStruct(shape, "int32") if batch is None else batch
         job = training_job(loss, model_params, data, optimizer=optimizer)
-    best = search(
-        job, where, target=optimization_target, memory_limit=limit, mesh=mesh, top=1, offload=False, model=model
-    ).require()
-    return _strategy(model_params, best, mesh, optimization_target, (*job.notes, *notes))
+    best = search(job, where, target=target, memory_limit=limit, mesh=mesh, top=1, offload=False, model=model).require()
+    return _strategy(model_params, best, mesh, target, (*job.notes, *notes))
 
 
 def _strategy(params: Any, best: Ranked, mesh: MeshConfig, target: str, notes: tuple[str, ...]) -> ShardingStrategy:
@@ -135,6 +143,7 @@ def _strategy(params: Any, best: Ranked, mesh: MeshConfig, target: str, notes: t
 
 def _why(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> str:
     reasons, parts = [], 1
+    whole = math.prod(leaf.shape) * item_bytes(leaf.dtype)
     last = len(leaf.shape) - 1
     for position, entry in enumerate(spec):
         for name in (entry,) if isinstance(entry, str) else entry or ():
@@ -147,31 +156,31 @@ def _why(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> str:
             else:
                 reasons.append(f"dimension {position} kept in {axes[name]} parts on {name} and gathered when used")
     if not reasons:
-        whole = math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize
-        reason = "a vector is not worth a message" if len(leaf.shape) < 2 else "cutting it here wins nothing"
-        return f"whole on every chip ({_bytes(whole)}): {reason}"
-    each = math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize / parts
-    return f"{'; '.join(reasons)} ({_bytes(each)} a chip)"
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} bytes"
+        divides = any(size > 1 and n % size == 0 for n in leaf.shape for size in axes.values())
+        reason = (
+            "a vector is not worth a message"
+            if len(leaf.shape) < 2
+            else "cutting it here wins nothing"
+            if divides or math.prod(axes.values()) == 1
+            else "no dimension of it divides over an axis of the mesh"
+        )
+        return f"whole on every chip ({bytes_in_words(whole)}): {reason}"
+    return f"{'; '.join(reasons)} ({bytes_in_words(whole / parts)} a chip)"
 
 
 def _input_shape(shape: Any) -> tuple[int, ...]:
     given = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
-    if not given or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
+    if not given or any(
+        isinstance(n, bool) or not isinstance(n, SupportsIndex) or operator.index(n) < 1 for n in given
+    ):
         raise rule_error("input_shape is whole numbers from 1 up, the batch first", repr(shape), "use (32, 512, 768)")
-    return given
+    return tuple(map(operator.index, given))
 
 
 def _limit(gigabytes: float | None) -> float | None:
     if gigabytes is None:
         return None
-    if isinstance(gigabytes, bool) or not isinstance(gigabytes, int | float) or not 0 < gigabytes < math.inf:
+    if not is_positive(gigabytes):
         raise rule_error("memory_limit_gb is a positive number of GiB a chip", repr(gigabytes), "use 32.0")
     return float(gigabytes) * GiB
 

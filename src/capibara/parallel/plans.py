@@ -10,7 +10,14 @@ from capibara.parallel.cost.estimate import Estimate
 from capibara.parallel.job import Job
 from capibara.parallel.layout import Layout
 
-__all__ = ["DoesNotFit", "Fix", "Plans", "Ranked", "Refused"]
+__all__ = ["DoesNotFit", "Fix", "Plans", "Ranked", "Refused", "bytes_in_words"]
+
+
+def bytes_in_words(*counts: float) -> str:
+    """Bytes in the unit that suits the last of them: "6.1 of 2.0 MiB"."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    unit, size = next((one for one in units if counts[-1] >= one[1]), ("bytes", 1))
+    return " of ".join(f"{count / size:.1f}" for count in counts) + f" {unit}"
 
 
 class DoesNotFit(CapibaraError, ValueError):
@@ -108,5 +115,5 @@ class Plans:
         if fix is None:
             change = "none of more chips, a smaller batch or recomputation was found to do"
         else:
-            change = f"{fix.change} ({fix.layout.name}: {fix.estimate.memory.total / 2**30:.1f} GiB a chip, predicted)"
+            change = f"{fix.change} ({fix.layout.name}: {bytes_in_words(fix.estimate.memory.total)} a chip, predicted)"
         return f"{rule}. Got, at best on {self.slice}: {text}. Fix: {change}."

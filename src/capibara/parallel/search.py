@@ -15,7 +15,7 @@ from capibara.parallel.job import Job
 from capibara.parallel.layout import Layout
 from capibara.parallel.mesh import MeshConfig
 from capibara.parallel.mesh_choices import mesh_axes
-from capibara.parallel.plans import Plans, Ranked, Refused
+from capibara.parallel.plans import Plans, Ranked, Refused, bytes_in_words
 from capibara.parallel.space import Space
 
 __all__ = ["TARGETS", "search"]
@@ -83,10 +83,15 @@ def search(
             "calibration": calibration,
             "offload": offload,
             "pipelines": pipelines,
-            "model": model,
+            "model": cost.elsewhere if model is None and isinstance(cost, PaperModel) else model,
         }
-        plans = replace(plans, fixes=changes_that_fit(job, slice, mesh, again))
+        plans = replace(plans, fixes=changes_that_fit(job, slice, mesh, again, _least_bytes(plans)))
     return plans
+
+
+def _least_bytes(plans: Plans) -> float | None:
+    near = plans.closest
+    return None if near is None else near.bytes
 
 
 def _plans(run: Exploration, job: Job, slice: Any, top: int, confirm: Callable[[Layout], Any] | None) -> Plans:
@@ -121,7 +126,7 @@ def _refusal(result: Result, space: Space) -> Refused:
     if result.estimate is not None:
         memory = result.estimate.memory
         needed = memory.total
-        reason = f"needs {memory.total / 2**30:.1f} of {memory.limit / 2**30:.1f} GiB a chip, most at {memory.peak_at}"
+        reason = f"needs {bytes_in_words(memory.total, memory.limit)} a chip, most at {memory.peak_at}"
     return Refused(result.layout, reason, space.words(result.point), result.estimate, needed)
 
 
@@ -134,6 +139,6 @@ def _confirmed(one: Ranked, confirm: Callable[[Layout], Any]) -> Ranked | Refuse
     # What the arguments take is known; the rest of the compiler's bytes are what it needs beside them.
     memory = replace(one.estimate.memory, temporaries=said.total_bytes - one.estimate.memory.arguments)
     if not memory.fits:
-        text = f"the compiler needs {memory.total / 2**30:.1f} of {memory.limit / 2**30:.1f} GiB a chip"
+        text = f"the compiler needs {bytes_in_words(memory.total, memory.limit)} a chip"
         return Refused(one.layout, text, one.layout.name, one.estimate)
     return replace(one, estimate=replace(one.estimate, memory=memory), confirmed=True)

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 from capibara.parallel.anatomy import Anatomy, Leaf
 from capibara.parallel.layout import Layout
 from capibara.parallel.mesh_choices import AXES, divisors, mesh_config
+from capibara.parallel.plans import bytes_in_words
 
-__all__ = ["PARAMETERS", "Point", "Space", "Unfit"]
+__all__ = ["PARAMETERS", "Point", "Space", "Unfit", "partition"]
 
 PARAMETERS = ("replicated", "optimizer", "full")
 """What is cut over the data axis: nothing, the optimizer's state (and with it the gradients), or the parameters too."""
@@ -72,10 +73,12 @@ class Space:
         if self.mesh is not None:
             return [self.mesh]
         useful = [name for name in AXES if self._largest(name) > 1]
-        found = []
+        found: list[tuple[tuple[str, int], ...]] = []
         for sizes in itertools.product(*(divisors(self.chips, self._largest(name)) for name in useful)):
             if math.prod(sizes) == self.chips:
                 found.append(tuple((n, size) for n, size in zip(useful, sizes, strict=True) if size > 1))
+        # Where nothing can be cut into so many, the chips still run it: each of them the whole.
+        found = found or [(("data", self.chips),)]
         return sorted(found, key=lambda mesh: (len(mesh), -dict(mesh).get("data", 1), mesh))
 
     def _largest(self, axis: str) -> int:
@@ -96,13 +99,16 @@ class Space:
     def cuts(self, mesh: tuple[tuple[str, int], ...], everything: bool = False) -> list[tuple[int, ...]]:
         """Sets of groups for the model axis of a mesh: the usual ones, or every one there is.
 
-        A group that the axis does not divide is left out of the usual ones.
+        A group that the axis does not divide is left out of the usual ones. On a mesh that was given, a model axis that
+        divides nothing cuts nothing.
         """
         size = dict(mesh).get("model", 1)
         if size == 1:
             return [()]
         sizes = self.anatomy.sizes
         able = [group for group in self.anatomy.model if sizes[group] % size == 0]
+        if not able and self.mesh is not None:
+            return [()]
         if everything:
             return [one for n in range(1, len(able) + 1) for one in itertools.combinations(able, n)]
         usual = [tuple(g for g in colour if g in able) for colour in self.anatomy.colours]
@@ -184,8 +190,8 @@ class Space:
             if position not in host
         )
         if held > self.memory_limit:
-            limit = self.memory_limit / 2**30
-            raise Unfit(f"needs {held / 2**30:.1f} of {limit:.1f} GiB a chip for its arguments alone", held)
+            words = bytes_in_words(held, self.memory_limit)
+            raise Unfit(f"needs {words} a chip for its arguments alone", held)
         return Layout(
             mesh=mesh_config(axes),
             specs=specs,
@@ -193,8 +199,13 @@ class Space:
             choices=point.choices,
             host=host,
             stages=stages,
-            name=self.words(point),
+            name=self.words(point if self._sharded(specs) else replace(point, parameters="replicated")),
         )
+
+    def _sharded(self, specs: Sequence[PartitionSpec]) -> bool:
+        """Whether anything is cut over the data axis: nothing is where nothing divides."""
+        held = (s for leaf, s in zip(self.anatomy.leaves, specs, strict=True) if leaf.role in ("params", "state"))
+        return any(name in _SHARDING_AXES for spec in held for entry in spec for name in _several(entry))
 
     def words(self, point: Point) -> str:
         """A point in words: "data 4 x model 8 (heads, mlp), fully sharded, remat full"."""
@@ -235,7 +246,7 @@ class Space:
                     entries[position] = _present(_BATCH_AXES, axes)
                 elif group in self.anatomy.sequence and ("sequence",) not in entries:
                     entries[position] = _present(("sequence",), axes)
-            return _partition(entries)
+            return partition(entries)
         if leaf.role not in ("params", "state"):
             return PartitionSpec()
         for position, group in enumerate(leaf.groups):
@@ -247,7 +258,7 @@ class Space:
                 entries[position] = ("model",)
         if point.parameters == "full" or (point.parameters == "optimizer" and leaf.role == "state"):
             self._shard(leaf, entries, axes)
-        return _partition(entries)
+        return partition(entries)
 
     def _shard(self, leaf: Leaf, entries: list[tuple[str, ...]], axes: Mapping[str, int]) -> None:
         """Cut an array over the chips that hold the same part of it, along the dimension with the most left."""
@@ -309,13 +320,18 @@ def _present(names: Sequence[str], axes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(name for name in names if axes.get(name, 1) > 1)
 
 
-def _partition(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+def partition(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """The spec with these mesh axes on each dimension, without the whole ones at its end."""
     found = [entry[0] if len(entry) == 1 else entry or None for entry in entries]
     while found and found[-1] is None:
         found.pop()
     return PartitionSpec(*found)
 
 
+def _several(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def _shards(spec: PartitionSpec, axes: Mapping[str, int]) -> int:
-    names = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
+    names = [name for entry in spec for name in _several(entry)]
     return math.prod(axes.get(name, 1) for name in names)

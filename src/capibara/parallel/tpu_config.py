@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -111,6 +111,8 @@ class TPUConfig:
     def mfu(self, flops: float, seconds: float) -> float:
         """The part of these chips' peak that a step of so many flops in so many seconds reaches."""
         _positive("seconds", seconds, "give the measured time of a step")
+        if flops:  # A step may compute nothing.
+            _positive("flops", flops, "give what all chips compute in a step")
         return flops / (seconds * self.total_flops)
 
     def mesh_config(self, optimization_target: str = "balanced") -> MeshConfig:
@@ -125,9 +127,9 @@ class TPUConfig:
         """
         from jax.sharding import PartitionSpec
 
-        shape = tuple(tensor_shape)
-        if not all(isinstance(size, SupportsIndex) for size in shape):
-            raise rule_error("A tensor's shape is whole numbers", repr(tensor_shape), "pass array.shape")
+        shape = tuple(tensor_shape) if isinstance(tensor_shape, Iterable) else (None,)
+        if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) or operator.index(n) < 0 for n in shape):
+            raise rule_error("A tensor's shape is whole numbers from 0 up", repr(tensor_shape), "pass array.shape")
         axes = self.mesh_config().axes
         wanted: list[str | None] = [None] * len(shape)
         if shape:
@@ -157,8 +159,12 @@ class TPUConfig:
         """The places (i, j) of a load [rows, columns] that are above `scaling_config.load_threshold`, row by row."""
         import numpy as np
 
-        values = np.asarray(load)
-        if values.ndim != 2 or not (np.issubdtype(values.dtype, np.number) or values.dtype.name == "bfloat16"):
+        try:
+            values = np.asarray(load)
+        except ValueError:  # rows of different lengths
+            values = np.asarray(load, dtype=object)
+        real = np.issubdtype(values.dtype, np.number) and not np.iscomplexobj(values)
+        if values.ndim != 2 or not (real or values.dtype.name == "bfloat16"):
             raise rule_error(
                 "A load is a table of numbers with two axes",
                 f"{values.dtype.name} of shape {values.shape}",
@@ -221,5 +227,6 @@ def _dtype_name(field_name: str, dtype: Any) -> str:
 
 
 def _squarest(chips: int) -> str:
-    rows = max(size for size in range(1, math.isqrt(chips) + 1) if chips % size == 0)
+    # Enough for any pod, and no count is so large that looking takes long.
+    rows = max(size for size in range(1, min(math.isqrt(chips), 2**16) + 1) if chips % size == 0)
     return f"{rows}x{chips // rows}"

@@ -32,6 +32,9 @@ TRAINING_AXES = ("pipeline", "data", "expert", "sequence", "model")
 # Which sizes are changed first when several changes are equally small: more copies of the model cost nothing but batch.
 _FREEDOM = ("data", "expert", "sequence", "pipeline", "model")
 
+# Beyond the largest pods by far. There the ways to multiply are too many to list, and one axis at a time is changed.
+_MANY_CHIPS = 2**14
+
 
 def training_mesh_config(
     total_chips: int,
@@ -59,7 +62,9 @@ def training_mesh_config(
         raise rule_error(
             f"The parallel sizes of a training mesh multiply to total_chips={total_chips}",
             f"{_product(sizes)} = {math.prod(sizes.values())}",
-            "use " + ", or ".join(_changes(sizes, near) for near in nearest_sizes(total_chips, sizes)),
+            "use " + ", or ".join(_changes(sizes, near) for near in nearest_sizes(total_chips, sizes))
+            if nearest_sizes(total_chips, sizes)
+            else f"make them multiply to {total_chips}",
         )
     return MeshConfig(tuple(sizes[axis] for axis in TRAINING_AXES), TRAINING_AXES, target="training")
 
@@ -94,9 +99,14 @@ def nearest_sizes(total_chips: int, sizes: dict[str, int], count: int = 2) -> tu
 
     A change is as large as the factor by which a size grows or shrinks, and the factors of all axes multiply. Axes of
     size 1 stay so (data, when all are 1, is what grows). Equal changes: the one that touches fewer axes, then the one
-    that touches data before expert, sequence, pipeline and, last, model.
+    that touches data before expert, sequence, pipeline and, last, model. Above 16384 chips only one axis is changed,
+    and there may be no answer.
     """
     free = [axis for axis in _FREEDOM if sizes[axis] > 1] or ["data"]
+    if total_chips > _MANY_CHIPS:
+        others = {axis: math.prod(size for name, size in sizes.items() if name != axis) for axis in free}
+        found = [{**sizes, axis: total_chips // rest} for axis, rest in others.items() if total_chips % rest == 0]
+        return tuple(sorted(found, key=functools.partial(_distance, sizes))[:count])
     found = [{**sizes, **dict(zip(free, split, strict=True))} for split in _splits(total_chips, len(free))]
     return tuple(sorted(found, key=functools.partial(_distance, sizes))[:count])
 

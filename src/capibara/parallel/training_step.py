@@ -33,6 +33,8 @@ def training_step(
     step where the loss is a mean of equal rows. With `mixed`, gradients are added up in float32 whatever the
     parameters' type; without, in the parameters' type. `remat` is one of `POLICIES`.
     """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise rule_error("accumulate is a whole number from 1 up", repr(accumulate), "use 1")
     _, update = optimizer_named(optimizer, mixed)
     grad = jax.value_and_grad(checkpoint_scans(loss, remat))
 
@@ -40,6 +42,7 @@ def training_step(
         return grad(params, batch)
 
     def in_parts(params: Any, batch: Any) -> Any:
+        _check_accumulate(accumulate, _rows(batch))
         parts = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
         zero = jax.tree.map(lambda p: jnp.zeros(p.shape, _sum_dtype(p.dtype, mixed)), params)
 
@@ -79,6 +82,7 @@ def training_job(
     """
     shapes, rows = jax.eval_shape(lambda t: t, params), _rows(batch)
     inputs = jax.eval_shape(lambda t: t, batch)
+    _check_loss(loss, shapes, inputs)
     init, _ = optimizer_named(optimizer, mixed)
     state = jax.eval_shape(init, shapes)
     scans = outermost_scans(loss, shapes, inputs)
@@ -126,6 +130,33 @@ def _microbatches(x: Any, parts: int) -> Any:
 
 def _sum_dtype(dtype: Any, mixed: bool) -> Any:
     return jnp.promote_types(dtype, jnp.float32) if mixed else dtype
+
+
+def _check_accumulate(parts: Any, rows: int) -> None:
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or rows % parts:
+        raise rule_error(
+            f"accumulate divides the batch's {rows} rows",
+            repr(parts),
+            f"use one of {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}",
+        )
+
+
+def _check_loss(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> None:
+    """What a gradient needs, by name; whatever the loss itself says to its arguments is its own error."""
+    if not callable(loss):
+        raise rule_error("A loss is a function of parameters and a batch", repr(loss), "pass loss(params, batch)")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise rule_error(
+                "Parameters that are trained are floats",
+                f"{leaf.dtype} at {jax.tree_util.keystr(path)}",
+                "close the loss over what is not trained",
+            )
+    found = jax.eval_shape(loss, params, batch)
+    if not isinstance(found, jax.ShapeDtypeStruct) or found.shape or not jnp.issubdtype(found.dtype, jnp.floating):
+        raise rule_error(
+            "A loss gives one real number", str(found), "return the mean alone: lambda params, batch: loss(...)[0]"
+        )
 
 
 def _rows(batch: Any) -> int:
@@ -180,11 +211,6 @@ def _knobs(
         if value not in POLICIES:
             raise unknown_name("remat policy", value, POLICIES)
     for parts in tried["accumulate"]:
-        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or rows % parts:
-            raise rule_error(
-                f"accumulate divides the batch's {rows} rows",
-                repr(parts),
-                f"use one of {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}",
-            )
+        _check_accumulate(parts, rows)
     beyond = {name: tuple(v for v in values if v not in tried[name]) for name, values in possible.items()}
     return MappingProxyType(tried), MappingProxyType({name: values for name, values in beyond.items() if values})

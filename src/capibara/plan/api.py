@@ -115,14 +115,17 @@ def plan(
         raise _no_layout(found, axes)
     notes = list(dict.fromkeys(found.notes))
     if calibration is not None:
-        notes.append(f"corrected by {calibration.runs} measured runs on {calibration.chip}")
+        runs = f"{calibration.runs} measured run{'' if calibration.runs == 1 else 's'}"
+        notes.append(f"corrected by {runs} on {calibration.chip}; --uncalibrated leaves the correction out")
     state = _state_bytes(job)
     costs = (
         bills(candidates[0].estimate, where, job.tokens, state, table, region=region, assumptions=spot)
-        if candidates
-        else ()
+        if found.best is not None
+        else ()  # What a layout that does not fit would cost is nobody's price; the changes have theirs.
     )
     if candidates:
+        if where.chips > 1 and not any(part for spec in candidates[0].layout.specs for part in spec):
+            notes.append(f"no argument is divided over the {where.chips} chips: each has all of them")
         notes += [note for note in candidates[0].estimate.notes if note not in notes]
     return Plan(
         name=job.name,

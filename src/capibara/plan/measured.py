@@ -88,11 +88,7 @@ def record(
     """Keep one run of the plan's best layout."""
     if plan.best is None:
         raise rule_error("A run is kept beside the layout it had", "a plan without a layout", "plan what was run")
-    if step_seconds is None and peak_bytes is None:
-        raise rule_error("A run measured something", "neither step_seconds nor peak_bytes", "pass one or both")
-    for name, value in (("step_seconds", step_seconds), ("peak_bytes", peak_bytes)):
-        if value is not None and not 0 < value < math.inf:
-            raise rule_error(f"{name} is a number above 0", repr(value), "pass what was measured, or leave it out")
+    _check_figures({"step_seconds": step_seconds, "peak_bytes": peak_bytes})
     estimate = _uncorrected(plan)
     made = Measurement(
         name=plan.name,
@@ -109,10 +105,21 @@ def record(
     )
     path = measured_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One write of one line: runs that end together do not mix.
-    with path.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(dataclasses.asdict(made)) + "\n")
+    # One write of one line: runs that end together do not mix. A line that a crash left open is ended first.
+    with path.open("a+b") as out:
+        out.seek(max(0, out.seek(0, os.SEEK_END) - 1))
+        torn = out.read(1) not in (b"", b"\n")
+        out.write((b"\n" if torn else b"") + json.dumps(dataclasses.asdict(made)).encode() + b"\n")
     return made
+
+
+def _check_figures(given: Mapping[str, Any]) -> None:
+    figures = {name: given[name] for name in ("step_seconds", "peak_bytes") if given.get(name) is not None}
+    if not figures:
+        raise rule_error("A run measured something", "neither step_seconds nor peak_bytes", "pass one or both")
+    for name, value in figures.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise rule_error(f"{name} is a number above 0", repr(value), "pass what was measured, or leave it out")
 
 
 def _uncorrected(plan: Plan) -> Any:
@@ -138,6 +145,8 @@ def read_measured(path: str | Path) -> dict[str, Any]:
     for key in document:
         if key not in _KEYS:
             raise unknown_name(f"key of {file.name}", key, _KEYS)
+    # Said before anything is planned, which may take minutes.
+    _check_figures(document)
     return {key: value for key, value in document.items() if value is not None}
 
 

@@ -46,7 +46,9 @@ def place(on: str | Slice) -> Slice:
         return slice_by_name(text)
     except ValueError as error:
         if str(error).startswith("Unknown TPU slice"):
-            names = [*slice_names("v4"), *(one.name for one in gpus), *("v5e-16", "v5p-32", "v6e-16")]
+            # The cubes of 128 cores up to v4-8192 would bury the rest.
+            usual = [name for name in slice_names("v4") if slice_by_name(name).chips.bit_count() == 1]
+            names = [*usual, *(one.name for one in gpus), *("v5e-16", "v5p-32", "v6e-16")]
             raise unknown_name("slice or GPU", on, names) from None
         raise
 

@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from capibara.plan import words
-from capibara.plan.result import Candidate, Plan
+from capibara.plan.result import Candidate, Change, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["as_text", "headlines", "show"]
 
 _WIDTH = 150
+_WIDE = 110
+"""Columns from which a table has room for everything."""
 _LARGEST = 5
 
 
@@ -32,7 +34,7 @@ def as_text(plan: Plan) -> str:
 def show(plan: Plan, screen: Console) -> None:
     """The whole report on a console."""
     for line in headlines(plan):
-        screen.print(line, markup=False, soft_wrap=True)
+        screen.print(line, markup=False, soft_wrap=not screen.is_terminal)
     for change in plan.changes:
         cost = (
             ""
@@ -40,26 +42,31 @@ def show(plan: Plan, screen: Console) -> None:
             else (f", {words.dollars(change.usd_per_billion_tokens)} a billion tokens")
         )
         screen.print(
-            f"  would fit: {change.what} on {change.on}: {words.gib(change.bytes)} a chip, "
+            f"  would fit: {_change(change)}: {words.gib(change.bytes)} a chip, "
             f"{words.seconds(change.seconds)} a step{cost}",
             markup=False,
-            soft_wrap=True,
+            soft_wrap=not screen.is_terminal,
         )
     if plan.best is None:
         _notes(plan, screen)
         return
     for title, table in (
-        ("Best layouts" if plan.fits else "Nearest to fitting", _layouts(plan)),
-        (f"Largest buffers at the peak ({plan.best.estimate.memory.peak_at})", _buffers(plan.best)),
+        ("Best layouts" if plan.fits else "Nearest to fitting", _layouts(plan, screen.width < _WIDE)),
+        (f"Largest buffers at the peak{_at(plan.best)}", _buffers(plan.best)),
         ("Exchanges of a step, of one chip", _links(plan.best)),
     ):
         # A title of the table's own would be folded to its width.
-        screen.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
+        screen.print(f"\n{title}", style="bold", markup=False, soft_wrap=not screen.is_terminal)
         screen.print(table)
     for one in plan.candidates:
         if one.compiled is not None:
-            screen.print(f"{one.layout.name}: {compiled_line(one)}", markup=False, soft_wrap=True)
+            screen.print(f"{one.layout.name}: {compiled_line(one)}", markup=False, soft_wrap=not screen.is_terminal)
     _notes(plan, screen)
+
+
+def _change(change: Change) -> str:
+    """In words; a larger slice names itself."""
+    return change.what if change.what.startswith(change.on) else f"{change.what} on {change.on}"
 
 
 def headlines(plan: Plan) -> list[str]:
@@ -70,11 +77,11 @@ def headlines(plan: Plan) -> list[str]:
         reasons = "; ".join(list(dict.fromkeys(why for _, why in plan.refused))[:3])
         return [*lines, f"DOES NOT FIT: no layout could be made. {reasons}"]
     estimate, memory = best.estimate, best.estimate.memory
-    verdict = "FITS" if plan.fits else "DOES NOT FIT"
-    source = "by the TPU compiler" if best.level == "tpu" else f"most at {memory.peak_at}"
+    verdict, had_it = ("FITS", "") if plan.fits else ("DOES NOT FIT", ", had it the memory")
+    source = ", by the TPU compiler" if best.level == "tpu" else f", most at {memory.peak_at}" if memory.peak_at else ""
     lines.append(
         f"{verdict}: {words.gib(best.bytes)} a chip of {words.gib(memory.limit)} usable (arguments "
-        f"{words.gib(memory.arguments)}, beside them {words.gib(memory.temporaries)}, {source}){_margin(best)}"
+        f"{words.gib(memory.arguments)}, beside them {words.gib(memory.temporaries)}{source}){_margin(best)}"
     )
     speed = (
         ""
@@ -83,15 +90,21 @@ def headlines(plan: Plan) -> list[str]:
         f"{words.count(plan.tokens_per_second / plan.where.chips)} a chip"
     )
     lines.append(
-        f"Step: {words.seconds(estimate.seconds)} ({words.seconds(estimate.low)} to {words.seconds(estimate.high)}), "
+        f"Step{had_it}: {words.seconds(estimate.seconds)} "
+        f"({words.seconds(estimate.low)} to {words.seconds(estimate.high)}), "
         f"bound by {estimate.bound}{speed}, MFU {words.percent(estimate.mfu)}"
     )
     lines.extend(bill_line(one) for one in plan.bills)
-    if not plan.bills:
+    if plan.fits and not plan.bills:
         lines.append(f"Cost: no price is listed for {plan.where.chip.name}; write one into pricing.toml")
     if not plan.fits and not plan.changes:
         lines.append("No change that was tried makes it fit.")
     return lines
+
+
+def _at(best: Candidate) -> str:
+    """Where in the program the peak is; nothing for a program without a step that holds anything."""
+    return f" ({best.estimate.memory.peak_at})" if best.estimate.memory.peak_at else ""
 
 
 def _margin(best: Candidate) -> str:
@@ -134,17 +147,23 @@ def compiled_line(candidate: Candidate) -> str:
         return "not compiled"
     if compiled.error is not None:
         return f"{compiled.evidence}: {compiled.error}"
-    predicted = candidate.estimate.memory.total
-    total = compiled.total_bytes
-    off = "" if not total else f", predicted {words.gib(predicted)} ({100 * (predicted / total - 1):+.1f} %)"
+    predicted, total = candidate.estimate.memory, compiled.total_bytes
+    if compiled.level == "tpu":
+        found = f"{words.gib(total)} a chip" + ("" if not total else _against(predicted.total, total))
+    else:
+        # Another machine's temporaries say nothing of the prediction; arguments are the same bytes everywhere.
+        arguments = compiled.arguments
+        off = "" if not arguments else _against(predicted.arguments, arguments)
+        found = f"arguments {words.gib(arguments)} a chip{off}, with temporaries {words.gib(total)}"
     sent = ", ".join(
         f"{times} {kind} along {' and '.join(axes) or 'some axes'}, {words.size(count)} in all"
         for kind, axes, times, count in compiled.exchanges
     )
-    return (
-        f"{compiled.evidence}: {words.gib(total)} a chip{off}; {sent or 'no exchanges'}; "
-        f"{words.seconds(compiled.seconds)} to compile"
-    )
+    return f"{compiled.evidence}: {found}; {sent or 'no exchanges'}; {words.seconds(compiled.seconds)} to compile"
+
+
+def _against(predicted: float, found: float) -> str:
+    return f", predicted {words.gib(predicted)} ({100 * (predicted / found - 1):+.1f} %)"
 
 
 def _where(plan: Plan) -> str:
@@ -153,21 +172,24 @@ def _where(plan: Plan) -> str:
     return str(plan.where)
 
 
-def _layouts(plan: Plan) -> Table:
-    made = _table("layout", "a chip", "step", "range", "bound", "MFU", "links", "evidence")
+def _layouts(plan: Plan, narrow: bool) -> Table:
+    """The candidates; on a narrow screen without what would leave no room for the layout's name."""
+    columns = ["layout", "a chip", "step", "range", "bound", "MFU", "links", "evidence"]
+    shown = [name for name in columns if not narrow or name not in ("range", "links")]
+    made = _table(*shown)
     for one in plan.candidates:
         estimate = one.estimate
-        _row(
-            made,
-            one.layout.name,
-            words.gib(one.bytes),
-            words.seconds(estimate.seconds),
-            f"{words.seconds(estimate.low)} to {words.seconds(estimate.high)}",
-            estimate.bound,
-            words.percent(estimate.mfu),
-            words.seconds(estimate.link_seconds),
-            one.level,
-        )
+        cells = {
+            "layout": one.layout.name,
+            "a chip": words.gib(one.bytes),
+            "step": words.seconds(estimate.seconds),
+            "range": f"{words.seconds(estimate.low)} to {words.seconds(estimate.high)}",
+            "bound": estimate.bound,
+            "MFU": words.percent(estimate.mfu),
+            "links": words.seconds(estimate.link_seconds),
+            "evidence": one.level,
+        }
+        _row(made, *(cells[name] for name in shown))
     return made
 
 
@@ -198,7 +220,7 @@ def _links(best: Candidate) -> Table:
 
 def _notes(plan: Plan, screen: Console) -> None:
     for note in plan.notes:
-        screen.print(f"note: {note}", markup=False, soft_wrap=True)
+        screen.print(f"note: {note}", markup=False, soft_wrap=not screen.is_terminal)
 
 
 _LEFT = ("layout", "bound", "buffer", "kind", "axes", "link", "why", "evidence")
@@ -210,7 +232,9 @@ def _table(*columns: str) -> Table:
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+        left = column in _LEFT
+        # A figure is not cut from its unit.
+        made.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
     return made
 
 

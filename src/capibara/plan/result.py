@@ -151,6 +151,7 @@ class Plan:
                 "refused": [list(one) for one in self.refused],
                 "changes": [dataclasses.asdict(one) for one in self.changes],
                 "state_bytes": self.state_bytes,
+                "calibration": None if self.calibration is None else self.calibration.as_dict(),
                 "notes": list(self.notes),
                 "date": self.date,
                 "planning_seconds": self.planning_seconds,

@@ -206,4 +206,6 @@ def _traces(fn: Callable[..., Any], args: tuple[Any, ...], target: str) -> None:
     try:
         jax.eval_shape(fn, *args)
     except Exception as error:
-        raise TargetError(f"{target} does not trace. {type(error).__name__}: {error}") from error
+        odd = ", ".join(dict.fromkeys(type(one).__name__ for one in jax.tree.leaves(args) if not hasattr(one, "shape")))
+        fix = f"\nThe arguments have {odd}: bind what is no array with functools.partial, and plan that." if odd else ""
+        raise TargetError(f"{target} does not trace. {type(error).__name__}: {error}{fix}") from error

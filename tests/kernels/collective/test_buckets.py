@@ -112,7 +112,7 @@ def test_fewer_collectives_than_leaves() -> None:
 def test_bad_input_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="bucket_bytes is a positive whole number"):
         bucketed(TREE, 0)
-    with pytest.raises(ValueError, match="A mean is over floats"):
+    with pytest.raises(ValueError, match="The mean of whole numbers is none"):
         _mapped(lambda x: bucketed_all_reduce(x[0], "data", op="mean"))(np.ones((8, 2), np.int32))
     with pytest.raises(ValueError, match="reduction"):
         _mapped(lambda x: bucketed_all_reduce(x[0], "data", op="product"))(np.ones((8, 2), np.float32))

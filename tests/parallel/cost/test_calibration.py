@@ -67,7 +67,19 @@ def test_it_is_stored_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load("v4") is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1}', '{"format": 99, "chip": "h200", "dates": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 99, "chip": "h200", "dates": []}',
+        '{"format": 1, "chip": "h200", "dates": [], "matrix": NaN}',
+        '{"format": 1, "chip": "h200", "dates": [], "overhead_bytes": NaN}',
+        '{"format": 1, "chip": "h200", "dates": [], "overhead_bytes": "much"}',
+        '{"format": 1, "chip": "no such chip", "dates": []}',
+    ],
+)
 def test_a_torn_file_is_set_aside(text: str, tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     path.write_text(text)

@@ -190,3 +190,66 @@ def test_what_lies_in_the_hosts_memory_is_fetched_and_not_counted() -> None:
 def test_notes_say_what_was_measured() -> None:
     assert "not measured on tpu_v4: products" in estimate(_product(256), MESH, V4_32).notes[-1]
     assert estimate(_product(256), ONE, chip("h200")).notes[-1].startswith("Measured on h200: products, memory.")
+
+
+def _moved(m: Maker, *outputs: int, donated: tuple[int, ...] = ()) -> tuple[float, float]:
+    """Bytes moved, and bytes beside the arguments."""
+    found = estimate(m.program(*outputs, donated=donated), ONE, chip("h200"))
+    reserved = efficiency_of(chip("h200")).reserved_bytes
+    return sum(part.bytes for part in found.parts), found.memory.temporaries - reserved
+
+
+def test_a_view_that_leaves_is_a_copy_of_its_argument() -> None:
+    m = Maker()
+    x, turned = m.buffer(1024, 512, argument=True), m.buffer(512, 1024)
+    m.step("transpose", (x,), turned)
+    assert _moved(m, turned) == (2 * 4 * 1024 * 512, 4 * 1024 * 512)
+
+
+@pytest.mark.parametrize(("donated", "copies"), [((0,), 0), ((), 1)])
+def test_what_may_not_be_overwritten_is_copied_before_a_slice_of_it_changes(
+    donated: tuple[int, ...], copies: int
+) -> None:
+    m = Maker()
+    cache, row = m.buffer(4096, 128, argument=True), m.buffer(1, 128, argument=True)
+    after = m.buffer(4096, 128)
+    m.step("dynamic_update_slice", (cache, row), after, bytes=2.0 * 4 * 128)
+    size = 4 * 4096 * 128
+    assert _moved(m, after, donated=donated) == (2 * 4 * 128 + copies * 2 * size, copies * size)
+
+
+def test_a_convolution_of_one_channel_a_group_is_left_to_the_vector_units() -> None:
+    def seconds(sizes: tuple[int, ...]) -> float:
+        m = Maker()
+        x, out = m.buffer(64, 56 * 56, argument=True), m.buffer(64, 56 * 56)
+        flops = 2.0 * 64 * 56 * 56 * 256 * 9
+        m.step("conv_general_dilated", (x,), out, flops=flops, matrix=True, dtype="bfloat16", sizes=sizes)
+        return estimate(m.program(out), MESH, V4_32).seconds
+
+    table = efficiency_of(V4_32.chip)
+    thin, dense = seconds((256, 64 * 56 * 56, 1, 9)), seconds((1, 64 * 56 * 56, 256, 9 * 256))
+    assert dense < thin
+    assert thin == pytest.approx(
+        2.0 * 64 * 56 * 56 * 256 * 9 / table.vector_flops / table.matrix.mid + table.launch_seconds
+    )
+
+
+def test_a_calibration_takes_no_more_than_there_is() -> None:
+    found = estimate(_product(1024), ONE, chip("h200"), calibration=Calibration("h200", overhead_bytes=-1e12))
+    assert found.memory.temporaries == 0.0
+    assert found.memory.total == found.memory.arguments
+
+
+@pytest.mark.parametrize("limit", [-1.0, 0.0, float("nan")])
+def test_a_limit_is_above_zero(limit: float) -> None:
+    with pytest.raises(ValueError, match="memory_limit is a number of bytes above zero"):
+        estimate(_product(256), ONE, chip("h200"), memory_limit=limit)
+
+
+def test_products_that_a_chip_has_no_units_for_are_said() -> None:
+    m = Maker()
+    a, out = m.buffer(256, 256, argument=True), m.buffer(256, 256)
+    m.step("dot_general", (a, a), out, flops=2.0 * 256**3, matrix=True, dtype="float64", sizes=(1, 256, 256, 256))
+    assert any("no units for products in float64" in note for note in estimate(m.program(out), MESH, V4_32).notes)
+    assert not any("float64" in note for note in estimate(_product(256), MESH, V4_32).notes)
+    assert not any("float64" in note for note in estimate(m.program(out), ONE, chip("h200")).notes)

@@ -68,3 +68,11 @@ def test_sizes_of_types(written: str, bytes_: float) -> None:
     lines = ["ENTRY %m (a: KIND) -> KIND {", "  %a = KIND parameter(0)", "  ROOT %r = KIND all-reduce(%a)", "}"]
     text = "\n".join(lines).replace("KIND", written)
     assert [one.bytes for one in collectives_in(text)] == [bytes_]
+
+
+def test_no_groups_are_one_of_all_devices() -> None:
+    text = "ENTRY %main (p: f32[4]) -> f32[4] {\n  %p = f32[4]{0} parameter(0)\n"
+    text += "  ROOT %r = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add\n}\n"
+    (found,) = collectives_in(text, {"data": 2, "one": 1, "model": 4})
+    assert (found.axes, found.bytes) == (("data", "model"), 16.0)
+    assert collectives_in("no program at all") == []

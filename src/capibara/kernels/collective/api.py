@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,14 @@ from jaxtyping import Array, Num, Shaped
 
 from capibara.errors import rule_error
 from capibara.kernels.collective import over_mesh
-from capibara.kernels.collective.axes import AxisName, neighbours, read_axes, read_dimension, read_reduction
+from capibara.kernels.collective.axes import (
+    AxisName,
+    check_reducible,
+    neighbours,
+    read_axes,
+    read_dimension,
+    read_reduction,
+)
 from capibara.kernels.collective.ops import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
@@ -20,7 +28,7 @@ from capibara.kernels.collective.ops import (
     REDUCE_SCATTER,
     RINGS,
 )
-from capibara.kernels.op import Config
+from capibara.kernels.op import Config, Op
 from capibara.kernels.operands import as_array
 
 
@@ -51,7 +59,8 @@ def all_reduce(
     """
     x, op = as_array("all_reduce", "x", x), read_reduction(op)
     if axis_name is None:
-        local = _bound(all_reduce, op=op, implementation=implementation, config=config)
+        check_reducible("all_reduce", x, op)
+        local = _bound(ALL_REDUCE, op=op, implementation=implementation, config=config)
         return over_mesh.reduce_rows(local, x, mesh)
     over_mesh.expect_none("all_reduce", mesh)
     names, devices = read_axes("all_reduce", axis_name)
@@ -75,7 +84,8 @@ def reduce_scatter(
     """
     x, op = as_array("reduce_scatter", "x", x), read_reduction(op)
     if axis_name is None:
-        local = _bound(reduce_scatter, axis=axis, op=op, implementation=implementation, config=config)
+        check_reducible("reduce_scatter", x, op)
+        local = _bound(REDUCE_SCATTER, axis=axis, op=op, implementation=implementation, config=config)
         return over_mesh.scatter_rows(local, x, mesh, axis)
     over_mesh.expect_none("reduce_scatter", mesh)
     names, devices = read_axes("reduce_scatter", axis_name)
@@ -101,8 +111,8 @@ def all_gather(
     """
     x = as_array("all_gather", "x", x)
     if axis_name is None:
-        local = _bound(all_gather, axis=axis, tiled=tiled, implementation=implementation, config=config)
-        return over_mesh.gather_rows(local, x, mesh)
+        local = _bound(ALL_GATHER, axis=axis, tiled=tiled, implementation=implementation, config=config)
+        return over_mesh.gather_rows(local, x, mesh, axis, tiled)
     over_mesh.expect_none("all_gather", mesh)
     names, devices = read_axes("all_gather", axis_name)
     ndim = x.ndim if tiled else x.ndim + 1
@@ -126,8 +136,8 @@ def all_to_all(
     """
     x = as_array("all_to_all", "x", x)
     if axis_name is None:
-        local = _bound(all_to_all, split_axis=split_axis, concat_axis=concat_axis, implementation=implementation)
-        return over_mesh.exchange_rows(local, x, mesh)
+        local = _bound(ALL_TO_ALL, split_axis=split_axis, concat_axis=concat_axis, implementation=implementation)
+        return over_mesh.exchange_rows(local, x, mesh, split_axis, concat_axis)
     over_mesh.expect_none("all_to_all", mesh)
     names, devices = read_axes("all_to_all", axis_name)
     places = {
@@ -155,8 +165,7 @@ def permute(
         raise rule_error("permute takes shift or pairs", f"shift={shift} and pairs={pairs}", "pass one of them")
     if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int)):
         raise rule_error("shift is a whole number of places", repr(shift), "pass 1 for the next device")
-    given = neighbours(devices, shift) if shift is not None else pairs or ()
-    made = tuple((int(source), int(target)) for source, target in given)
+    made = tuple(neighbours(devices, shift)) if shift is not None else _read_pairs(pairs)
     return PERMUTE(x, axis_name=names, devices=devices, pairs=made, implementation=implementation)
 
 
@@ -202,7 +211,7 @@ def all_gather_matmul(
     """
     x, w = as_array("all_gather_matmul", "x", x), as_array("all_gather_matmul", "w", w)
     if axis_name is None:
-        local = _bound(all_gather_matmul, implementation=implementation, config=config)
+        local = _bound(ALL_GATHER_MATMUL, implementation=implementation, config=config)
         return over_mesh.gather_then_multiply(local, x, w, mesh)
     over_mesh.expect_none("all_gather_matmul", mesh)
     names, devices = read_axes("all_gather_matmul", axis_name)
@@ -225,15 +234,27 @@ def matmul_reduce_scatter(
     """
     x, w = as_array("matmul_reduce_scatter", "x", x), as_array("matmul_reduce_scatter", "w", w)
     if axis_name is None:
-        local = _bound(matmul_reduce_scatter, implementation=implementation, config=config)
+        local = _bound(MATMUL_REDUCE_SCATTER, implementation=implementation, config=config)
         return over_mesh.multiply_then_scatter(local, x, w, mesh)
     over_mesh.expect_none("matmul_reduce_scatter", mesh)
     names, devices = read_axes("matmul_reduce_scatter", axis_name)
     return MATMUL_REDUCE_SCATTER(x, w, axis_name=names, devices=devices, implementation=implementation, config=config)
 
 
-def _bound(fn: Any, **given: Any) -> over_mesh.Local:
-    return over_mesh.Local(fn, tuple(sorted(given.items())))
+def _bound(collective: Op, /, **given: Any) -> over_mesh.Local:
+    if given["implementation"] is not None:
+        collective.implementation(given["implementation"])  # a name nobody has is an error on one device too
+    assert collective.public is not None
+    return over_mesh.Local(collective.public, tuple(sorted(given.items())))
+
+
+def _read_pairs(pairs: Any) -> tuple[tuple[int, int], ...]:
+    try:
+        return tuple((operator.index(source), operator.index(target)) for source, target in pairs)
+    except (TypeError, ValueError) as error:
+        raise rule_error(
+            "pairs are (source, target), the numbers of two devices each", repr(pairs), "pass e.g. [(0, 1), (1, 0)]"
+        ) from error
 
 
 def _ring(directions: int) -> str:

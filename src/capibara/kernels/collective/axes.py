@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from capibara.errors import rule_error, unknown_name
+from capibara.kernels.op import describe
 
 AxisName = str | tuple[str, ...]
 
@@ -41,6 +43,16 @@ def read_reduction(op: Any) -> str:
     return str(op)
 
 
+def check_reducible(who: str, x: Any, op: str) -> None:
+    """The reduction is one that numbers of x's type have."""
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise rule_error(f"{who} takes numbers", describe(x), "convert it, e.g. with x.astype(jnp.int32)")
+    if op == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise rule_error("The mean of whole numbers is none", describe(x), "convert x to a float, or take op='sum'")
+    if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise rule_error("Complex numbers have no order", f"op={op!r} of {describe(x)}", "reduce an absolute value")
+
+
 def read_dimension(who: str, what: str, axis: Any, ndim: int) -> int:
     """A dimension of an array of `ndim`, counted from the front."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
@@ -55,6 +67,13 @@ def read_dimension(who: str, what: str, axis: Any, ndim: int) -> int:
 def neighbours(devices: int, by: int) -> list[tuple[int, int]]:
     """Each device and the one that is `by` places further round the ring."""
     return [(i, (i + by) % devices) for i in range(devices)]
+
+
+def gather_known(x: Any, names: tuple[str, ...]) -> Any:
+    """All devices' x along its first axis, known to shard_map as the same on every one of them."""
+    # An axis that vmap names has no such marks.
+    marked = set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+    return lax.all_gather(x, names, tiled=True, **({"to": "invarying"} if marked else {}))
 
 
 def vary_over(x: Any, names: tuple[str, ...]) -> Any:

@@ -17,9 +17,8 @@ import numpy as np
 from jax import lax
 
 from capibara.errors import rule_error
-from capibara.kernels.collective.axes import AxisName, read_axes, read_reduction
+from capibara.kernels.collective.axes import AxisName, check_reducible, read_axes, read_reduction
 from capibara.kernels.collective.reference import all_reduce
-from capibara.kernels.op import describe
 from capibara.kernels.operands import as_array
 
 # Large beside the latency of a ring of 32 (tens of microseconds; a 45 GB/s link moves 32 MiB in 0.7 ms), small beside
@@ -166,9 +165,7 @@ def bucketed_all_reduce(
     names, devices = read_axes("bucketed_all_reduce", axis_name)
     plan = plan_buckets(tree, bucket_bytes)
     for bucket in plan.buckets:
-        if op == "mean" and not jnp.issubdtype(bucket.dtype, jnp.inexact):
-            leaf = jax.ShapeDtypeStruct(plan.shapes[bucket.members[0]], bucket.dtype)
-            raise rule_error("A mean is over floats", describe(leaf), "use op='sum', or convert the leaf")
+        check_reducible("bucketed_all_reduce", jax.ShapeDtypeStruct(plan.shapes[bucket.members[0]], bucket.dtype), op)
 
     def reduce(array: Any) -> Any:
         return all_reduce(array, axis_name=names, devices=devices, op=op)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax import lax
 from jaxtyping import Array, Num
 
 from capibara.errors import rule_error
 from capibara.kernels.collective.api import all_gather, all_reduce, reduce_scatter
-from capibara.kernels.collective.axes import AxisName, read_axes, read_reduction
+from capibara.kernels.collective.axes import AxisName, gather_known, read_axes, read_reduction
 from capibara.kernels.collective.ring import in_parts
 from capibara.kernels.operands import as_array
 
@@ -41,7 +40,7 @@ def hierarchical_all_reduce(
     part = all_reduce(part, outer_axis, op=op, implementation="xla")
     if implementation in (None, "xla"):
         # So that shard_map knows the result to be the same everywhere, as it knows it of psum's.
-        return cut(lax.all_gather(part, inner, axis=0, tiled=True, to="invarying"))
+        return cut(gather_known(part, inner))
     return cut(all_gather(part, inner, implementation=implementation))
 
 

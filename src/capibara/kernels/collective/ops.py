@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error
 from capibara.kernels.collective import cases, choice, costs, matmul, pallas_tpu, pallas_tpu_matmul, reference, ring
+from capibara.kernels.collective.axes import check_reducible
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Call, Gradient, Implementation, Op, describe, register, unit_roundoff
 
@@ -39,14 +40,7 @@ def _splits(call: Call, axis: Any) -> None:
 
 
 def _check_reduction(call: Call) -> None:
-    x = call.need("x")
-    op = call.params["op"]
-    if not jnp.issubdtype(x.dtype, jnp.number):
-        raise rule_error(f"{call.op.name} takes numbers", describe(x), "convert it, e.g. with x.astype(jnp.int32)")
-    if op == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise rule_error("The mean of whole numbers is none", describe(x), "convert x to a float, or take op='sum'")
-    if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise rule_error("Complex numbers have no order", f"op={op!r} of {describe(x)}", "reduce an absolute value")
+    check_reducible(call.op.name, call.need("x"), str(call.params["op"]))
 
 
 def _check_reduce_scatter(call: Call) -> None:

@@ -51,14 +51,15 @@ def each_device(fn: Callable[..., Any], mesh: Any, check_vma: bool = True) -> Ca
 
 def active_mesh(mesh: Any) -> Mesh | AbstractMesh | None:
     """The mesh given, or jax's own active one; None where there is none or it has one device."""
+    active = jax.sharding.get_abstract_mesh()
+    if active.manual_axes:
+        raise rule_error(
+            "Without axis_name a collective is over a mesh, on global arrays",
+            f"a call inside a shard_map over {', '.join(map(repr, active.manual_axes))}",
+            "pass axis_name",
+        )
     if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.manual_axes:
-            raise rule_error(
-                "Without axis_name a collective is over a mesh, on global arrays",
-                f"a call inside a shard_map over {', '.join(map(repr, mesh.manual_axes))}",
-                "pass axis_name",
-            )
+        mesh = active
         if mesh.empty:
             return None
     elif not isinstance(mesh, Mesh | AbstractMesh):
@@ -87,9 +88,10 @@ def reduce_rows(local: Local, x: Any, mesh: Any) -> Any:
     return _on_rows(local, mesh, P(), local.checked())(x)
 
 
-def gather_rows(local: Local, x: Any, mesh: Any) -> Any:
+def gather_rows(local: Local, x: Any, mesh: Any, axis: int, tiled: bool) -> Any:
     mesh = active_mesh(mesh)
     if mesh is None or not has_rows(x, mesh):
+        read_dimension(local.name, "axis", axis, x.ndim if tiled and x.ndim else x.ndim + 1)
         return _everywhere(x, mesh)
     # A gather's result is not marked as equal everywhere, whichever way it was made.
     return _on_rows(local, mesh, P(), False)(x)
@@ -98,6 +100,7 @@ def gather_rows(local: Local, x: Any, mesh: Any) -> Any:
 def scatter_rows(local: Local, x: Any, mesh: Any, axis: int) -> Any:
     mesh = active_mesh(mesh)
     if mesh is None:
+        read_dimension(local.name, "axis", axis, x.ndim)
         return x
     rest = x.ndim - (1 if has_rows(x, mesh) else 0)
     place = read_dimension(local.name, "axis", axis, rest)
@@ -113,9 +116,11 @@ def scatter_rows(local: Local, x: Any, mesh: Any, axis: int) -> Any:
     return _placed(x, mesh, split)
 
 
-def exchange_rows(local: Local, x: Any, mesh: Any) -> Any:
+def exchange_rows(local: Local, x: Any, mesh: Any, split_axis: int, concat_axis: int) -> Any:
     mesh = active_mesh(mesh)
     if mesh is None:
+        for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis)):
+            read_dimension(local.name, name, axis, x.ndim)
         return x
     if not has_rows(x, mesh):
         raise rule_error(
@@ -166,7 +171,7 @@ def _product_over(local: Local, mesh: Any, x_axis: int, w_axis: int, out_axis: i
         x, w = resharded(x, mesh, x_spec), resharded(w, mesh, w_spec)
         return jax.shard_map(local.over(mesh), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=out)(x, w)
 
-    return jax.jit(on_global)
+    return on_mesh(on_global, mesh)
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,7 +188,19 @@ def _on_rows(local: Local, mesh: Any, out: P, checked: bool, keep_row: bool = Fa
         x = resharded(x, mesh, rows)
         return jax.shard_map(one, mesh=mesh, in_specs=rows, out_specs=out, check_vma=checked)(x)
 
-    return jax.jit(on_global)
+    return on_mesh(on_global, mesh)
+
+
+def on_mesh(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """`fn`, jitted, with this mesh as the active one: a shard_map takes no other."""
+    jitted = jax.jit(fn)
+    own = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+    def run(*given: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(own):
+            return jitted(*given)
+
+    return run
 
 
 def resharded(x: Any, mesh: Any, spec: P) -> Any:

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 from capibara.errors import rule_error
 from capibara.kernels.collective import over_mesh
 from capibara.kernels.collective.axes import AxisName, read_reduction
-from capibara.kernels.collective.buckets import BUCKET_BYTES, bucketed_all_reduce
+from capibara.kernels.collective.buckets import BUCKET_BYTES, bucketed_all_reduce, plan_buckets
 from capibara.kernels.collective.compressed import compressed_all_reduce
+from capibara.kernels.collective.compressed.rules import check_sum
+from capibara.kernels.op import describe
 from capibara.kernels.operands import as_array
 
 
@@ -47,6 +49,10 @@ def all_reduce_tree(
     if state is not None and not compress:
         raise rule_error("A state holds what compression left out", "state without compression", "leave state out")
     plan = _Plan(op, bool(compress), bool(overlap), bucket_bytes)
+    # What the devices of a mesh would refuse is refused without one too.
+    plan_buckets(tree, bucket_bytes)
+    if compress:
+        check_sum(op)
     if axis_name is not None:
         over_mesh.expect_none("all_reduce_tree", mesh)
         made, kept = plan.local(tree, state, axis_name)
@@ -75,12 +81,22 @@ class _Plan:
 
 def _over_mesh(plan: _Plan, tree: Any, state: Any, mesh: Any) -> Any:
     leaves, shape = jax.tree.flatten(tree)
-    kept = [None] * len(leaves) if state is None else jax.tree.leaves(state)
-    if len(kept) != len(leaves):
+    kept: list[Any] = [None] * len(leaves) if state is None else jax.tree.leaves(state)
+    given: Any = jax.tree.structure(state)
+    if state is not None and given != shape:
         raise rule_error(
-            "The state has a leaf for each of the tree's", f"{len(kept)} for {len(leaves)}", "make it anew"
+            f"The state is a tree like the gradients, {shape}",
+            str(given),
+            f"make it with feedback_state(gradients, devices={mesh.size})",
         )
     chosen = [i for i, leaf in enumerate(leaves) if over_mesh.has_rows(leaf, mesh)]
+    for i in chosen:
+        if state is not None and jax.numpy.shape(kept[i]) != leaves[i].shape:
+            raise rule_error(
+                f"The state of a leaf with rows, {describe(leaves[i])}, has the same shape: a row a device",
+                str(jax.numpy.shape(kept[i])),
+                f"make it with feedback_state(gradients, {mesh.size}), or change it with compressed.redistribute",
+            )
     if chosen:
         before = None if state is None else [kept[i] for i in chosen]
         reduced, after = _on_rows(plan, mesh)([leaves[i] for i in chosen], before)
@@ -103,4 +119,4 @@ def _on_rows(plan: _Plan, mesh: Any) -> Any:
         stacked, kept = jax.tree.map(lambda x: over_mesh.resharded(x, mesh, rows), (stacked, kept))
         return jax.shard_map(one, mesh=mesh, in_specs=(rows, rows), out_specs=(P(), rows))(stacked, kept)
 
-    return jax.jit(on_global)
+    return over_mesh.on_mesh(on_global, mesh)

@@ -98,7 +98,7 @@ def _clamped(factor: float) -> float:
 
 
 def _check(run: Run) -> None:
-    if not (run.measured_seconds > 0 and run.predicted_seconds > 0 and math.isfinite(run.measured_seconds)):
+    if not all(0 < seconds < math.inf for seconds in (run.measured_seconds, run.predicted_seconds)):
         raise rule_error(
             "A run has predicted and measured seconds above zero",
             f"predicted {run.predicted_seconds!r}, measured {run.measured_seconds!r}",

@@ -108,6 +108,13 @@ class Estimate:
         return found
 
 
+def _without_units(program: ChipProgram, chip: Chip) -> tuple[str, ...]:
+    """What a chip multiplies slower than the model says: it has no units for it, and no rate is known."""
+    if "float64" in chip.flops or not any(step.matrix and step.dtype == "float64" for step, _ in program.walk()):
+        return ()
+    return (f"{chip.name} has no units for products in float64: they are counted at bfloat16's rate, far too fast",)
+
+
 def estimate(
     program: ChipProgram,
     mesh: MeshConfig,
@@ -135,6 +142,10 @@ def estimate(
     for name, count in (("stages", stages), ("microbatches", microbatches)):
         if count < 1:
             raise rule_error(f"{name} is a whole number from 1 up", repr(count), "use 1")
+    if memory_limit is not None and not memory_limit > 0:
+        raise rule_error(
+            "memory_limit is a number of bytes above zero", repr(memory_limit), "leave it out for the chip's"
+        )
     chip = where.chip if isinstance(where, Slice) else where
     table = efficiency_of(chip, calibration)
     wiring = wire(mesh, where, num_slices, table.hop_seconds)
@@ -150,7 +161,8 @@ def estimate(
     limit = float(chip.capacity_bytes) if memory_limit is None else min(memory_limit, float(chip.capacity_bytes))
     memory = Memory(
         peak.arguments,
-        peak.temporaries + in_flight + table.reserved_bytes,
+        # A calibration may say that programs need less than was predicted, but never less than nothing.
+        max(0.0, peak.temporaries + in_flight + table.reserved_bytes),
         limit,
         peak.at,
         peak.live[:5],
@@ -181,6 +193,6 @@ def estimate(
         mfu=timer.model_flops / seconds / chip.peak_flops("bfloat16") if seconds else 0.0,
         links=timer.links(),
         parts=parts,
-        notes=(*program.notes, what_is_predicted(table)),
+        notes=(*program.notes, *_without_units(program, chip), what_is_predicted(table)),
         exposed_seconds=exposed,
     )

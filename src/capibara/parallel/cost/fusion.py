@@ -65,25 +65,38 @@ def fuse(program: ChipProgram, platform: str = "tpu") -> tuple[list[Pass | LoopP
     `platform` decides what a matrix product takes along: on a TPU elementwise work on both sides, on a GPU only the
     conversion of its result.
     """
-    return _fuse_level(program.steps, program.buffers, frozenset(program.outputs), platform == "tpu")
+    given = frozenset((*program.arguments, *program.constants))
+    donated = frozenset(program.arguments[index] for index in program.donated)
+    return _fuse_level(program.steps, program.buffers, frozenset(program.outputs), platform == "tpu", donated, given)
 
 
-def _views(level: Sequence[Step | Loop], buffers: Mapping[int, Buffer]) -> dict[int, int]:
+def _views(
+    level: Sequence[Step | Loop], buffers: Mapping[int, Buffer], leaving: frozenset[int], given: frozenset[int]
+) -> dict[int, int]:
+    """A view of what the program was given is a copy where it leaves: an output has memory of its own."""
     same: dict[int, int] = {}
     for step in level:
         if isinstance(step, Loop) or step.collective is not None or not step.reads:
             continue
         if step.primitive in VIEW or (step.primitive == "broadcast_in_dim" and len(step.reads) == 1):
             for read, written in zip(step.reads, step.writes, strict=False):
-                if buffers[read].bytes == buffers[written].bytes:
-                    same[written] = same.get(read, read)
+                source = same.get(read, read)
+                if buffers[read].bytes == buffers[written].bytes and not (written in leaving and source in given):
+                    same[written] = source
     return same
 
 
 def _fuse_level(
-    level: Sequence[Step | Loop], buffers: Mapping[int, Buffer], leaving: frozenset[int], tpu: bool
+    level: Sequence[Step | Loop],
+    buffers: Mapping[int, Buffer],
+    leaving: frozenset[int],
+    tpu: bool,
+    mine: frozenset[int],
+    given: frozenset[int] = frozenset(),
 ) -> tuple[list[Pass | LoopPass], dict[int, int]]:
-    same = _views(level, buffers)
+    """`mine` was not made here and may be overwritten all the same: donated arguments, what a loop carries."""
+    same = _views(level, buffers, leaving, given)
+    mine = mine.union(*(node.writes for node in level))
     # A view that leaves the level keeps its source alive: the source leaves.
     leaving = leaving | {same[one] for one in leaving if one in same}
     nodes = [
@@ -107,10 +120,11 @@ def _fuse_level(
         node = nodes[root]
         if isinstance(node, Loop):
             body_leaving = frozenset(body for _, body in node.carried) | frozenset(body for body, _ in node.stacked)
-            body, body_same = _fuse_level(node.body, buffers, body_leaving, tpu)
+            carries = frozenset(body for _, body in node.carried[0::2])
+            body, body_same = _fuse_level(node.body, buffers, body_leaving, tpu, carries)
             made.append(LoopPass(node, body, reads[root], tuple(node.writes), body_same))
         else:
-            made.append(_pass(root, inside, nodes, reads, users, groups, buffers, leaving))
+            made.append(_pass(root, inside, nodes, reads, users, groups, buffers, leaving, mine))
     return made, same
 
 
@@ -269,6 +283,7 @@ def _pass(
     groups: Sequence[tuple[int, ...]],
     buffers: Mapping[int, Buffer],
     leaving: frozenset[int],
+    mine: frozenset[int],
 ) -> Pass:
     here = set(inside)
     steps: list[Step] = []
@@ -286,6 +301,9 @@ def _pass(
         if in_its_place:
             # Only the slice that changes is read and written, not the whole operand.
             most = 2 * max(sorted(buffers[b].bytes for b in step.reads)[:-1], default=0.0)
+            if reads[index] and reads[index][0] not in mine:
+                # What may not be overwritten is copied first.
+                moved += 2 * buffers[reads[index][0]].bytes
         elif step.primitive in SLICES:
             most = sum(buffers[b].bytes for b in step.writes)
         for buffer in reads[index]:

@@ -11,7 +11,7 @@ def _words(text: str) -> frozenset[str]:
 
 VIEW = _words(
     """reshape squeeze expand_dims transpose logical_axes sharding_constraint stop_gradient optimization_barrier
-    bitcast_convert_type reduce_precision copy pvary mesh_cast reshard name"""
+    bitcast_convert_type reduce_precision copy pvary mesh_cast reshard name cond"""
 )
 """The same bytes seen otherwise: layout assignment absorbs transposes."""
 FREE = _words("broadcast_in_dim iota convert_element_type rng_bit_generator random_wrap random_unwrap")

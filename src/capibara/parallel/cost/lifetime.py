@@ -291,7 +291,11 @@ def peak_memory(
     """The memory of one chip when the program runs. `passes` and `same` come from `fusion.fuse`."""
     walker = _Walker(program, platform)
     arguments = frozenset(program.arguments)
-    held = arguments | {view for view, source in same.items() if source in arguments}
+    # A program's constants lie in the chip's memory as long as it runs.
+    constants = frozenset(program.constants)
+    kept = sum(walker.size[id] for id in constants)
+    lasting = arguments | constants
+    held = lasting | {view for view, source in same.items() if source in lasting}
     last_read: dict[int, int] = {}
     written: dict[int, int] = {}
     for index, one in enumerate(passes):
@@ -304,6 +308,7 @@ def peak_memory(
     leaving = frozenset(same.get(id, id) for id in program.outputs)
     found = walker.level(passes, held, free, leaving)
     names = [(program.buffers[id].name or f"buffer {id}", size) for id, size in found.live.items() if size]
-    names += [(program.buffers[id].name or f"argument {id}", walker.size[id]) for id in arguments]
+    names += [(program.buffers[id].name or f"argument {id}", walker.size[id]) for id in lasting]
     largest = tuple(sorted(names, key=lambda pair: (-pair[1], pair[0])))
-    return Peak(given, found.bytes, found.at, largest, tuple(found.timeline), found.stashed)
+    timeline = tuple((name, size + kept) for name, size in found.timeline or ([("start", 0.0)] if kept else []))
+    return Peak(given, found.bytes + kept, found.at, largest, timeline, found.stashed)

@@ -165,5 +165,8 @@ def pass_work(one: Pass, buffers: Mapping[int, Buffer], chip: Chip, table: Effic
             seconds *= more
         else:
             seconds /= fill(chip, step.sizes)
+            if step.primitive == "conv_general_dilated":
+                # One of few channels a group is not worth the matrix units, and is computed like any sum.
+                seconds = min(seconds, step.flops / table.vector_flops)
         matrix += seconds
     return Work(matrix, vector, one.bytes / chip.hbm_bandwidth, fixed, one.kind == "op", own, flops, one.bytes, host)

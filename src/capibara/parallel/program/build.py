@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from capibara.parallel.program import loops
 from capibara.parallel.program.factors import Factors, whole
 from capibara.parallel.program.graph import Node, Value
-from capibara.parallel.program.jaxprs import called, dtype_of, opened, read
+from capibara.parallel.program.jaxprs import called, dtype_of, holds_function, opened, read
+from capibara.parallel.program.kernel_body import kernel_products
 from capibara.parallel.program.labels import joined, label, line_of
 from capibara.parallel.program.manual import exchange_of
 from capibara.parallel.program.op_calls import marked_call, op_node_parts
@@ -36,6 +38,7 @@ class Builder:
         self._kinds: dict[Any, int] = {}
         self.local: set[int] = set()
         self._inside = False  # of a shard_map
+        self._known: dict[Any, tuple[Any, int]] = {}
         self._site = ""  # the line of the call that is being opened
 
     def value(self, aval: Any, name: str, from_batch: bool = False) -> Value:
@@ -47,9 +50,13 @@ class Builder:
         return made
 
     def constant(self, aval: Any, const: Any) -> int:
-        made = self.value(aval, f"constant {'x'.join(map(str, np.shape(const)))}")
-        self.constants.append(made.id)
-        return made.id
+        # One array that several functions close over is one constant. It is kept, so that its id stays its own.
+        key = (id(const), str(aval), self._inside)
+        if key not in self._known:
+            made = self.value(aval, f"constant {'x'.join(map(str, np.shape(const)))}")
+            self.constants.append(made.id)
+            self._known[key] = (const, made.id)
+        return self._known[key][1]
 
     def array(self, env: dict[Any, int | None], atom: Any) -> int:
         """The value of a variable; a literal becomes a constant, for a place that needs an array."""
@@ -82,6 +89,8 @@ class Builder:
             return []
         if name == "shard_map":
             return self._manual(eqn, env, stack)
+        if name == "custom_linear_solve":
+            return self._solve(eqn, env, stack)
         call = marked_call(eqn, self._selections)
         if call is not None:
             return self._op_call(call, eqn, env, stack)
@@ -91,13 +100,22 @@ class Builder:
                 return self._inline(inner, eqn, env, stack)
         return [self._plain(eqn, env, stack)]
 
-    def _inline(self, inner: Any, eqn: Any, env: dict[Any, int | None], scope: str) -> list[Node]:
+    def _solve(self, eqn: Any, env: dict[Any, int | None], scope: str) -> list[Node]:
+        """Of a linear system's four functions only the one that solves it runs; each has operands of its own."""
+        lengths = eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        given = [*eqn.invars[first : first + lengths.solve], *eqn.invars[sum(lengths) :]]
+        return self._inline(eqn.params["jaxprs"].solve, eqn, env, scope, given)
+
+    def _inline(
+        self, inner: Any, eqn: Any, env: dict[Any, int | None], scope: str, given: list[Any] | None = None
+    ) -> list[Node]:
         jaxpr, consts = opened(inner)
         inside: dict[Any, int | None] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             inside[var] = self.constant(var.aval, const)
         made: list[Node] = []
-        for var, atom in zip(jaxpr.invars, eqn.invars, strict=True):
+        for var, atom in zip(jaxpr.invars, eqn.invars if given is None else given, strict=True):
             inside[var] = read(env, atom)
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated") and inside[var] is not None:
                 made.append(self._barrier(eqn, inside, var, scope))
@@ -112,6 +130,13 @@ class Builder:
         jaxpr, consts = opened(eqn.params["jaxpr"])
         inside: dict[Any, int | None] = {}
         made: list[Node] = []
+        manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", dict(mesh)))
+        automatic = [name for name, size in mesh if size > 1 and name not in manual]
+        if automatic and not self._inside:
+            self.say(
+                f"inside of a shard_map the axes {', '.join(automatic)} are left to the compiler, and counted as if "
+                f"every chip did all of it ({self.where(eqn, scope)})"
+            )
         before, self._inside = self._inside, True
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             inside[var] = self.constant(var.aval, const)
@@ -152,6 +177,19 @@ class Builder:
         where = self.where(eqn, scope)
         return Node("optimization_barrier", where, (source,), (made,), factors, op=self.op, kind=kind)
 
+    def handed_on(
+        self, primitive: str, eqn: Any, scope: str, inputs: tuple[int, ...], outputs: tuple[int, ...], factors: Factors
+    ) -> Node:
+        """A node that moves nothing: its results are its first operands."""
+        seen = (factors, tuple((self.values[value].bytes, self.values[value].from_batch) for value in inputs))
+        kind = self._kinds.setdefault(seen, len(self._kinds))
+        where = self.where(eqn, scope)
+        backward, again = "transpose(" in scope, "rematted_computation" in scope
+        return Node(
+            primitive, where, inputs, outputs, factors, bytes=0.0, op=self.op, backward=backward, recompute=again,
+            kind=kind,
+        )  # fmt: skip
+
     def _op_call(self, selection: Any, eqn: Any, env: dict[Any, int | None], scope: str) -> list[Node]:
         before, self.op = self.op, selection.call.op.name
         try:
@@ -184,7 +222,12 @@ class Builder:
         node = self._node(name, eqn, env, scope, made.factors)
         if made.note:
             self.say(f"{made.note} ({node.name})")
+        if name not in RULES and holds_function(eqn):
+            self.say(f"{name}: what the function inside of it computes is not counted ({node.name})")
         node.flops, node.matrix, node.mnk = made.flops, made.matrix, made.mnk
+        if made.matrix:
+            # A product of two complex numbers is four of real ones.
+            node.flops *= math.prod(2 for atom in eqn.invars[:2] if dtype_of(atom.aval)[0].startswith("complex"))
         if made.moved is not None:
             present = [not hasattr(atom, "val") and env[atom] is not None for atom in eqn.invars]
             present += [True] * len(eqn.outvars)
@@ -196,6 +239,7 @@ class Builder:
         """The type whose peak a product runs at: on a TPU, float32 at default precision is one bfloat16 pass."""
         kinds = [dtype_of(atom.aval) for atom in eqn.invars[:2]]
         dtype = max(kinds, key=lambda kind: kind[1])[0]
+        dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
         precision = eqn.params.get("precision")
         named = precision[0] if isinstance(precision, tuple) else precision
         if self._platform == "tpu" and dtype == "float32" and getattr(named, "name", "DEFAULT") == "DEFAULT":
@@ -224,8 +268,15 @@ class Builder:
         if estimate is not None:
             node.flops, node.bytes, node.matrix = float(estimate.flops), float(estimate.bytes_accessed), True
             node.dtype = dtype_of(eqn.invars[0].aval)[0] if eqn.invars else "float32"
+            return node
+        counted = kernel_products(eqn.params)
+        if counted is not None:
+            node.flops, node.dtype = counted
+            node.matrix = True
+            what = "the products of its body"
         else:
-            self.say(f"a Pallas kernel without a cost_estimate counts its bytes and no operations ({node.name})")
+            what = "no operations"
+        self.say(f"a Pallas kernel without a cost_estimate counts its bytes once and {what} ({node.name})")
         return node
 
     def _node(self, primitive: str, eqn: Any, env: dict[Any, int | None], scope: str, factors: Factors) -> Node:

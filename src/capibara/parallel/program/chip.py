@@ -105,6 +105,8 @@ class ChipProgram:
     """Positions in `arguments` whose memory outputs of the same shape and type take over."""
     notes: tuple[str, ...] = field(default=())
     """What was guessed: a primitive without a rule, a loop of unknown length."""
+    constants: tuple[int, ...] = ()
+    """Buffers that are part of the program: arrays that the function closes over."""
 
     def walk(self) -> Iterator[tuple[Step, int]]:
         """Every step with how often it runs."""

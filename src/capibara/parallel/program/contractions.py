@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
+
+import numpy as np
 
 from capibara.parallel.program.factors import WHOLE, Factors, whole
 from capibara.parallel.program.registry import Made, Shape, rule
@@ -61,25 +64,73 @@ def convolution(shapes: list[Shape], results: list[Shape], params: dict[str, Any
     one, other, out = [WHOLE] * len(image), [WHOLE] * len(kernel), [WHOLE] * len(results[0])
     if batch_groups == 1:
         one[spec.lhs_spec[0]] = out[spec.out_spec[0]] = 0
-    if groups == batch_groups == 1:
+    if groups == 1:
+        # Summed over; with groups of the batch too, where it is the batch of a grouped convolution's gradient.
         one[spec.lhs_spec[1]] = other[spec.rhs_spec[1]] = 1
-        other[spec.rhs_spec[0]] = out[spec.out_spec[1]] = 2
-    window = math.prod(kernel[dim] for dim in spec.rhs_spec[1:])
-    lengths = (image[spec.lhs_spec[0]], image[spec.lhs_spec[1]], kernel[spec.rhs_spec[0]])
+        if batch_groups == 1:
+            other[spec.rhs_spec[0]] = out[spec.out_spec[1]] = 2
+    many = max(groups, batch_groups)
+    # After the three that are split, those that only say how large the product is: places, taps, groups.
+    lengths = (
+        results[0][spec.out_spec[0]], kernel[spec.rhs_spec[1]], kernel[spec.rhs_spec[0]] // many,
+        math.prod(results[0][dim] for dim in spec.out_spec[2:]), math.prod(kernel[dim] for dim in spec.rhs_spec[2:]),
+        many,
+    )  # fmt: skip
     factors = Factors((tuple(one), tuple(other)), (tuple(out),), lengths, frozenset({1}))
-    return Made(factors, 2.0 * math.prod(results[0]) * window, matrix=True)
+    sizes = ((5,), (0, 3), (2,), (1, 4))
+    products = results[0][spec.out_spec[0]] * results[0][spec.out_spec[1]] * kernel[spec.rhs_spec[1]]
+    spatial = zip(
+        (image[dim] for dim in spec.lhs_spec[2:]), (kernel[dim] for dim in spec.rhs_spec[2:]),
+        (results[0][dim] for dim in spec.out_spec[2:]), params["window_strides"], params["padding"],
+        params["lhs_dilation"], params["rhs_dilation"], strict=True,
+    )  # fmt: skip
+    for length, taps, places, stride, padding, between, apart in spatial:
+        products *= _meetings(length, taps, places, stride, int(padding[0]), between, apart)
+    return Made(factors, 2.0 * products, matrix=True, mnk=sizes)
 
 
-@rule("cholesky", "triangular_solve", "lu", "householder_product", "geqrf", "qr", "eigh", "svd", "tridiagonal_solve")
+@functools.lru_cache(maxsize=4096)
+def _meetings(length: int, taps: int, places: int, stride: int, before: int, between: int, apart: int) -> float:
+    """How often a tap of the kernel meets an element of the image along one dimension: not padding, not a hole.
+
+    `between` and `apart` are the dilations of image and kernel. A gradient of a strided convolution is one over an
+    image with holes, which no compiler multiplies.
+    """
+    if places * taps > 1 << 22:  # too long to count: the ends are a small part of it
+        return places * taps / between
+    at = np.arange(places)[:, None] * stride - before + np.arange(taps)[None] * apart
+    return float(np.count_nonzero((at >= 0) & (at <= (length - 1) * between) & (at % between == 0)))
+
+
+@rule("tridiagonal_solve")
+def tridiagonal_solve(shapes: list[Shape], results: list[Shape], params: dict[str, Any]) -> Made:
+    # Three diagonals [..., n] and right sides [..., n, k]: one sweep down and one up.
+    return Made(_independent(shapes[-1][:-2], shapes, results), 8.0 * math.prod(shapes[-1]))
+
+
+@rule("triangular_solve")
+def triangular_solve(shapes: list[Shape], results: list[Shape], params: dict[str, Any]) -> Made:
+    # Every number of the right sides meets half of a row of the triangle.
+    triangle, sides = shapes
+    return Made(_independent(triangle[:-2], shapes, results), float(math.prod(sides) * triangle[-1]))
+
+
+def _independent(batch: Shape, shapes: list[Shape], results: list[Shape]) -> Factors:
+    """Leading dimensions are problems of their own."""
+    lead = len(batch)
+    sides = tuple(
+        tuple(dim if dim < lead and shape[:lead] == batch else WHOLE for dim in range(len(shape)))
+        for shape in (*shapes, *results)
+    )
+    return Factors(sides[: len(shapes)], sides[len(shapes) :], batch)
+
+
+@rule("cholesky", "lu", "householder_product", "geqrf", "qr", "eigh", "svd", "eig", "schur",
+      "hessenberg", "tridiagonal", "geqp3")  # fmt: skip
 def factorisation(shapes: list[Shape], results: list[Shape], params: dict[str, Any]) -> Made:
     # Cubic in the last two dimensions, which are whole; leading ones are independent problems.
     *batch, rows, columns = shapes[0]
-    lead = len(batch)
-    sides = tuple(
-        tuple(dim if dim < lead and shape[:lead] == tuple(batch) else WHOLE for dim in range(len(shape)))
-        for shape in (*shapes, *results)
-    )
-    factors = Factors(sides[: len(shapes)], sides[len(shapes) :], tuple(batch))
+    factors = _independent(tuple(batch), shapes, results)
     return Made(factors, 2.0 * math.prod(batch) * rows * columns * min(rows, columns))
 
 

@@ -28,6 +28,8 @@ def _trim(node: Node, body: Body, wanted: set[int]) -> None:
     nodes = body.nodes
     while True:
         inside = {inner for inner, _ in body.stacked} | {end for _, _, end, _ in needed}
+        if body.until is not None:
+            inside.add(body.until)
         nodes = live(list(body.nodes), inside)
         more = [one for one in body.carried if one not in needed and one[1] in inside]
         if not more:

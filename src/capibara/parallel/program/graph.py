@@ -57,6 +57,8 @@ class Body:
     """(outside, in the body): a slice of the leading axis each trip."""
     stacked: list[tuple[int, int]]
     """(in the body, outside)."""
+    until: int | None = None
+    """What decides on another trip, where that is computed."""
 
 
 @dataclass(slots=True)
@@ -109,7 +111,7 @@ class Program:
 
     @property
     def flops(self) -> float:
-        """Operations on the matrix units, recomputation included."""
+        """Operations on the matrix units, recomputation included; of a shard_map's body one chip's."""
         return _flops(self.nodes, 1, recomputed=True)
 
     @property

@@ -167,6 +167,8 @@ def _source(rest: str) -> str:
 
 def _axes(rest: str, mesh_axes: Mapping[str, int] | None) -> tuple[str, ...]:
     """The mesh axes along which devices of one group differ."""
+    if mesh_axes and "replica_groups={}" in rest:  # one group of all devices
+        return tuple(name for name, size in mesh_axes.items() if size > 1)
     group = _group(rest)
     if not mesh_axes or len(group) < 2:
         return ()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["called", "dtype_of", "opened", "read", "scan_parts"]
+__all__ = ["called", "dtype_of", "holds_function", "opened", "read", "scan_parts"]
 
 
 def scan_parts(params: Any) -> tuple[int, int]:
@@ -37,6 +37,11 @@ def called(eqn: Any) -> Any:
         if hasattr(jaxpr, "eqns") and _alike(jaxpr.invars, eqn.invars) and _alike(jaxpr.outvars, eqn.outvars):
             return inner
     return None
+
+
+def holds_function(eqn: Any) -> bool:
+    """Whether a primitive carries a function of its own, which nobody opened."""
+    return any(hasattr(getattr(param, "jaxpr", param), "eqns") for param in eqn.params.values())
 
 
 def _alike(inner: Any, outer: Any) -> bool:

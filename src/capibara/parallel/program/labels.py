@@ -9,6 +9,11 @@ __all__ = ["joined", "label", "line_of"]
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+# Who calls a kernel or a constraint is asked for, and not the line behind it that makes the operation.
+_BEHIND = tuple(
+    os.path.join(_LIBRARY, *path) for path in (("kernels", ""), ("parallel", "program", ""), ("parallel", "rules.py"))
+)
+
 
 def line_of(traceback: Any) -> str:
     """file:line of the innermost frame that is not jax's: the caller's, or this library's where it is all its own."""
@@ -18,6 +23,7 @@ def line_of(traceback: Any) -> str:
         frames = list(source_info_util.user_frames(traceback))
     except (AttributeError, TypeError):  # an internal of jax, and only a label
         return ""
+    frames = [frame for frame in frames if not frame.file_name.startswith(_BEHIND)] or frames
     for frame in frames:
         if not frame.file_name.startswith(_LIBRARY + os.sep):
             return f"{os.path.basename(frame.file_name)}:{frame.start_line}"

@@ -68,15 +68,32 @@ def while_loop(build: Builder, eqn: Any, env: dict[Any, int | None], scope: str)
     for var, value in zip(jaxpr.invars[consts:], starts, strict=True):
         entered.append(build.value(var.aval, build.values[value].name, batch).id)
         inside[var] = entered[-1]
-    nodes = build.nodes(jaxpr, inside, scope)
+    nodes, until = _condition(build, eqn, env, entered, scope)
+    nodes += build.nodes(jaxpr, inside, scope)
     ends = [build.array(inside, atom) for atom in jaxpr.outvars]
     after = []
     for var, end in zip(eqn.outvars, ends, strict=True):
         after.append(build.value(var.aval, build.values[end].name, batch).id)
         env[var] = after[-1]
     build.say(f"a while loop of unknown length counts as one trip ({where})")
-    body = Body(nodes, 1, list(zip(starts, entered, ends, after, strict=True)), [], [])
+    body = Body(nodes, 1, list(zip(starts, entered, ends, after, strict=True)), [], [], until)
     return _loop(build, "while", where, body, scope)
+
+
+def _condition(
+    build: Builder, eqn: Any, env: dict[Any, int | None], entered: list[int], scope: str
+) -> tuple[list[Node], int | None]:
+    """What decides on another trip: it is computed in each of them."""
+    jaxpr, held = opened(eqn.params["cond_jaxpr"])
+    count = eqn.params["cond_nconsts"]
+    inside: dict[Any, int | None] = {}
+    for var, const in zip(jaxpr.constvars, held, strict=True):
+        inside[var] = build.constant(var.aval, const)
+    for var, atom in zip(jaxpr.invars[:count], eqn.invars[:count], strict=True):
+        inside[var] = read(env, atom)
+    inside.update(zip(jaxpr.invars[count:], entered, strict=True))
+    nodes = build.nodes(jaxpr, inside, scope)
+    return nodes, read(inside, jaxpr.outvars[0])
 
 
 def _loop(build: Builder, kind: str, where: str, body: Body, scope: str) -> Node:
@@ -89,7 +106,7 @@ def _loop(build: Builder, kind: str, where: str, body: Body, scope: str) -> Node
 
 
 def cond(build: Builder, eqn: Any, env: dict[Any, int | None], scope: str) -> list[Node]:
-    best: tuple[float, list[Node], dict[Any, int | None]] | None = None
+    best: tuple[tuple[float, float], list[Node], dict[Any, int | None]] | None = None
     for branch in eqn.params["branches"]:
         jaxpr, consts = opened(branch)
         inside: dict[Any, int | None] = {}
@@ -98,14 +115,44 @@ def cond(build: Builder, eqn: Any, env: dict[Any, int | None], scope: str) -> li
         for var, atom in zip(jaxpr.invars, eqn.invars[1:], strict=True):
             inside[var] = read(env, atom)
         nodes = build.nodes(jaxpr, inside, scope)
-        cost = _work(nodes)
+        cost = (_work(nodes), _written(build, nodes))
         if best is None or cost > best[0]:
             outs = {var: read(inside, atom) for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True)}
             best = (cost, nodes, outs)
     assert best is not None  # jax makes no cond without branches
     env.update(best[2])
     build.say(f"of a cond, the branch with the most work counts ({build.where(eqn, scope)})")
-    return best[1]
+    return best[1] + _chosen(build, eqn, env, scope)
+
+
+def _chosen(build: Builder, eqn: Any, env: dict[Any, int | None], scope: str) -> list[Node]:
+    """The results wait for what was decided by: a node that only hands them on keeps it in the program."""
+    decided = read(env, eqn.invars[0])
+    found = [(var, env[var]) for var in eqn.outvars if env[var] is not None]
+    if decided is None or not found:
+        return []
+    sides: list[tuple[int, ...]] = []
+    lengths: list[int] = []
+    outputs = []
+    for var, source in found:
+        assert source is not None
+        known = build.values[source]
+        sides.append(tuple(range(len(lengths), len(lengths) + len(known.shape))))
+        lengths += known.shape
+        env[var] = build.value(var.aval, known.name, known.from_batch).id
+        outputs.append(env[var])
+    factors = Factors((*sides, ()), tuple(sides), tuple(lengths))
+    inputs = (*(source for _, source in found), decided)
+    return [build.handed_on("cond", eqn, scope, inputs, tuple(outputs), factors)]  # type: ignore[arg-type]
+
+
+def _written(build: Builder, nodes: list[Node]) -> float:
+    return sum(
+        node.body.trips * _written(build, node.body.nodes)
+        if node.body is not None
+        else sum(build.values[value].bytes for value in node.outputs)
+        for node in nodes
+    )
 
 
 def _work(nodes: list[Node]) -> float:

@@ -29,4 +29,6 @@ def exchange_of(eqn: Any) -> tuple[str, tuple[str, ...]] | None:
         return None
     named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     axes = named if isinstance(named, tuple | list) else (named,)
+    if all(isinstance(axis, int) for axis in axes):  # a dimension that vmap named: nothing leaves the chip
+        return None
     return kind, tuple(str(axis) for axis in axes)

@@ -16,6 +16,8 @@ def reshape(shapes: list[Shape], results: list[Shape], params: dict[str, Any]) -
     old, new = shapes[0], results[0]
     before, after = [WHOLE] * len(old), [WHOLE] * len(new)
     factors: list[int] = []
+    if 0 in old:  # of no elements there is nothing to split
+        return Made(Factors((tuple(before),), (tuple(after),), (), linear=True))
     i = j = 0
     while i < len(old) and j < len(new):
         if old[i] == 1 or new[j] == 1:  # nothing to carry
@@ -51,7 +53,7 @@ def broadcast_in_dim(shapes: list[Shape], results: list[Shape], params: dict[str
     return Made(Factors((before, *rest), (tuple(range(len(new))),), new))
 
 
-@rule("iota", "iota_2x32_shape", "empty", "empty2", "rng_uniform", "random_clone", "rng_bit_generator")
+@rule("iota", "iota_2x32_shape", "empty", "empty2", "rng_uniform", "rng_bit_generator")
 def made_here(shapes: list[Shape], results: list[Shape], params: dict[str, Any]) -> Made:
     # Each chip can make any part of it.
     sides: list[tuple[int, ...]] = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-# The three files register their rules.
-from capibara.parallel.program import contractions, movement, reductions  # noqa: F401
+# These files register their rules.
+from capibara.parallel.program import contractions, movement, randomness, reductions  # noqa: F401
 from capibara.parallel.program.elementwise import FLOPS, LINEAR
 from capibara.parallel.program.factors import Factors, elementwise, whole
 from capibara.parallel.program.registry import RULES, Made, Shape

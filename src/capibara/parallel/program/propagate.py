@@ -99,6 +99,8 @@ def place(program: Program, layout: Layout) -> Placement:
     for number, argument in enumerate(program.arguments):
         placement.of[argument.value] = placement.entries(argument.shape, tuple(layout.specs[number]), argument.path)
         placement.fixed.add(argument.value)
+    # The compiler's partitioner leaves a constant whole; a chip that needs a part of it reads that part.
+    placement.fixed.update(program.constants)
     _donated(program, placement)
     _mark(program.nodes, placement, layout, program)
     for _ in range(_ROUNDS):
@@ -192,6 +194,19 @@ def _toward(placement: Placement, node: Node, back: bool) -> None:
     for value, have, wanted in wishes:
         if wanted != have and wanted != whole:
             _fill(placement, value, wanted, placement._program.values[value].shape)
+    if node.factors.granted and node.primitive == "gather" and not back:
+        _like_indices(placement, node, ins[-1])
+
+
+def _like_indices(placement: Placement, node: Node, ids: Sharding) -> None:
+    """Rows that were looked up lie as their indices do, on axes that the table leaves: even where the table keeps the
+    axis while it is read, its rows are partial sums and go where they belong."""
+    (result,) = node.outputs
+    index, found = node.factors.operands[-1], node.factors.results[0]
+    wanted = tuple(
+        found.index(index[dim]) if dim >= 0 and index[dim] >= 0 and index[dim] in found else -1 for dim in ids
+    )
+    _fill(placement, result, wanted, placement._program.values[result].shape)
 
 
 def _shifted(placement: Placement, sharding: Sharding, by: int) -> Sharding:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from capibara.errors import rule_error
 from capibara.parallel.layout import Layout
 from capibara.parallel.program.chip import Buffer, ChipProgram, Collective, Loop, Step
 from capibara.parallel.program.choice import Choice, Sharding
 from capibara.parallel.program.graph import Body, Node, Program
+from capibara.parallel.program.layout_check import check_layout
 from capibara.parallel.program.ledger import Ledger
 
 __all__ = ["spread"]
 
+# Worth a word.
+_LARGE_CONSTANTS = 1 << 20
 # They compute nothing: their result is their operand.
 _SAME = frozenset({"logical_axes", "sharding_constraint", "stop_gradient", "optimization_barrier", "name", "pvary"})
 
@@ -24,12 +26,7 @@ def spread(program: Program, layout: Layout) -> ChipProgram:
     reduce_scatter where the result is split along that axis, else an all_reduce. A gathered copy is used by all later
     readers of the same loop body.
     """
-    if len(layout.specs) != len(program.arguments):
-        raise rule_error(
-            "A layout has one PartitionSpec for each flat argument",
-            f"{len(layout.specs)} for {len(program.arguments)} arguments",
-            "pass one a leaf of the arguments, PartitionSpec() for what is whole",
-        )
+    check_layout(program, layout)
     return _Writer(program, layout).written()
 
 
@@ -55,10 +52,23 @@ class _Writer(Ledger):
         for out in outputs:
             self.buffers[out] = _as_output(self.buffers[out])
         donated = tuple(number for number, argument in enumerate(program.arguments) if argument.donated)
+        constants = self._constants(outputs)
         return ChipProgram(
             tuple(self.steps), self.buffers, tuple(argument.value for argument in program.arguments), tuple(outputs),
-            donated, tuple(self.notes),
+            donated, tuple(self.notes), constants,
         )  # fmt: skip
+
+    def _constants(self, outputs: Sequence[int]) -> tuple[int, ...]:
+        """Those that something reads. They are part of the program, and so whole on every chip."""
+        read = {*outputs, *_read(self.steps)}
+        kept = tuple(value for value in self.program.constants if value in read)
+        size = sum(self.buffers[value].bytes for value in kept)
+        if size >= _LARGE_CONSTANTS:
+            self.notes[
+                f"the function closes over {size / 2**20:.3g} MiB of arrays, which every chip holds whole: as "
+                "arguments they could be split"
+            ] = None
+        return kept
 
     def _nodes(self, nodes: Sequence[Node]) -> None:
         following: dict[int, Node] = {}
@@ -152,7 +162,7 @@ class _Writer(Ledger):
         partial = tuple(sorted({*waiting, *choice.summed}))
         writes, unsettled = [], []
         for value, natural in zip(node.outputs, choice.results, strict=True):
-            if partial and self._can_wait(value, following):
+            if partial and (not choice.summed or _sums(node)) and self._can_wait(value, following):
                 number = self.fresh(value, natural, "part of ")
                 self.held[value], self.pending[value] = number, (natural, partial)
             elif partial or (natural != of[value] and _loses(natural, of[value])):
@@ -299,6 +309,21 @@ class _Writer(Ledger):
                     Step("permute", node.name, (buffer,), (number,), collective=sent, backward=node.backward)
                 )  # fmt: skip
                 self.held[after] = number
+
+
+def _sums(node: Node) -> bool:
+    """Whether what a split leaves is a partial sum, and not a partial maximum or the like."""
+    name = node.primitive
+    if name.startswith(("reduce", "arg")):
+        return name == "reduce_sum"
+    return not name.startswith("scatter") or name in ("scatter-add", "scatter_add", "scatter-sub", "scatter_sub")
+
+
+def _read(steps: Sequence[Step | Loop]) -> Iterator[int]:
+    for step in steps:
+        yield from step.reads
+        if isinstance(step, Loop):
+            yield from _read(step.body)
 
 
 def _loses(have: Sharding, want: Sharding) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +41,20 @@ def trace(
     from capibara.parallel.program.build import Builder
     from capibara.parallel.program.dead_code import live
 
+    if not callable(fn):
+        raise rule_error("The program is a function", repr(fn), "pass a function and its arguments")
+    if not isinstance(args, Sequence):
+        raise rule_error("`args` is a tuple of the function's arguments", type(args).__name__, "write (x,) for one")
     args = tuple(args)
+    for leaf in jax.tree.leaves(args):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(
+            leaf, bool | int | float | complex
+        ):
+            raise rule_error(
+                "Arguments are arrays, numbers, or shapes (jax.ShapeDtypeStruct)",
+                f"{type(leaf).__name__} {leaf!r}",
+                "close the function over what is not an array",
+            )
     roles = _checked_roles(roles, len(args))
     for index in donate:
         if not 0 <= index < len(args):
@@ -98,7 +112,7 @@ def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | Non
         found = stack.enter_context(dispatch.marking())
         stack.enter_context(recording_axes())
         # A fresh function each time: jit's cache would hand back a trace without the markers.
-        return jax.make_jaxpr(lambda *given: fn(*given))(*shapes), found, platform
+        return jax.make_jaxpr(functools.partial(fn))(*shapes), found, platform
 
 
 def _checked_roles(roles: Sequence[str] | None, count: int) -> tuple[str, ...]:

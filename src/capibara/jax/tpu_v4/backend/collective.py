@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Num, Shaped
 
+from capibara.errors import rule_error
 from capibara.kernels import collective
 from capibara.parallel.context import task_mesh
 
@@ -63,7 +64,15 @@ class TpuV4CollectiveOps:
             dispatch.
           extra: `tiled`, `mesh`, `implementation`: see `capibara.kernels.collective.all_gather`.
         """
-        given = {"implementation": "ring_two_way" if use_ring_algorithm else None, "axis": axis, **extra}
+        if use_ring_algorithm and extra.get("implementation") is not None:
+            raise rule_error(
+                "use_ring_algorithm names the implementation",
+                f"use_ring_algorithm=True and implementation={extra['implementation']!r}",
+                "pass one of them",
+            )
+        given = {**extra, "axis": axis}
+        if use_ring_algorithm:
+            given["implementation"] = "ring_two_way"
         return collective.all_gather(x, axis_name, **_mesh(axis_name, given))
 
     def reduce_scatter(

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.errors import rule_error
-from capibara.kernels.collective.axes import AxisName, read_axes, read_reduction, vary_over
+from capibara.kernels.collective.axes import AxisName, gather_known, read_axes, read_reduction, vary_over
 from capibara.kernels.collective.buckets import BUCKET_BYTES, one_after_another, plan_buckets
-from capibara.kernels.collective.compressed.codec import Encoded, decode_int8, encode_int8
+from capibara.kernels.collective.compressed.codec import Encoded, decode_int8, encode_int8, seed_of
 from capibara.kernels.collective.compressed.feedback import check_state
-from capibara.kernels.collective.compressed.rules import FLOATS, check_block
-from capibara.kernels.op import describe
+from capibara.kernels.collective.compressed.rules import check_block, check_compressible, check_sum
 
 
 class Metrics(NamedTuple):
@@ -83,12 +82,7 @@ def compressed_all_reduce(
       return_metrics: return (tree, state, Metrics) instead.
     """
     op = read_reduction(op)
-    if op not in ("sum", "mean"):
-        raise rule_error(
-            "A compressed all-reduce is a sum or a mean: rounded codes do not keep which value is the largest",
-            f"op={op!r}",
-            "use all_reduce or bucketed_all_reduce, which are exact",
-        )
+    check_sum(op)
     check_block(block)
     outer, devices = read_axes("compressed_all_reduce", axis_name)
     inner, inner_devices = ((), 1) if inner_axis is None else read_axes("compressed_all_reduce", inner_axis)
@@ -99,12 +93,7 @@ def compressed_all_reduce(
     way = _Way(outer, devices, inner, inner_devices, block)
     plan = plan_buckets(tree, bucket_bytes, align=block)
     for shape, dtype in zip(plan.shapes, plan.dtypes, strict=True):
-        if dtype.name not in FLOATS:
-            raise rule_error(
-                f"Compression is for {', '.join(FLOATS)}",
-                describe(jax.ShapeDtypeStruct(shape, dtype)),
-                "reduce such leaves with bucketed_all_reduce",
-            )
+        check_compressible(jax.ShapeDtypeStruct(shape, dtype))
     buckets = [_constant(x) for x in plan.flatten(tree, jnp.float32)]
     if state is not None:
         check_state(state, tree)
@@ -113,6 +102,7 @@ def compressed_all_reduce(
 
     keys = [None] * len(buckets)
     if unbiased_key is not None:
+        seed_of(unbiased_key)  # which says what a key is, where this is none
         mine = jax.random.fold_in(unbiased_key, lax.axis_index((*outer, *inner)))
         keys = list(jax.random.split(mine, max(len(buckets), 1)))[: len(buckets)]
     numbered = iter(keys)
@@ -167,7 +157,7 @@ def _reduce(x: jax.Array, way: _Way, key: Any) -> _Reduced:
         total, kept, non_finite = lax.psum(x, way.outer), jnp.zeros_like(x), jnp.zeros((), jnp.int32)
         squares = jnp.stack([jnp.zeros(()), _square(x)])
     if way.inner_devices > 1:
-        total = lax.all_gather(total, way.inner, tiled=True, to="invarying")
+        total = gather_known(total, way.inner)
         # What is kept belongs to this device's part: in the next sum over the inner axis it is there again, once.
         place = lax.axis_index(way.inner) * kept.size
         kept = lax.dynamic_update_slice(vary_over(jnp.zeros(length), (*way.outer, *way.inner)), kept, (place,))
@@ -182,7 +172,7 @@ def _exchange(x: jax.Array, way: _Way, key: Any) -> tuple[jax.Array, jax.Array, 
     got = Encoded(*(lax.all_to_all(part, way.outer, 0, 0, tiled=True) for part in sent))
     mine = _decoded(got, way).sum(0)
     summed = encode_int8(mine, block=way.block, unbiased_key=second)
-    gathered = (lax.all_gather(part, way.outer, tiled=True, to="invarying") for part in summed)
+    gathered = (gather_known(part, way.outer) for part in summed)
     total = _decoded(Encoded(*gathered), way)
 
     lost = _lost(shares, _decoded(sent, way))

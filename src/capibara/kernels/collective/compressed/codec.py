@@ -12,6 +12,7 @@ from capibara.errors import rule_error
 from capibara.kernels.collective.compressed import pallas_tpu, rules
 from capibara.kernels.collective.compressed.cases import CASES, DECODE_CASES
 from capibara.kernels.collective.compressed.reference import NOT_FINITE, decode, encode
+from capibara.kernels.collective.compressed.rules import check_block
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Implementation, Op, register
 from capibara.kernels.operands import as_array, as_dtype
@@ -92,6 +93,7 @@ def encode_int8(
     [1.0, -0.504, 0.0, nan]
     """
     x = as_array("encode_int8", "x", x)
+    check_block(block)
     params = {"block": block} if block != 256 else {}
     seed = None if unbiased_key is None else seed_of(unbiased_key)
     return Encoded(*run(ENCODE_INT8, (x, seed), params, implementation=implementation, config=config))
@@ -112,6 +114,7 @@ def decode_int8(
     [254.0, 0.0]
     """
     codes, scales = as_array("decode_int8", "codes", codes), as_array("decode_int8", "scales", scales)
+    check_block(block)
     params: dict[str, Any] = {"block": block} if block != 256 else {}
     dtype = as_dtype("out_dtype", out_dtype).name
     if dtype != "float32":

@@ -26,6 +26,22 @@ def check_block(block: Any) -> None:
         raise rule_error("block is a positive whole number of values that share a scale", repr(block), "use block=256")
 
 
+def check_sum(op: str) -> None:
+    if op not in ("sum", "mean"):
+        raise rule_error(
+            "A compressed all-reduce is a sum or a mean: rounded codes do not keep which value is the largest",
+            f"op={op!r}",
+            "use all_reduce or bucketed_all_reduce, which are exact",
+        )
+
+
+def check_compressible(leaf: Any) -> None:
+    if leaf.dtype.name not in FLOATS:
+        raise rule_error(
+            f"Compression is for {', '.join(FLOATS)}", describe(leaf), "reduce such leaves with bucketed_all_reduce"
+        )
+
+
 def check_encode(call: Call) -> None:
     check_block(call.params["block"])
     x, seed = call.need("x"), call["seed"]

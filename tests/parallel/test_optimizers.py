@@ -1,0 +1,64 @@
+"""The optimizers of a planned step: AdamW and SGD by their formulas, and AdamW by optax where it is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.parallel.optimizers import optimizer_named
+
+# A few float32 operations on numbers of about 1: each rounds by 2**-24, and eight steps of them add up.
+_TOLERANCE = 64 * 2.0**-24
+
+
+def _given() -> tuple[Any, list[Any]]:
+    keys = jax.random.split(jax.random.key(0), 9)
+    params = {"w": jax.random.normal(keys[0], (4, 3)), "b": jnp.ones(3)}
+    return params, [jax.tree.map(lambda p, key=key: jax.random.normal(key, p.shape), params) for key in keys[1:]]
+
+
+def _run(name: Any, mixed: bool = True) -> tuple[Any, Any]:
+    params, gradients = _given()
+    init, update = optimizer_named(name, mixed)
+    state = init(params)
+    for one in gradients:
+        params, state = update(params, state, one)
+    return params, state
+
+
+@pytest.mark.newest
+def test_adamw_is_the_formula() -> None:
+    params, gradients = _given()
+    found, state = _run("adamw")
+    assert int(state["count"]) == len(gradients)
+    for name, start in params.items():
+        p = np.asarray(start, np.float64)
+        m = v = np.zeros_like(p)
+        for step, one in enumerate(gradients, 1):
+            g = np.asarray(one[name], np.float64)
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+            way = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+            p = p - 3e-4 * (way + 0.1 * p)
+        np.testing.assert_allclose(state["mean"][name], m, rtol=0, atol=_TOLERANCE)
+        np.testing.assert_allclose(state["square"][name], v, rtol=_TOLERANCE, atol=_TOLERANCE)
+        np.testing.assert_allclose(found[name], p, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def test_sgd_is_the_formula() -> None:
+    params, gradients = _given()
+    found, state = _run("sgd")
+    assert state == ()
+    for name, start in params.items():
+        total = sum(np.asarray(one[name], np.float64) for one in gradients)
+        np.testing.assert_allclose(found[name], np.asarray(start) - 3e-4 * total, rtol=0, atol=_TOLERANCE)
+
+
+def test_adamw_is_optax_s() -> None:
+    optax = pytest.importorskip("optax")
+    same, _ = _run(optax.adamw(3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
+    mine, _ = _run("adamw")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE), mine, same)
