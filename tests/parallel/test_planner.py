@@ -197,7 +197,7 @@ def test_a_mesh_config_brings_its_limit_and_what_it_is_meant_for() -> None:
 
 def test_numpy_numbers_and_plain_ones_are_taken() -> None:
     params = {"w": _shape(64, 64), "scale": 2.0, "steps": 3, "key": jax.random.key(0), "none": None}
-    plan = optimize_sharding_strategy(params, tuple(np.array([32, 16, 64])), (4, 8), np.float32(3.0))
+    plan = optimize_sharding_strategy(params, tuple(np.array([32, 16, 64])), (4, 8), np.float32(3.0))  # type: ignore[arg-type]
     assert plan.specs["scale"] == plan.specs["steps"] == plan.specs["key"] == PartitionSpec()
     assert plan.specs["none"] is None
 
