@@ -270,3 +270,20 @@ def test_every_op_is_split_by_its_table(op: Op, case: Case) -> None:
     assert result.ok, result.why
     assert "CustomSPMDPartitioning" not in text
     assert any(axis for x in jax.tree.leaves(got) for axis in x.sharding.spec), "no factor was split"
+
+
+def test_a_product_whose_terms_are_split_is_summed() -> None:
+    mesh = _mesh(("x", "y"), AxisType.Explicit)
+    a, b = (jax.random.normal(jax.random.key(seed), (256, 256)) for seed in range(2))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, P(None, "y"))),
+            jax.device_put(b, NamedSharding(mesh, P("y"))),
+        ]
+        got, text = _on_tpu(lambda a, b: gemm(a, b, implementation=KERNEL, precision="highest"), placed)
+    wanted = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    # Each of 256 products and of as many sums is rounded once, by half an eps of what has been added up so far.
+    largest = np.abs(a).astype(np.float64) @ np.abs(b)
+    assert (np.abs(got - wanted) < 256 * float(np.finfo(np.float32).eps) * largest).all()
+    assert "all-reduce" in text
+    assert "all-gather" not in text

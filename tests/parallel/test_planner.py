@@ -230,3 +230,28 @@ def test_the_rules_by_hand() -> None:
     # One sum over the model axis after the rows' product; the columns' comes in the backward pass and is as wide.
     assert step.exposed_seconds == pytest.approx(2 * forward.exposed_seconds)
     assert forward.exposed_seconds > 0
+
+
+def test_where_the_moments_lie_is_said() -> None:
+    params = {"a": {"w": _shape(512, 2048)}, "w": _shape(2048, 512)}
+    plan = optimize_sharding_strategy(params, (32, 128, 512), (4, 8))
+    assert "optimizer sharded" in plan.name
+    assert plan.specs["w"] == PartitionSpec("model")
+    assert plan.moment_specs["w"] == PartitionSpec("model", "data")
+    assert plan.moment_specs["a"]["w"] == PartitionSpec("data", "model")
+    assert optimize_sharding_strategy(params, (32, 128, 512), (4, 8), optimizer="sgd").moment_specs is None
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch @ params["a"]["w"] @ params["w"]) ** 2)
+
+    def stepped(optimizer: str) -> Any:
+        rows = _shape(32, 512)
+        return optimize_sharding_strategy(
+            params, (32, 512), (4, 8), loss=loss, batch=rows, optimizer=optimizer, optimization_target="memory"
+        )
+
+    # For least memory moments are in as many parts as there are chips, and so are the parameters.
+    step = stepped("adamw")
+    assert step.moment_specs == step.specs
+    assert len(step.moment_specs["w"]) == 2
+    assert stepped("sgd").moment_specs is None

@@ -309,3 +309,15 @@ def test_a_change_is_as_dear_as_its_chips_are_many_and_its_tokens_are_few() -> N
 
     assert cost("v4-64", 8) == pytest.approx(4 * cost("v4-16", 8))
     assert cost("v4-16", None) == pytest.approx(8 * cost("v4-16", 8)) == pytest.approx(8 * best.estimate.seconds)
+
+
+def test_cutting_a_microbatch_further_is_given_up_only_where_it_cannot_be_enough() -> None:
+    estimate = _search().best.estimate
+
+    def hopeless(limit: float, more: int) -> bool:
+        memory = dataclasses.replace(estimate.memory, arguments=4.0, temporaries=8.0, limit=limit)
+        run = Exploration(None, None)  # type: ignore[arg-type]
+        return run._hopeless(1, dataclasses.replace(estimate, memory=memory), more)
+
+    # Halved, the temporaries are 4 at the least; quartered 2.
+    assert (hopeless(8.0, 2), hopeless(7.0, 2), hopeless(7.0, 4)) == (False, True, False)

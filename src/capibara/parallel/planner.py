@@ -46,6 +46,8 @@ class ShardingStrategy:
     choices: Mapping[str, Any]
     """What the step has to do for it ("remat", "accumulate"), where a loss was given."""
     notes: tuple[str, ...] = ()
+    moment_specs: Any = None
+    """Like the parameters: where what the optimizer keeps for each lies; None where it keeps nothing."""
 
     def explain(self) -> str:
         """All of it, a line a parameter."""
@@ -118,10 +120,13 @@ def optimize_sharding_strategy(
         data = jax.ShapeDtypeStruct(shape, "int32") if batch is None else batch
         job = training_job(loss, model_params, data, optimizer=optimizer)
     best = search(job, where, target=target, memory_limit=limit, mesh=mesh, top=1, offload=False, model=model).require()
-    return _strategy(model_params, best, mesh, target, (*job.notes, *notes))
+    state = None if loss is None else job.build()[1][1]
+    return _strategy(model_params, best, mesh, target, (*job.notes, *notes), state)
 
 
-def _strategy(params: Any, best: Ranked, mesh: MeshConfig, target: str, notes: tuple[str, ...]) -> ShardingStrategy:
+def _strategy(
+    params: Any, best: Ranked, mesh: MeshConfig, target: str, notes: tuple[str, ...], state: Any
+) -> ShardingStrategy:
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
     specs = best.layout.specs[: len(paths)]
     why = {
@@ -138,7 +143,32 @@ def _strategy(params: Any, best: Ranked, mesh: MeshConfig, target: str, notes: t
         name=best.layout.name,
         choices=MappingProxyType(dict(best.layout.choices)),
         notes=notes,
+        moment_specs=_moment_specs(params, state, best.layout.specs),
     )
+
+
+def _moment_specs(params: Any, state: Any, specs: Sequence[PartitionSpec]) -> Any:
+    """Of each parameter's moments; `state` is None for a job of parameters alone, whose moments follow in order."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    count = len(paths)
+    if state is None:
+        # The last spec is the input's.
+        return jax.tree.unflatten(tree, specs[count : 2 * count]) if count and len(specs) > 2 * count else None
+    kept = list(zip(jax.tree_util.tree_leaves_with_path(state), specs[count:], strict=False))
+
+    def found(path: Any, leaf: Any) -> PartitionSpec | None:
+        own = [
+            (len(where), spec)
+            for (where, one), spec in kept
+            if where[len(where) - len(path) :] == path and one.shape == leaf.shape
+        ]
+        # The shortest: a parameter "w" has its moments at mean/w, and mean/a/w belongs to another.
+        return min(own, key=lambda one: one[0])[1] if own else None
+
+    moments = [found(path, leaf) for path, leaf in paths]
+    if all(one is None for one in moments):
+        return None
+    return jax.tree.unflatten(tree, [PartitionSpec() if one is None else one for one in moments])
 
 
 def _why(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> str:

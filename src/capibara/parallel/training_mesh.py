@@ -59,12 +59,11 @@ def training_mesh_config(
         "model": _whole("model_parallel_size", model_parallel_size),
     }
     if math.prod(sizes.values()) != total_chips:
+        near = [_changes(sizes, one) for one in nearest_sizes(total_chips, sizes)]
         raise rule_error(
             f"The parallel sizes of a training mesh multiply to total_chips={total_chips}",
             f"{_product(sizes)} = {math.prod(sizes.values())}",
-            "use " + ", or ".join(_changes(sizes, near) for near in nearest_sizes(total_chips, sizes))
-            if nearest_sizes(total_chips, sizes)
-            else f"make them multiply to {total_chips}",
+            "use " + ", or ".join(near) if near else f"make them multiply to {total_chips}",
         )
     return MeshConfig(tuple(sizes[axis] for axis in TRAINING_AXES), TRAINING_AXES, target="training")
 

@@ -278,3 +278,24 @@ def test_outside_of_shard_map_and_of_numbers() -> None:
         each(partial(collective.all_reduce, axis_name="x", op="mean"), EIGHT)(np.ones((8, 2), np.int32))
     with pytest.raises(ValueError, match="takes numbers"):
         each(partial(collective.all_reduce, axis_name="x"), EIGHT)(np.ones((8, 2), bool))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_gradient_that_kernels_have_is_that_of_the_reference(op: str) -> None:
+    """A kernel's own rule for reduce_scatter, against JAX's derivative of what it stands for."""
+    from capibara.kernels.collective import reference
+    from capibara.kernels.collective.ops import REDUCE_SCATTER
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    params: dict[str, Any] = {"axis_name": ("x",), "devices": 4, "axis": 0, "op": op}
+
+    def both(cotangent: Any) -> Any:
+        primal = jax.lax.pcast(jnp.zeros(8), "x", to="varying")
+        _, pull = jax.vjp(lambda x: reference.reduce_scatter(x, **params), primal)
+        assert REDUCE_SCATTER.gradient is not None
+        return pull(cotangent)[0], REDUCE_SCATTER.gradient.backward((), cotangent, params, None)[0]
+
+    spec = jax.sharding.PartitionSpec("x")
+    wanted, got = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.arange(8.0))
+    np.testing.assert_array_equal(got, wanted)  # a quarter, where it is a mean, is exact
+    assert float(got.max()) > 0

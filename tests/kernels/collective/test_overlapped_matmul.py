@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import collective, explain
+from capibara.kernels.collective.matmul import gathered_contraction
 from capibara.kernels.collective.over_mesh import each_device
 from capibara.kernels.context import target
 
@@ -143,3 +144,17 @@ def test_bad_input() -> None:
         each(gather, FOUR)(drawn(4, 2, 5), drawn(4, 6, 3))
     with pytest.raises(ValueError, match=r"evenly over the 4 .*length of 6.*pad it to 8"):
         each(partial(collective.matmul_reduce_scatter, axis_name="x"), FOUR)(drawn(4, 6, 5), drawn(4, 5, 3))
+
+
+def test_the_gradient_of_weights_is_summed_wide() -> None:
+    """What the devices' bfloat16 rows give is added up in float32: 256 + 1 is no bfloat16."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    rows = jnp.array([[256.0], [1.0], [1.0], [2.0]], jnp.bfloat16)
+
+    def contracted(own: Any) -> Any:
+        ones = jax.lax.pcast(jnp.ones((4, 1), jnp.bfloat16), "x", to="varying")
+        return gathered_contraction(own, ones, axis_name=("x",), devices=4, two_way=False)
+
+    got = jax.jit(jax.shard_map(contracted, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(rows)
+    assert got.dtype == jnp.float32
+    assert got.tolist() == [[260.0]] * 4
