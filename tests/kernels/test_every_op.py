@@ -411,7 +411,8 @@ def test_shard_map_with_a_gradient_lowers_for_tpu(op: Op, name: str, case: Case)
         return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(mapped(*full)))
 
     with target("tpu", "TPU v4"):
-        exported = jax.export.export(jax.jit(jax.grad(loss, argnums=inputs)), platforms=["tpu"])(*arrays)
+        # With the value, so that the kernel is there also where the backward pass is XLA's.
+        exported = jax.export.export(jax.jit(jax.value_and_grad(loss, argnums=inputs)), platforms=["tpu"])(*arrays)
     text = exported.mlir_module()
     assert "tpu_custom_call" in text
     replicated = any(specs[i] is not None and "data" not in specs[i] for i in inputs)

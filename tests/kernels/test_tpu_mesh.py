@@ -118,6 +118,19 @@ def test_axes_that_no_table_knows_run_whole_and_say_so(caplog: pytest.LogCapture
     assert "runs whole on every device of a mesh with axes x, y" in caplog.text
 
 
+def test_dropout_is_drawn_in_the_whole_batch_and_says_why_it_is_not_split(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = _mesh()
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in _qkv()]
+
+    def dropped(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, dropout_rate=0.3, dropout_rng=jax.random.key(7), implementation=KERNEL)
+
+    got, _ = _on_tpu(dropped, placed)
+    alone, _ = _on_tpu(dropped, _qkv())
+    assert jnp.array_equal(got, alone)
+    assert "this call cannot be split (dropout" in caplog.text
+
+
 def test_explicit_axes_say_where_arrays_lie() -> None:
     mesh = _mesh(("x", "y"), AxisType.Explicit)
     with jax.set_mesh(mesh):

@@ -76,7 +76,8 @@ class Placement:
                 found[factor] = axes
                 taken |= set(axes)
         if not found:
-            _say_whole(call.op.name, tuple(a for a in self.mesh.axis_names if a not in self.mesh.manual_axes))
+            axes = tuple(a for a in self.mesh.axis_names if a not in self.mesh.manual_axes)
+            _say_whole(call.op.name, axes, all(f in whole for f in lengths))
         return found
 
 
@@ -116,11 +117,12 @@ def needs_layout(call: Call, where: Placement | None) -> str | None:
 
 
 @functools.cache
-def _say_whole(op: str, axes: tuple[str, ...]) -> None:
-    logger.warning(
-        "%s runs whole on every device of a mesh with axes %s: no factor that may be split goes on one of them and "
-        "divides. Name the axes as in the table of logical axes (data, model, ...), or give another table with "
-        "capibara.parallel.use_rules (said once)",
-        op,
-        ", ".join(axes),
+def _say_whole(op: str, axes: tuple[str, ...], unsplittable: bool) -> None:
+    why = (
+        "this call cannot be split (dropout, for one, is drawn by the place in the whole batch)"
+        if unsplittable
+        else "no factor that may be split goes on one of them and divides. Name the axes as in the table of logical "
+        "axes (data, model, ...), or give another table with capibara.parallel.use_rules"
     )
+    named = ", ".join(axes)
+    logger.warning("%s runs whole on every device of a mesh with axes %s: %s (said once)", op, named, why)

@@ -11,6 +11,7 @@ from capibara.kernels.op import Case
 REAL = frozenset({"bench", "gpu", "tpu"})
 LOWERED = frozenset({"gpu", "tpu"})
 TEST = frozenset({"test", "tpu"})
+SHARD = frozenset({"shard"})  # divides over 8 and 32 devices
 
 
 def draw_steps(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -53,6 +54,7 @@ CASES = (
     make_case("hundred", 1, 131, 100, 4, TEST, dtype="float32", **ALL),
     make_case("narrow", 2, 33, 100, 16, TEST, narrow_dt=False),
     make_case("hopper-edges", 2, 67, 256, 16, LOWERED, **ALL),
+    make_case("shardable", 8, 6, 64, 4, SHARD, dtype="float32"),
 )
 
 

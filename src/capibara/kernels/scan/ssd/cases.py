@@ -12,6 +12,7 @@ from capibara.kernels.scan.selective.cases import draw_steps
 REAL = frozenset({"bench", "gpu", "tpu"})
 LOWERED = frozenset({"gpu", "tpu"})
 TEST = frozenset({"test", "tpu"})
+SHARD = frozenset({"shard"})  # divides over 8 and 32 devices
 
 
 def draw_log_decays(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -46,6 +47,7 @@ CASES = (
     make_case("chunks", 1, 131, 4, 8, 2, 4, TEST, dtype="float32", **ALL),
     make_case("narrow", 1, 100, 2, 16, 1, 32, TEST, **ALL),
     make_case("hopper-edges", 2, 201, 4, 64, 2, 64, LOWERED, **ALL),
+    make_case("shardable", 8, 6, 8, 8, 1, 4, SHARD, dtype="float32"),
 )
 
 
