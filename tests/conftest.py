@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from importlib import metadata
 
 # Read by XLA when jax first starts a backend, so it is set before anything imports jax.
@@ -84,3 +86,27 @@ def _no_tpu_compiler() -> str | None:
 def _own_tuning_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the tuned tables of whoever runs it."""
     monkeypatch.setenv("CAPIBARA_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+_MOST_MAPS = 20_000  # Linux gives a process 65,530 mappings, and XLA dies without a word when there are no more
+_finished = 0
+
+
+def pytest_runtest_logfinish(nodeid: str, location: tuple[str, int | None, str]) -> None:
+    """Every compiled program has mappings of its own; a worker that has run thousands of tests lets them go."""
+    global _finished
+    _finished += 1
+    if _finished % 20 or "jax" not in sys.modules or _mappings() < _MOST_MAPS:
+        return
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
+
+
+def _mappings() -> int:
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:  # no Linux
+        return 0
