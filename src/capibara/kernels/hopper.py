@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from typing import Any
@@ -10,11 +11,23 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara import hardware
+from capibara.errors import rule_error
 
 SMEM_BYTES = 227 * 1024  # what one program may have
 SWIZZLE = 128  # bytes
 LOG2E = math.log2(math.e)
 CHIPS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramsConfig:
+    """Of a kernel whose programs share the tiles: how many of them for each multiprocessor of the chip."""
+
+    programs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.programs < 1:
+            raise rule_error("programs is one or more", self.programs, "use 1")
 
 
 def refuses_chip(device_kind: str) -> str | None:

@@ -51,6 +51,6 @@ def test_filter(n: int, time: int, conjugate: bool, monkeypatch: pytest.MonkeyPa
     z = jnp.asarray(draw.standard_normal((2, 1, 3, time)), jnp.float32)
     h = jnp.asarray(draw.standard_normal((2, 3, n)), jnp.float32)
     how = {"conjugate": conjugate, "precision": "bfloat16"}
-    got = _emulated(lambda: filter_gpu.mosaic_gpu(*z, *h, config=filter_gpu.FilterConfig(), **how))
+    got = _emulated(lambda: filter_gpu.mosaic_gpu(*z, *h, config=filter_gpu.ProgramsConfig(), **how))
     wanted = reference(*z, *h, **how)
     assert _error(got, np.asarray(wanted[0]) + 1j * np.asarray(wanted[1])) < 3 * tolerance_of((n,), "bfloat16") / 2

@@ -17,7 +17,7 @@ from capibara.kernels.fft.api import FFT
 from capibara.kernels.fft.pallas_gpu_long import (
     PAIRS_LENGTHS,
     RADICES,
-    PassesConfig,
+    ProgramsConfig,
     mosaic_gpu_long,
     refuses,
     two_passes,
@@ -83,7 +83,7 @@ def test_the_scale_is_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     how: dict[str, Any] = {"precision": "bfloat16", "axes": 1, "factors": None}
 
     def kernel() -> Any:
-        return mosaic_gpu_long(re, im, config=PassesConfig(), inverse=True, norm="ortho", **how)
+        return mosaic_gpu_long(re, im, config=ProgramsConfig(), inverse=True, norm="ortho", **how)
 
     wanted = np.fft.ifft(np.asarray(re, "float64") + 1j * np.asarray(im), norm="ortho")
     assert _error(_emulated(monkeypatch, kernel), wanted) < tolerance_of((n,), "bfloat16") / 2

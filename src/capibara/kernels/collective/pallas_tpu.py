@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -165,22 +165,33 @@ def _sum_refuses(call: Call) -> str | None:
 
 
 def add_to(all_reduce_op: Op, reduce_scatter_op: Op, all_gather_op: Op) -> None:
-    """Make the kernels known to the ops, behind XLA's own until they are measured on a TPU."""
+    """Make the kernels known to the ops."""
     for op, fn, why_not in (
         (all_reduce_op, all_reduce, _sum_refuses),
         (reduce_scatter_op, reduce_scatter, _sum_refuses),
         (all_gather_op, all_gather, _gather_refuses),
     ):
-        op.implement(
-            Implementation(
-                "pallas_tpu",
-                fn,
-                platforms=("tpu",),
-                refuses=why_not,
-                rank=lambda call: -2.0,
-                kernel=True,
-                config_type=RingConfig,
-                default_config=lambda call: RingConfig(),
-                candidates=lambda call: CANDIDATES,
-            )
+        add_kernel(op, fn, why_not, CANDIDATES)
+
+
+def add_kernel(
+    op: Op, fn: Callable[..., Any], refuses: Callable[[Call], str | None], candidates: Sequence[Any]
+) -> None:
+    """A kernel of the family, behind the op's other implementations until it is measured on a TPU.
+
+    Its config is of the candidates' type, and by default as that type has it.
+    """
+    config = type(candidates[0])
+    op.implement(
+        Implementation(
+            "pallas_tpu",
+            fn,
+            platforms=("tpu",),
+            refuses=refuses,
+            rank=lambda call: -2.0,
+            kernel=True,
+            config_type=config,
+            default_config=lambda call: config(),
+            candidates=lambda call: candidates,
         )
+    )

@@ -20,6 +20,7 @@ from capibara.errors import rule_error
 from capibara.kernels.collective import pallas_tpu_rounds as rounds
 from capibara.kernels.collective import pallas_tpu_stream as stream
 from capibara.kernels.collective.axes import vary_over
+from capibara.kernels.collective.pallas_tpu import add_kernel
 from capibara.kernels.collective.pallas_tpu_ring import (
     ANY,
     LANES,
@@ -33,7 +34,7 @@ from capibara.kernels.collective.pallas_tpu_ring import (
     sublanes,
     ways_of,
 )
-from capibara.kernels.op import Call, Implementation, Op
+from capibara.kernels.op import Call, Op
 from capibara.kernels.transforms import out_struct
 
 Axes = tuple[str, ...]
@@ -244,21 +245,6 @@ def _scatter_refuses(call: Call) -> str | None:
 
 
 def add_to(all_gather_matmul_op: Op, matmul_reduce_scatter_op: Op) -> None:
-    """Make the kernels known to the ops, behind the others until they are measured on a TPU."""
-    for op, fn, why_not in (
-        (all_gather_matmul_op, all_gather_matmul, _gather_refuses),
-        (matmul_reduce_scatter_op, matmul_reduce_scatter, _scatter_refuses),
-    ):
-        op.implement(
-            Implementation(
-                "pallas_tpu",
-                fn,
-                platforms=("tpu",),
-                refuses=why_not,
-                rank=lambda call: -2.0,
-                kernel=True,
-                config_type=RingMatmulConfig,
-                default_config=lambda call: RingMatmulConfig(),
-                candidates=lambda call: CANDIDATES,
-            )
-        )
+    """Make the kernels known to the ops."""
+    add_kernel(all_gather_matmul_op, all_gather_matmul, _gather_refuses, CANDIDATES)
+    add_kernel(matmul_reduce_scatter_op, matmul_reduce_scatter, _scatter_refuses, CANDIDATES)

@@ -11,7 +11,6 @@ Planes are read as float32, or as bfloat16 where XLA's products have done the fi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -24,13 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.errors import rule_error
 from capibara.kernels.context import current_target
 from capibara.kernels.fft.matmul import stage
 from capibara.kernels.fft.plan import plan
 from capibara.kernels.fft.rules import scale_of
 from capibara.kernels.fft.twiddles import dft, twiddles
-from capibara.kernels.hopper import load, multiprocessors, refuses_chip, swizzled
+from capibara.kernels.hopper import ProgramsConfig, load, multiprocessors, refuses_chip, swizzled
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
@@ -40,23 +38,13 @@ LENGTHS = (4096, 2048, 1024, 512)  # r = 64, 32, 16, 8: 32 bytes or more of a si
 LAYOUT = plgpu.Layout.WGMMA
 
 
-@dataclasses.dataclass(frozen=True)
-class TilesConfig:
-    """Programs on a multiprocessor's share of the tiles: `programs` for each multiprocessor of the chip."""
-
-    programs: int = 1
-
-    def __post_init__(self) -> None:
-        if self.programs < 1:
-            raise rule_error("programs is one or more", self.programs, "use 1")
-
-
 def inner_length(n: int) -> int | None:
     """The points that the kernel does: the most that leave a smooth rest."""
     return next((m for m in LENGTHS if n % m == 0 and plan(n // m).padded is None), None)
 
 
-def refuses(call: Call) -> str | None:
+def refuses_form(call: Call) -> str | None:
+    """Why none of this family's Hopper kernels takes the call, whatever its length."""
     chip = refuses_chip(call.target.device_kind)
     if chip is not None:
         return chip
@@ -66,9 +54,14 @@ def refuses(call: Call) -> str | None:
         return "it transforms one axis a call"
     if call.params["factors"] is not None:
         return "it chooses its own radices"
+    return "the operands are empty" if 0 in call.need("re").shape else None
+
+
+def refuses(call: Call) -> str | None:
+    form = refuses_form(call)
+    if form is not None:
+        return form
     shape = call.need("re").shape
-    if 0 in shape:
-        return "the operands are empty"
     inner = inner_length(shape[-1])
     if inner is None:
         return f"it takes multiples of {LENGTHS[-1]} points, not {shape[-1]}"
@@ -202,7 +195,7 @@ def one_pass(
 
 
 def mosaic_gpu(
-    re: jax.Array, im: jax.Array, *, config: TilesConfig, inverse: bool, norm: str, precision: str, axes: int,
+    re: jax.Array, im: jax.Array, *, config: ProgramsConfig, inverse: bool, norm: str, precision: str, axes: int,
     factors: None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The transform of the last axis; see the module's text."""
@@ -230,8 +223,8 @@ def mosaic_gpu(
     return jax.jit(whole)(re, im)
 
 
-def candidates(call: Call) -> Sequence[TilesConfig]:
-    return [TilesConfig(1)]
+def candidates(call: Call) -> Sequence[ProgramsConfig]:
+    return [ProgramsConfig(1)]
 
 
 IMPLEMENTATION = Implementation(
@@ -241,7 +234,7 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     rank=lambda call: 22,  # on an H200 1.5 to 2.2 times as fast as the products in XLA, and behind cuFFT
     kernel=True,
-    config_type=TilesConfig,
-    default_config=lambda call: TilesConfig(1),
+    config_type=ProgramsConfig,
+    default_config=lambda call: ProgramsConfig(1),
     candidates=candidates,
 )

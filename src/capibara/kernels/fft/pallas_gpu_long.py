@@ -9,7 +9,6 @@ bytes are written and read between.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -19,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from capibara.errors import rule_error
 from capibara.kernels.context import current_target
 from capibara.kernels.fft.complex_view import as_numbers, call_viewed
+from capibara.kernels.fft.pallas_gpu import refuses_form
 from capibara.kernels.fft.pallas_gpu_long_body import BF16, ROWS, run
 from capibara.kernels.fft.pallas_gpu_pairs import TURNS
 from capibara.kernels.fft.rules import scale_of
 from capibara.kernels.fft.twiddles import dft, twiddles
-from capibara.kernels.hopper import multiprocessors, refuses_chip
+from capibara.kernels.hopper import ProgramsConfig, multiprocessors
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
@@ -34,30 +33,11 @@ RADICES = {1 << 14: (2, 2), 1 << 15: (4, 2), 1 << 16: (4, 4), 1 << 17: (8, 4), 1
 PAIRS_LENGTHS = (1 << 15, 1 << 16, 1 << 17, 1 << 18)  # whose second pass has radix 8; see `two_passes_of_pairs`
 
 
-@dataclasses.dataclass(frozen=True)
-class PassesConfig:
-    """Programs for each multiprocessor of the chip."""
-
-    programs: int = 1
-
-    def __post_init__(self) -> None:
-        if self.programs < 1:
-            raise rule_error("programs is one or more", self.programs, "use 1")
-
-
 def refuses(call: Call, lengths: tuple[int, ...] = tuple(RADICES)) -> str | None:
-    chip = refuses_chip(call.target.device_kind)
-    if chip is not None:
-        return chip
-    if call.params["precision"] != "bfloat16":
-        return "its products are of bfloat16 numbers; precision='float32' was asked for"
-    if call.params["axes"] != 1:
-        return "it transforms one axis a call"
-    if call.params["factors"] is not None:
-        return "it chooses its own radices"
+    form = refuses_form(call)
+    if form is not None:
+        return form
     shape = call.need("re").shape
-    if 0 in shape:
-        return "the operands are empty"
     if shape[-1] not in lengths:
         return f"it takes {', '.join(map(str, lengths))} points, not {shape[-1]}"
     return None
@@ -134,7 +114,7 @@ def two_passes_of_pairs(x: jax.Array, *, programs: int, inverse: bool, scale: fl
 
 
 def mosaic_gpu_long(
-    re: jax.Array, im: jax.Array, *, config: PassesConfig, inverse: bool, norm: str, precision: str, axes: int,
+    re: jax.Array, im: jax.Array, *, config: ProgramsConfig, inverse: bool, norm: str, precision: str, axes: int,
     factors: None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The transform of the last axis; see the module's text."""
@@ -150,7 +130,7 @@ def mosaic_gpu_long(
 
 
 def mosaic_gpu_pairs(
-    re: jax.Array, im: jax.Array, *, config: PassesConfig, inverse: bool, norm: str, precision: str, axes: int,
+    re: jax.Array, im: jax.Array, *, config: ProgramsConfig, inverse: bool, norm: str, precision: str, axes: int,
     factors: None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The same for planes that are those of a complex array: XLA cancels the taking apart with the putting together."""
@@ -173,9 +153,9 @@ def _implementation(name: str, run: Any, lengths: tuple[int, ...], rank: float) 
         refuses=functools.partial(refuses, lengths=lengths),
         rank=lambda call: rank,
         kernel=True,
-        config_type=PassesConfig,
-        default_config=lambda call: PassesConfig(),
-        candidates=lambda call: [PassesConfig()],
+        config_type=ProgramsConfig,
+        default_config=lambda call: ProgramsConfig(),
+        candidates=lambda call: [ProgramsConfig()],
     )
 
 

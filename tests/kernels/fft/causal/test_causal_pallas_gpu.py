@@ -15,7 +15,7 @@ from capibara.kernels import explain, target
 from capibara.kernels.fft import fft_convolve
 from capibara.kernels.fft.causal import pallas_gpu, pallas_gpu_body
 from capibara.kernels.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
-from capibara.kernels.fft.causal.pallas_gpu import CausalConfig, refuses
+from capibara.kernels.fft.causal.pallas_gpu import ProgramsConfig, refuses
 from capibara.kernels.fft.causal.reference import reference, reference_taps
 
 _path = Path(__file__).parents[2] / "attention" / "hopper_emulator.py"
@@ -48,7 +48,7 @@ def test_filter(time: int, taps: int, conjugate: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 4)
     x, h = _normal(2, 3, time) * jnp.array([1e6, 1.0])[:, None, None], _normal(3, taps)
     with emulator.emulated():
-        got = pallas_gpu.mosaic_gpu(x, h, config=CausalConfig(), conjugate=conjugate)
+        got = pallas_gpu.mosaic_gpu(x, h, config=ProgramsConfig(), conjugate=conjugate)
         jax.block_until_ready(got)
     assert _errors(got, reference(x, h, conjugate=conjugate)).max() < BOUND
 
@@ -59,7 +59,7 @@ def test_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 1)
     flow, x = _normal(2, 2, 5000), _normal(2, 2, 5000, seed=1)
     with emulator.emulated():
-        got = jax.block_until_ready(pallas_gpu.mosaic_gpu_taps(flow, x, config=CausalConfig(), taps=700))
+        got = jax.block_until_ready(pallas_gpu.mosaic_gpu_taps(flow, x, config=ProgramsConfig(), taps=700))
     assert got.shape == (2, 700)
     assert _errors(got, reference_taps(flow, x, taps=700)).max() < BOUND
 
@@ -68,7 +68,7 @@ def test_a_nan_stays_in_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 1)
     x = _normal(2, 1, 200).at[0, 0, 50].set(jnp.nan)
     with emulator.emulated():
-        got = np.asarray(pallas_gpu.mosaic_gpu(x, _normal(1, 9), config=CausalConfig(), conjugate=False))
+        got = np.asarray(pallas_gpu.mosaic_gpu(x, _normal(1, 9), config=ProgramsConfig(), conjugate=False))
     assert np.isnan(got[0]).any()
     assert np.isfinite(got[1]).all()
 

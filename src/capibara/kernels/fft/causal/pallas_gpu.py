@@ -17,33 +17,20 @@ float32 sums.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.errors import rule_error
 from capibara.kernels.context import current_target
 from capibara.kernels.fft.causal.pallas_gpu_body import BLOCKS, LONGEST, ROWS, SIDE, run
 from capibara.kernels.fft.twiddles import roots
-from capibara.kernels.hopper import multiprocessors, refuses_chip
+from capibara.kernels.hopper import ProgramsConfig, multiprocessors, refuses_chip
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
 BF16 = jnp.bfloat16
-
-
-@dataclasses.dataclass(frozen=True)
-class CausalConfig:
-    """Programs for each multiprocessor of the chip."""
-
-    programs: int = 1
-
-    def __post_init__(self) -> None:
-        if self.programs < 1:
-            raise rule_error("programs is one or more", self.programs, "use 1")
 
 
 def refuses(call: Call) -> str | None:
@@ -100,12 +87,12 @@ def filtered(x: jax.Array, h: jax.Array, *, programs: int, conjugate: bool) -> j
     return made.reshape(*x.shape[:2], LONGEST)[..., : x.shape[2]]
 
 
-def _programs(config: CausalConfig) -> int:
+def _programs(config: ProgramsConfig) -> int:
     return config.programs * multiprocessors(current_target().device_kind)
 
 
 # Each as one program: partitioning over a mesh takes functions without constants of their own.
-def mosaic_gpu(x: jax.Array, h: jax.Array, *, config: CausalConfig, conjugate: bool) -> jax.Array:
+def mosaic_gpu(x: jax.Array, h: jax.Array, *, config: ProgramsConfig, conjugate: bool) -> jax.Array:
     """The filter or, where `conjugate`, its correlation; see the module's text."""
     programs = _programs(config)
 
@@ -115,7 +102,7 @@ def mosaic_gpu(x: jax.Array, h: jax.Array, *, config: CausalConfig, conjugate: b
     return jax.jit(whole)(x, h)
 
 
-def mosaic_gpu_taps(flow: jax.Array, x: jax.Array, *, config: CausalConfig, taps: int) -> jax.Array:
+def mosaic_gpu_taps(flow: jax.Array, x: jax.Array, *, config: ProgramsConfig, taps: int) -> jax.Array:
     """The gradient for the filters: each cotangent's correlation with its signal, summed over the batch."""
     programs = _programs(config)
 
@@ -140,9 +127,9 @@ def _implementation(run: Any, rank: Any) -> Implementation:
         refuses=refuses,
         rank=rank,
         kernel=True,
-        config_type=CausalConfig,
-        default_config=lambda call: CausalConfig(),
-        candidates=lambda call: [CausalConfig()],
+        config_type=ProgramsConfig,
+        default_config=lambda call: ProgramsConfig(),
+        candidates=lambda call: [ProgramsConfig()],
     )
 
 

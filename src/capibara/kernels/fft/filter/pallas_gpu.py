@@ -8,7 +8,6 @@ transform of the conjugate, so both go by the same steps; see `capibara.kernels.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -20,27 +19,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.errors import rule_error
 from capibara.kernels.context import current_target
 from capibara.kernels.fft.pallas_gpu import LAYOUT, SIDE, TILE, complex_product
 from capibara.kernels.fft.twiddles import dft, twiddles
-from capibara.kernels.hopper import load, multiprocessors, refuses_chip, swizzled
+from capibara.kernels.hopper import ProgramsConfig, load, multiprocessors, refuses_chip, swizzled
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
 LARGEST_RADIX = 16  # beyond, the elementwise work of XLA's radix would be more than the memory's
 BF16 = jnp.bfloat16
-
-
-@dataclasses.dataclass(frozen=True)
-class FilterConfig:
-    """Programs for each multiprocessor of the chip."""
-
-    programs: int = 1
-
-    def __post_init__(self) -> None:
-        if self.programs < 1:
-            raise rule_error("programs is one or more", self.programs, "use 1")
 
 
 def refuses(call: Call) -> str | None:
@@ -185,7 +172,7 @@ def _rotated(re: Any, im: Any, cosine: Any, sine: Any) -> tuple[Any, Any]:
 
 
 def mosaic_gpu(
-    re: jax.Array, im: jax.Array, h_re: jax.Array, h_im: jax.Array, *, config: FilterConfig, conjugate: bool,
+    re: jax.Array, im: jax.Array, h_re: jax.Array, h_im: jax.Array, *, config: ProgramsConfig, conjugate: bool,
     precision: str,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """ifft(fft(z) · H); see the module's text."""
@@ -226,7 +213,7 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     rank=lambda call: 20,  # on an H200 1.4 (16k) and 2.2 (4k) times as fast as cuFFT's transforms and a product
     kernel=True,
-    config_type=FilterConfig,
-    default_config=lambda call: FilterConfig(),
-    candidates=lambda call: [FilterConfig()],
+    config_type=ProgramsConfig,
+    default_config=lambda call: ProgramsConfig(),
+    candidates=lambda call: [ProgramsConfig()],
 )
