@@ -58,6 +58,10 @@ def test_a_split_dimension_is_slower_outside_and_has_no_ring_inside() -> None:
     assert len(inner) == 1
     assert not inner[0].wraps
     assert max(outer.stride, inner[0].stride) == 2
+    # 2x2x4 cut into four axes of two: the line of four is cut in two, and two pairs share each link of its outer half.
+    line, four = slice_by_name("v4-32"), MeshConfig((2, 2, 2, 2), ("a", "b", "c", "d"))
+    assert _seconds("all_gather", four, line, ("a",), 8 * MB) == pytest.approx(8 * MB / 2 / (W / 2))
+    assert _seconds("all_gather", four, line, ("b",), 8 * MB) == pytest.approx(8 * MB / 2 / W)
 
 
 def test_one_hop_costs_a_link() -> None:
