@@ -1,4 +1,4 @@
-"""The Hopper kernel of state space duality, emulated: its arithmetic and the synchronisation of its ring."""
+"""The Hopper kernels of state space duality, emulated: their arithmetic and the synchronisation of their rings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from capibara.kernels import target
 from capibara.kernels.check import check_output, expected
 from capibara.kernels.op import Case
 from capibara.kernels.scan import SSD
-from capibara.kernels.scan.ssd import pallas_gpu_body
-from capibara.kernels.scan.ssd.cases import ALL, make_case
+from capibara.kernels.scan.ssd import pallas_gpu_body, pallas_gpu_grad, pallas_gpu_grad_body, pallas_gpu_states
+from capibara.kernels.scan.ssd.api import SSD_GRAD
+from capibara.kernels.scan.ssd.cases import ALL, grad_case, make_case
 from capibara.kernels.scan.ssd.pallas_gpu import ChunksConfig, mosaic_gpu, refuses
+from capibara.kernels.scan.ssd.pallas_gpu_grad import GradConfig, mosaic_gpu_grad
 
 _path = Path(__file__).parent.parent / "attention" / "hopper_emulator.py"
 _spec = importlib.util.spec_from_file_location("ssd_hopper_emulator", _path)
@@ -23,7 +25,7 @@ assert _spec is not None
 assert _spec.loader is not None
 emulator: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(emulator)
-emulator.KERNELS = (pallas_gpu_body,)
+emulator.KERNELS = (pallas_gpu_body, pallas_gpu_states, pallas_gpu_grad_body)
 
 NONE: frozenset[str] = frozenset()
 CASES = [
@@ -44,6 +46,48 @@ def test_emulated(case: Case, config: ChunksConfig) -> None:
         jax.block_until_ready(out)
     result = check_output(out, expected(SSD, arrays, case.params))
     assert result.ok, result.why
+
+
+GRAD_CASES = [
+    # Slices and chunks beyond their rings and a piece of a chunk; groups; parts whose sums are added, a head of two
+    # slices, no dt, no D.
+    (make_case("one-group", 1, 201, 4, 64, 1, 64, NONE, **ALL), GradConfig(3, 1)),
+    (make_case("groups", 1, 70, 4, 64, 2, 64, NONE), GradConfig(1, 1)),
+    (make_case("parts", 1, 5, 3, 128, 1, 128, NONE, dt=False, D=False, return_final_state=True), GradConfig(2, 2)),
+]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(("case", "config"), GRAD_CASES, ids=lambda given: getattr(given, "name", ""))
+def test_gradient_emulated(case: Case, config: GradConfig) -> None:
+    case = grad_case(case)
+    arrays = case.arrays()
+    with emulator.emulated():
+        out = jax.jit(lambda *given: mosaic_gpu_grad(*given, config=config))(*arrays)
+        jax.block_until_ready(out)
+    result = check_output(out, expected(SSD_GRAD, arrays, case.params))
+    assert result.ok, result.why
+
+
+def test_gradient_says_why_not() -> None:
+    case = grad_case(make_case("no", 1, 64, 2, 64, 1, 64, NONE, dtype="float16"))
+    with target("gpu", "NVIDIA H200"):
+        assert "float16's range" in str(pallas_gpu_grad.refuses(SSD_GRAD.call(*case.args())))
+        right = grad_case(make_case("yes", 1, 64, 2, 64, 1, 64, NONE))
+        assert pallas_gpu_grad.refuses(SSD_GRAD.call(*right.args())) is None
+    with pytest.raises(ValueError, match="stages and parts are 1 or more"):
+        GradConfig(2, 0)
+    with pytest.raises(ValueError, match="parts divides the 2 slices of a group"):
+        mosaic_gpu_grad(*right.arrays(), config=GradConfig(2, 3))
+
+
+def test_gradient_parts_fill_the_chip() -> None:
+    """A batch of one has its heads in parts, and no part that a tuner tries leaves a slice out."""
+    case = grad_case(make_case("few", 1, 512, 12, 64, 1, 128, NONE))
+    with target("gpu", "NVIDIA H200"):
+        found = pallas_gpu_grad.candidates(SSD_GRAD.call(*case.args()))
+    assert found[0] == GradConfig(2, 12)  # 8 chunks: not even all 12 slices apart make 132 programs
+    assert all(12 % config.parts == 0 for config in found)
 
 
 @pytest.mark.parametrize(

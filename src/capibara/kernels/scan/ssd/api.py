@@ -13,7 +13,16 @@ from capibara.kernels.op import Gradient, Implementation, Op, describe, register
 from capibara.kernels.operands import as_array
 from capibara.kernels.scan.selective.reference import wide_type
 from capibara.kernels.scan.selective.rules import check_floats, flag
-from capibara.kernels.scan.ssd import gradient, mesh, pallas_gpu, pallas_tpu, rules, xla
+from capibara.kernels.scan.ssd import (
+    gradient,
+    mesh,
+    pallas_gpu,
+    pallas_gpu_grad,
+    pallas_tpu,
+    pallas_tpu_grad,
+    rules,
+    xla,
+)
 from capibara.kernels.scan.ssd.cases import CASES, GRAD_CASES
 from capibara.kernels.scan.ssd.decays import bounded
 from capibara.kernels.scan.ssd.reference import advance, per_head, reference, reference_grad, with_input
@@ -31,6 +40,7 @@ SSD_GRAD = Op(
     cost=rules.cost_grad,
     tolerance=rules.tolerance_grad,
     batch=mesh.batch,
+    partition=mesh.PARTITION_GRAD,
     cases=GRAD_CASES,
 )
 
@@ -58,7 +68,12 @@ for _made in (
     Implementation("reference", reference, rank=lambda call: -1),
 ):
     SSD.implement(_made)
-for _made in (xla.GRAD_IMPLEMENTATION, Implementation("reference", reference_grad, rank=lambda call: -1)):
+for _made in (
+    xla.GRAD_IMPLEMENTATION,
+    pallas_tpu_grad.IMPLEMENTATION,
+    pallas_gpu_grad.IMPLEMENTATION,
+    Implementation("reference", reference_grad, rank=lambda call: -1),
+):
     SSD_GRAD.implement(_made)
 
 

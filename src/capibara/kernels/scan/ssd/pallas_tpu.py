@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -21,27 +20,27 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.kernels import vmem
 from capibara.kernels.context import current_interpret
 from capibara.kernels.op import Call, Implementation
-from capibara.kernels.scan.ssd.decays import running_sums
+from capibara.kernels.scan.ssd.pallas_tpu_lines import (
+    CHUNK,
+    LINES,
+    PARTS,
+    STEPS,
+    SUMS,
+    TO_END,
+    WHOLES,
+    heads_first,
+    lines_of,
+    refuses_operands,
+)
 from capibara.kernels.scan.ssd.rules import sizes_of
 from capibara.kernels.transforms import out_struct
 
-CHUNK = 128  # steps: the lanes of a register
-LINES = 8  # a register's sublanes, of which five are used, in this order
-# Running sums of the whole numbers in log_decay and of the rest, both added, dt, dt · decay to the chunk's end.
-WHOLES, PARTS, SUMS, STEPS, TO_END, USED = 0, 1, 2, 3, 4, 5
-
 
 def refuses(call: Call) -> str | None:
+    why = refuses_operands(call)
+    if why is not None:
+        return why
     n = sizes_of(call)
-    if 0 in (n.batch, n.time):
-        return "x is empty"
-    kinds = {np.dtype(call.need(name).dtype).name for name in ("x", "B", "C")}
-    if len(kinds) > 1 or not kinds <= {"bfloat16", "float32"}:
-        return f"x, B and C are all bfloat16 or all float32, not {', '.join(sorted(kinds))}"
-    if any(x is not None and np.dtype(x.dtype).name not in ("bfloat16", "float32") for x in call.args):
-        return "a TPU's vector units take bfloat16 and float32"
-    if call.params["chunk"] not in (None, CHUNK):
-        return f"its chunks are {CHUNK} steps, not {call.params['chunk']}"
     padded = [math.ceil(size / 128) * 128 for size in (n.states, n.width)]
     # Two of each block in float32, the state four times, and some squares of scores.
     needed = 4 * (2 * CHUNK * 2 * sum(padded) + 4 * padded[0] * padded[1] + 6 * CHUNK * CHUNK)
@@ -104,28 +103,18 @@ def pallas_tpu(
     groups, states = B.shape[2:]
     chunks = math.ceil(time / CHUNK)
     length = chunks * CHUNK
-
-    def heads_first(v: jax.Array) -> jax.Array:
-        """[batch, time, heads, ...] as [batch, heads, time, ...], whole chunks."""
-        moved = jnp.moveaxis(v, 2, 1)
-        return jnp.pad(moved, ((0, 0), (0, 0), (0, length - time), *((0, 0),) * (v.ndim - 3)))
-
-    by_chunk = heads_first(log_decay.astype(jnp.float32)).reshape(batch, heads, chunks, CHUNK)
-    wholes, parts = running_sums(by_chunk, -1)
-    steps = jnp.ones_like(parts) if dt is None else heads_first(dt.astype(jnp.float32)).reshape(parts.shape)
-    to_end = jnp.exp((wholes[..., -1:] - wholes) + (parts[..., -1:] - parts)) * steps
-    lines = jnp.stack([wholes, parts, wholes + parts, steps, to_end], -2)
-    lines = jnp.pad(lines, ((0, 0), (0, 0), (0, 0), (0, LINES - USED), (0, 0)))
-
     each = heads // groups
     of_head = pl.BlockSpec((None, None, CHUNK, width), lambda b, h, k: (b, h, k, 0))
     of_group = pl.BlockSpec((None, None, CHUNK, states), lambda b, h, k: (b, lax.div(h, each), k, 0))
     of_state = pl.BlockSpec((None, None, states, width), lambda b, h, k: (b, h, 0, 0))
     operands: dict[str, tuple[Any, Any]] = {
-        "x": (heads_first(x), of_head),
-        "B": (heads_first(B), of_group),
-        "C": (heads_first(C), of_group),
-        "lines": (lines, pl.BlockSpec((None, None, None, LINES, CHUNK), lambda b, h, k: (b, h, k, 0, 0))),
+        "x": (heads_first(x, chunks), of_head),
+        "B": (heads_first(B, chunks), of_group),
+        "C": (heads_first(C, chunks), of_group),
+        "lines": (
+            lines_of(log_decay, dt, chunks),
+            pl.BlockSpec((None, None, None, LINES, CHUNK), lambda b, h, k: (b, h, k, 0, 0)),
+        ),
     }
     if D is not None:
         spread = jnp.broadcast_to(D.astype(jnp.float32)[:, None, None], (heads, LINES, CHUNK))
