@@ -68,6 +68,30 @@ def store_to_memory(ref: Any, value: Any) -> None:
         ref[...] = value
 
 
+def hidden_zero(step: Any, stage: int = 0) -> Any:
+    """0, for a step of a loop below 2^20, that no compiler knows to be 0, and that depends on the step.
+
+    Added to an index of shared memory that does not change in a loop, it keeps what wgmma is told of that operand, two
+    registers for each instruction, from being made before the loop, all at once, and spilled. Stages of their own keep
+    it from being made at the beginning of a step. Whether that pays has to be measured: where the registers suffice,
+    what is made before the loop is free.
+    """
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(splat,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
+    def emit(_: Any, step: Any) -> Any:
+        from jax.experimental.mosaic.gpu import FragmentedArray
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        i32 = ir.IntegerType.get_signless(32)
+        how = f"shr.u32 $0, $1, {20 + stage};"
+        made: Any = llvm.inline_asm(i32, [step.registers.item()], how, "=r,r", has_side_effects=True)
+        return FragmentedArray.splat(made, (), is_signed=True)
+
+    return emit(step)
+
+
 # A program has sixteen barriers of its own beside those in shared memory. Mosaic takes 0 and one a warpgroup.
 _FIRST_TURN = 8
 _BOTH = 256  # threads of the two warpgroups that take turns

@@ -95,13 +95,14 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
         def _compute() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             my_first_key = first_key + warpgroup * KEYS
-            my_keys, my_values = k_smem.at[warpgroup], v_smem.at[warpgroup]
 
             def step_body(visit: Visit, masked: bool, dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
                 done = visit.done
                 slot, half = lax.rem(done, stages), lax.rem(done, 2)
                 first_row = visit.first_row
                 queries, d_out = q_smem.at[slot], do_smem.at[slot]
+                zeros = steps.zeros(head_dim, done, 3)
+                my_keys, my_values = k_smem.at[warpgroup + zeros[0]], v_smem.at[warpgroup + zeros[1]]
 
                 def scores(dp_ref: Any) -> Any:
                     plgpu.barrier_wait(q_arrived.at[slot])
@@ -132,7 +133,7 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
 
                 def d_queries(dq_ref: Any) -> Any:
                     for part in range(2):
-                        part_ds, part_keys = ds_smem.at[half, part], k_smem.at[part]
+                        part_ds, part_keys = ds_smem.at[half, part], k_smem.at[part + zeros[2]]
                         if by_rows:
                             part_ds = part_ds.at[:, pl.ds(warpgroup * 64, 64)]
                         else:
@@ -154,7 +155,7 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
                 plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], place, reduction_op="add")
 
             plgpu.barrier_wait(kv_arrived)
-            tile.hide_unseen(my_first_key, my_keys, my_values)
+            tile.hide_unseen(my_first_key, k_smem.at[warpgroup], v_smem.at[warpgroup])
 
             def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
                 def body(visit: Visit, masked: bool) -> None:

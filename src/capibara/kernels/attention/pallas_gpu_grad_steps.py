@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
 from capibara.kernels.attention.pallas_gpu_config import HEADS_TOGETHER, check_order
-from capibara.kernels.hopper import LOG2E
+from capibara.kernels.hopper import LOG2E, hidden_zero
 
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
 LAYOUT = plgpu.Layout.WGMMA
@@ -78,6 +78,16 @@ class Steps:
     @property
     def block_q(self) -> int:
         return self.config.block_q
+
+    def zeros(self, head_dim: int, done: Any, count: int) -> list[Any]:
+        """What is added to the places of operands that stay: see `hidden_zero`, one a product.
+
+        Where position masks, the program has a loop with a mask and one without, and so twice as much is made before
+        them. On an H200 that made the causal backward 1.04 to 1.08 times as fast at head_dim 128 and 1.16 times at
+        256; without a mask it cost 7 %, at 64 2 %.
+        """
+        spilled = head_dim > 64 and (self.left is not None or self.right is not None)
+        return [hidden_zero(done, stage) if spilled else 0 for stage in range(count)]
 
     @property
     def count(self) -> int:

@@ -56,8 +56,9 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
 
     @functools.partial(
         pl.run_scoped,
-        k_smem=plgpu.SMEM((TILE, head_dim), dtype, transforms=swizzled(dtype)),
-        v_smem=plgpu.SMEM((TILE, head_dim), dtype, transforms=swizzled(dtype)),
+        # One of each; the first index is where a product's own zero goes.
+        all_keys=plgpu.SMEM((1, TILE, head_dim), dtype, transforms=swizzled(dtype)),
+        all_values=plgpu.SMEM((1, TILE, head_dim), dtype, transforms=swizzled(dtype)),
         q_smem=plgpu.SMEM((stages, block_q, head_dim), dtype, transforms=swizzled(dtype)),
         do_smem=plgpu.SMEM((stages, block_q, head_dim), dtype, transforms=swizzled(dtype)),
         lse_smem=plgpu.SMEM((stages, block_q), jnp.float32),
@@ -74,10 +75,11 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
         collective_axes="warpgroup",
     )
     def _scoped(
-        k_smem: Any, v_smem: Any, q_smem: Any, do_smem: Any, lse_smem: Any, delta_smem: Any, ds_smem: Any,
+        all_keys: Any, all_values: Any, q_smem: Any, do_smem: Any, lse_smem: Any, delta_smem: Any, ds_smem: Any,
         dq_smem: Any, kv_arrived: Any, q_arrived: Any, do_arrived: Any, q_drained: Any, do_drained: Any,
         both_here: Any, more_smem: dict[str, Any],
     ) -> None:  # fmt: skip
+        k_smem, v_smem = all_keys.at[0], all_values.at[0]
         walk = Walk(steps, refs)
         batch, warpgroup, first_key = walk.batch, walk.warpgroup, walk.first_key
         tile = pairs.Pairs(walk, refs, more_smem)
@@ -99,19 +101,20 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
         def _compute() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             my_columns = pl.ds(warpgroup * columns_each, columns_each)
-            my_ds = ds_smem.at[warpgroup]
 
             def step_body(visit: Visit, masked: bool, dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
                 done = visit.done
                 slot = lax.rem(done, stages)
                 first_row = visit.first_row
                 queries, d_out = q_smem.at[slot], do_smem.at[slot]
+                zeros = steps.zeros(head_dim, done, 3)
+                my_ds = ds_smem.at[warpgroup + zeros[2]]
 
                 def scores(dp_ref: Any) -> Any:
                     plgpu.barrier_wait(q_arrived.at[slot])
-                    plgpu.wgmma(s_ref, k_smem, plgpu.transpose_ref(queries, (1, 0)))
+                    plgpu.wgmma(s_ref, all_keys.at[zeros[0]], plgpu.transpose_ref(queries, (1, 0)))
                     plgpu.barrier_wait(do_arrived.at[slot])
-                    plgpu.wgmma(dp_ref, v_smem, plgpu.transpose_ref(d_out, (1, 0)))
+                    plgpu.wgmma(dp_ref, all_values.at[zeros[1]], plgpu.transpose_ref(d_out, (1, 0)))
                     # The exponentials run under the second product, what follows under the third.
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                     p, slope = steps.probabilities(s, load(lse_smem.at[slot], LAYOUT.reduce(0)))
@@ -130,7 +133,7 @@ def program(*given: Any, steps: Steps, names: tuple[str, ...]) -> None:
                 plgpu.commit_smem()
 
                 def d_queries(dq_ref: Any) -> Any:
-                    plgpu.wgmma(dq_ref, plgpu.transpose_ref(my_ds, (1, 0)), k_smem.at[:, my_columns])
+                    plgpu.wgmma(dq_ref, plgpu.transpose_ref(my_ds, (1, 0)), all_keys.at[zeros[2], :, my_columns])
                     plgpu.wgmma(dk_ref, ds, queries.at[:, my_columns])
                     # The next step's scores start from zero; cleared here, under the products in flight.
                     s_ref[...] = plgpu.layout_cast(jnp.full((TILE, block_q), 0, jnp.float32), LAYOUT)
