@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 
@@ -12,7 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 from tests.parallel.chips import chips
 
-from capibara.hardware.topology import slice_by_name
+from capibara.hardware.topology import Slice, slice_by_name
 from capibara.parallel.mesh import MeshConfig, TPUv4MeshConfigurations
 from capibara.parallel.mesh_wiring import AxisWiring, wiring
 
@@ -52,6 +53,47 @@ def test_every_mesh_is_at_least_as_near_as_jax_lays_it(name: str, axes: int) -> 
             assert ours[axis].max_hops <= theirs[axis].max_hops, (shape, axis)
         if where.wrap[0]:
             assert all(one.ring for one in ours.values()), shape
+
+
+def ring_steps_on_a_link(devices: np.ndarray, axis: int, where: Slice) -> int:
+    """Steps of two-way rings over an axis, all its groups at once, that share the busiest link and direction of it.
+
+    A step goes along one dimension of the grid after the other, the short way round.
+    """
+    lines = np.moveaxis(np.asarray([chip.coords for chip in devices.flat]).reshape(*devices.shape, -1), axis, 0)
+    used: collections.Counter[tuple[tuple[int, ...], int, int]] = collections.Counter()
+    for line in lines.reshape(len(lines), -1, lines.shape[-1]).swapaxes(0, 1):
+        for step in {1, len(line) - 1}:
+            for start, end in zip(line, np.roll(line, -step, axis=0), strict=True):
+                at = start.copy()
+                for dim, size in enumerate(where.grid):
+                    away = int(end[dim] - at[dim])
+                    if where.wrap[dim] and abs(away) > size // 2:
+                        away -= int(math.copysign(size, away))
+                    for _ in range(abs(away)):
+                        way = int(np.sign(away))
+                        used[tuple(map(int, at)), dim, way] += 1
+                        at[dim] = (at[dim] + way) % size
+    return max(used.values())
+
+
+def test_rings_share_links_no_more_than_as_jax_lays_them() -> None:
+    """What docs/meshes.md counts: meshes of two and three axes on three grids."""
+    compared: collections.Counter[str] = collections.Counter()
+    for name, axes in itertools.product(("v4-32", "v4-64", "v4-128"), (2, 3)):
+        where = slice_by_name(name)
+        devices = chips(where.grid)  # type: ignore[arg-type]
+        for shape in itertools.product([2**power for power in range(1, 7)], repeat=axes):
+            if math.prod(shape) != where.chips:
+                continue
+            laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+            for axis in range(axes):
+                ours, theirs = (
+                    ring_steps_on_a_link(one, axis, where) for one in (config(*shape).build(devices).devices, laid)
+                )
+                assert ours <= theirs, (name, shape, axis)
+                compared["fewer" if ours < theirs else "as many"] += 1
+    assert compared == {"fewer": 27, "as many": 54}
 
 
 def test_the_last_axis_is_always_neighbours() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -43,9 +44,9 @@ LEVELS: dict[str, str | None] = {"none": "reference", "basic": "xla_chunked", "b
 class MeshAxes(NamedTuple):
     """The mesh axes that split a sequence, the batch and the heads; one that a mesh lacks splits nothing."""
 
-    sequence: str
-    batch: str
-    heads: str
+    sequence: tuple[str, ...]
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,8 @@ class _How:
     in_place: bool
     layout: str
     axis: str | None  # splits the sequence; None for plain attention
-    batch_axis: str | None
-    head_axis: str | None
+    batch_axis: tuple[str, ...] | None
+    head_axis: tuple[str, ...] | None
     options: tuple[tuple[str, Hashable], ...]
 
 
@@ -162,28 +163,38 @@ def _attended(arrays: dict[str, Any], how: _How) -> Any:
     return (out[0].swapaxes(1, 2), out[1]) if isinstance(out, tuple) else out.swapaxes(1, 2)
 
 
-def _sequence_axis(asked: bool | str, usual: str) -> str | None:
+def _sequence_axis(asked: bool | str, usual: tuple[str, ...]) -> str | None:
     """The mesh axis to split the sequence by; None for plain attention, which is said where more was asked for."""
     if asked is False or asked is None:
         return None
     if asked is not True and not isinstance(asked, str):
         raise rule_error(
-            "sequence_parallel is True, False or the name of a mesh axis", repr(asked), f"pass {usual!r}, or True"
+            "sequence_parallel is True, False or the name of a mesh axis", repr(asked), 'pass "sequence", or True'
         )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         _say("sequence_parallel: plain attention, since no mesh of several devices is active (jax.set_mesh)")
         return None
-    axis = usual if asked is True else asked
-    if axis not in mesh.axis_names:
-        if asked is not True:
-            raise unknown_name("mesh axis for sequence_parallel", axis, mesh.axis_names)
+    if asked is not True:
+        if asked not in mesh.axis_names:
+            raise unknown_name("mesh axis for sequence_parallel", asked, mesh.axis_names)
+        return None if mesh.shape[asked] == 1 else asked
+    here = [axis for axis in usual if axis in mesh.axis_names]
+    if not here:
+        lacking = f"the mesh has no axis {' or '.join(map(repr, usual))}" if usual else "the rules split no sequence"
         _say(
-            f"sequence_parallel=True: plain attention, since the mesh has no axis {usual!r}; "
+            f"sequence_parallel=True: plain attention, since {lacking}; "
             f"name one of {', '.join(map(repr, mesh.axis_names))} to split the sequence by it"
         )
         return None
-    return None if mesh.shape[axis] == 1 else axis
+    split = [axis for axis in here if mesh.shape[axis] > 1]
+    if len(split) > 1:
+        _say(
+            f"sequence_parallel=True: plain attention, since the rules split a sequence by {' and '.join(split)} and a "
+            "ring goes along one mesh axis; name one of them"
+        )
+        return None
+    return split[0] if split else None
 
 
 def _not_in_a_ring(
@@ -213,10 +224,11 @@ def _not_in_a_ring(
     return None
 
 
-def _dividing(name: str, taken: str, size: int) -> str | None:
-    """The mesh axis of this name, where there is one that is free and divides."""
+def _dividing(names: tuple[str, ...], taken: str, size: int) -> tuple[str, ...] | None:
+    """Those of the mesh axes that are there and free, where they divide."""
     shape = jax.sharding.get_abstract_mesh().shape
-    return name if name != taken and name in shape and size % shape[name] == 0 else None
+    free = tuple(name for name in names if name != taken and name in shape)
+    return free if free and size % math.prod(shape[name] for name in free) == 0 else None
 
 
 @functools.cache

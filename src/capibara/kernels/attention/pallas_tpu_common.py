@@ -104,6 +104,13 @@ class Rules:
         return first, max(first, end)
 
     @property
+    def seeing(self) -> tuple[int, int]:
+        """The rows (first, end) that may see some column by position."""
+        first = 0 if self.above == FAR else min(max(-self.above, 0), self.rows)
+        end = self.rows if self.below == -FAR else min(max(self.columns - self.below, 0), self.rows)
+        return first, max(first, end)
+
+    @property
     def log2_scale(self) -> float:
         """What turns the raw product into an exponent of two."""
         return self.scale * LOG2_E

@@ -117,16 +117,20 @@ def candidates(call: Call, like: AnyConfig, vmem_bytes: Callable[[Call, FlashCon
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first; the rest as in `like`."""
     q, k = call.need("q"), call.need("k")
     limit = vmem.limit(call)
-    distinct: dict[AnyConfig, None] = {}
+    tried: set[AnyConfig] = set()
+    distinct: list[AnyConfig] = []
     for bq, bk in itertools.product((128, 256, 512, 1024, 2048), repeat=2):
         for cq, ck in itertools.product((128, 256, 512), (128, 256, 512, 1024)):
             if cq * ck > 512 * 512:
                 continue
             made = dataclasses.replace(like, block_q=bq, block_k=bk, chunk_q=min(bq, cq), chunk_k=min(bk, ck))
             fitted = made.fit(q.shape[2], k.shape[2])
+            if fitted in tried:  # most are, for short lengths: a refusal asks at every call
+                continue
+            tried.add(fitted)
             fits = vmem_bytes(call, fitted) <= limit and table_bytes(call, fitted) <= TABLE_BYTES
             if fits and divides_mask_blocks(call, fitted):
-                distinct[fitted] = None
+                distinct.append(fitted)
     return sorted(distinct, key=functools.partial(_predicted_seconds, call))
 
 

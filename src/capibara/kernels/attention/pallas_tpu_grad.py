@@ -30,7 +30,6 @@ from capibara.kernels.attention import pallas_tpu_common as common
 from capibara.kernels.attention import pallas_tpu_config as limits
 from capibara.kernels.attention import pallas_tpu_grad_bodies as bodies
 from capibara.kernels.attention import pallas_tpu_tile as tile
-from capibara.kernels.attention.masking import may_be_dead, without_dead_queries
 from capibara.kernels.attention.pallas_tpu_common import LANES, LOG2_E, PARTIAL, FlashConfig
 from capibara.kernels.attention.pallas_tpu_grad_bodies import GradPlan
 from capibara.kernels.context import current_interpret
@@ -156,10 +155,6 @@ def pallas_tpu_grad(
     rules = common.rules_of(q, k, params)
     config = config.fit(rules.rows, rules.columns)
     blocks, depth, turned = (config.block_q, config.block_k), rules.depth, config.length_minor
-    by_data = any(x is not None for x in (mask, q_segments, block_mask))
-    positions = (params["causal"], params["q_offset"], params["window"])
-    if may_be_dead(q.shape[2], k.shape[2], *positions, by_data):
-        q, d_out, out = without_dead_queries(lse, q, d_out, out)
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     if d_lse is not None:
         delta = delta - d_lse.astype(jnp.float32)
@@ -189,6 +184,9 @@ def pallas_tpu_grad(
             partial_blocks=mask is not None or q_segments is not None or walked.has(PARTIAL),
             table_shape=table_shape, outer_blocks=walked.outer, live=live,
             tails=(ragged and bool(rules.rows % blocks[0]), bool(rules.columns % blocks[1])),
+            # What a block mask leaves out is not visited, but position may leave a query nothing of the rest.
+            dead_by_data=mask is not None or q_segments is not None
+            or (block_mask is not None and rules.shapes_by_position),
         )  # fmt: skip
 
         def walk_dq(b: Any, h: Any, i: Any, s: Any, table: Any, *_: Any) -> tuple[Any, ...]:

@@ -36,19 +36,37 @@ class GradPlan:
     outer_blocks: int  # rows of the table
     live: int  # and their length
     tails: tuple[bool, bool]  # whether the last block of queries, of keys, must be masked at its end
+    dead_by_data: bool  # whether a query may see nothing for what a mask or segments say, not for its place
 
     def entry(self, table: Any, at: tuple[Any, ...]) -> Any:
         return common.entry(table, self.table_shape, self.outer_blocks, self.live, at)
 
 
-def _rows(plan: GradPlan, ref: Any, start: int, row: Any, masked: bool) -> jax.Array:
-    """Rows of a block of queries; past the last query there may be NaN, which is put to zero."""
+def _rows(plan: GradPlan, refs: dict[str, Any], name: str, start: int, row: Any, masked: bool) -> jax.Array:
+    """Rows of a block of queries, or of their output gradients.
+
+    Those that see nothing, and what is past the last, are put to zero: they may be NaN, which a product with a zero
+    probability would keep alive. Whole blocks have none of either.
+    """
     queries, turned = pl.ds(start, plan.config.chunk_q), plan.config.length_minor
-    x = ref[:, queries] if turned else ref[queries, :]
-    if not (masked and plan.tails[0]):
+    x = refs[name][:, queries] if turned else refs[name][queries, :]
+    if not masked:
         return x
-    inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 if turned else 0) < plan.rules.rows - row
-    return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
+    kept = []
+    first, end = plan.rules.seeing
+    if plan.tails[0] or first > 0 or end < plan.rules.rows:
+        place = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 if turned else 0)
+        kept.append((place >= first - row) & (place < end - row))
+    if plan.dead_by_data:
+        sees = refs["lse"][:, queries] != jnp.inf  # it is NaN where a query that sees something is
+        if turned:
+            kept.append(jnp.broadcast_to(sees, x.shape))
+        else:  # queries lie along the lanes there and along the sublanes here
+            lanes = jnp.broadcast_to(jnp.where(sees, 1.0, 0.0), (common.LANES, x.shape[0])).T
+            kept.append(jnp.broadcast_to(lanes[:, :1], x.shape) != 0)
+    if not kept:
+        return x
+    return jnp.where(functools.reduce(jnp.logical_and, kept), x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
 def _tile(
@@ -216,7 +234,7 @@ def _accumulate(
             part = (at, slice(None), keys) if config.length_minor else (at, keys, slice(None))
             dk, dv = refs["dk_sum"][part], refs["dv_sum"][part]
             for q0 in q_starts:
-                q, do = (_rows(plan, refs[name], q0, place[1] + q0, masked) for name in ("q", "do"))
+                q, do = (_rows(plan, refs, name, q0, place[1] + q0, masked) for name in ("q", "do"))
                 x, dp = _scores(plan, refs, keys, q, do)
                 p, ds = _tile(plan, refs, place, q0, k0, x, dp, masked)
                 p, ds = p.astype(do.dtype), ds.astype(q.dtype)
@@ -305,7 +323,7 @@ def dbias_body(*given: Any, plan: GradPlan, names: tuple[str, ...]) -> None:
         for k0 in k_starts:
             keys = pl.ds(k0, config.chunk_k)
             for q0 in q_starts:
-                q, do = (_rows(plan, refs[name], q0, place[1] + q0, masked) for name in ("q", "do"))
+                q, do = (_rows(plan, refs, name, q0, place[1] + q0, masked) for name in ("q", "do"))
                 x, dp = _scores(plan, refs, keys, q, do)
                 ds = _tile(plan, refs, place, q0, k0, x, dp, masked)[1].T
                 if by_row:

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from capibara.kernels import interpret, target
 from capibara.kernels.collective.compressed import compressed_all_reduce, error_bound
+from capibara.kernels.collective.compressed.all_reduce import _whole
 
 BYTES = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks" / "collective_bytes.py"))
 BOTH = ("data", "chip")
@@ -150,6 +152,29 @@ def test_it_sends_less_than_a_third_of_the_bytes_of_float32() -> None:
     # Padding to whole blocks: under a block a leaf, and under a block a device.
     padding = (len(BYTES["SHAPES"]) + devices) * 256
     assert 260 / 1024 <= compressed / exact <= 260 / 1024 * (1 + padding / values)
+
+
+@pytest.mark.newest
+def test_on_a_tpu_the_kernels_are_taken_and_give_the_same_bits() -> None:
+    x = np.random.default_rng(2).standard_normal((2, 4000)).astype(np.float32)
+
+    def mapped(check_vma: bool) -> Any:
+        local = lambda x: compressed_all_reduce(x[0], "data")[0]  # noqa: E731
+        return jax.shard_map(local, mesh=_mesh(2), in_specs=P("data"), out_specs=P(), check_vma=check_vma)
+
+    plain = jax.jit(mapped(True))(x)
+    with target("tpu", "TPU v4"):
+        lowered = jax.export.export(jax.jit(mapped(True)), platforms=["tpu"])(x).mlir_module()
+        with interpret("hlo"):  # which marks nothing as varying
+            emulated = jax.jit(mapped(False), compiler_options={"xla_backend_optimization_level": 0})(x)
+    assert lowered.count("tpu_custom_call") == 4  # codes of both phases, and numbers of what arrives and of the result
+    np.testing.assert_array_equal(plain, emulated)
+
+
+def test_a_large_bucket_is_filled_up_to_whole_registers() -> None:
+    """A device's share then begins with a register, and a small bucket is not filled with more than its own size."""
+    assert [_whole(count, 8, 256) for count in (8 * 256, 100 * 8 * 1024)] == [8 * 256, 8 * 1024]
+    assert _whole(10**9, 8, 16) == 8 * 16  # such blocks are in no register of their own
 
 
 def test_the_count_reads_groups_and_kinds() -> None:

@@ -8,6 +8,7 @@ the result is the same bits everywhere.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,9 @@ from capibara.kernels.collective.buckets import BUCKET_BYTES, one_after_another,
 from capibara.kernels.collective.compressed.codec import Encoded, decode_int8, encode_int8, seed_of
 from capibara.kernels.collective.compressed.feedback import check_state
 from capibara.kernels.collective.compressed.rules import check_block, check_compressible, check_sum
+
+LANES = 128
+REGISTER = 8 * LANES  # numbers of a TPU's vector register
 
 
 class Metrics(NamedTuple):
@@ -144,8 +148,7 @@ def _reduce(x: jax.Array, way: _Way, key: Any) -> _Reduced:
     """One bucket, float32 [n]: its sum, and what this device did not send."""
     parts = way.devices * way.inner_devices
     count = x.size
-    whole = way.block * parts
-    x = vary_over(jnp.pad(x, (0, -count % whole)), (*way.outer, *way.inner))
+    x = vary_over(jnp.pad(x, (0, -count % _whole(count, parts, way.block))), (*way.outer, *way.inner))
     length = x.size
     if way.inner_devices > 1:
         x = lax.psum_scatter(x, way.inner, scatter_dimension=0, tiled=True)
@@ -164,23 +167,38 @@ def _reduce(x: jax.Array, way: _Way, key: Any) -> _Reduced:
     return _Reduced(total[:count], kept[:count], non_finite, squares)
 
 
+def _whole(count: int, parts: int, block: int) -> int:
+    """What a bucket is filled up to a multiple of: a block for each part, or whole registers where that is nothing."""
+    in_registers = parts * math.lcm(block, REGISTER)
+    return in_registers if block % LANES == 0 and count >= 100 * in_registers else parts * block
+
+
 def _exchange(x: jax.Array, way: _Way, key: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Encode, exchange, add up, encode, gather; all over the outer axes."""
     first, second = (None, None) if key is None else jax.random.split(key)
-    shares = x.reshape(way.devices, -1)
-    sent = encode_int8(shares, block=way.block, unbiased_key=first)
-    got = Encoded(*(lax.all_to_all(part, way.outer, 0, 0, tiled=True) for part in sent))
-    mine = _decoded(got, way).sum(0)
+    sent = encode_int8(x, block=way.block, unbiased_key=first)
+    got = Encoded(*(lax.all_to_all(_shares(part, way), way.outer, 0, 0, tiled=True).reshape(-1) for part in sent))
+    mine = _shares(_decoded(got, way), way).sum(0).reshape(-1)
     summed = encode_int8(mine, block=way.block, unbiased_key=second)
     gathered = (gather_known(part, way.outer) for part in summed)
     total = _decoded(Encoded(*gathered), way)
 
-    lost = _lost(shares, _decoded(sent, way))
+    lost = _shares(_lost(x, _decoded(sent, way)), way)
     lost_of_sum = _lost(mine, _decoded(summed, way))
     # The share that this device summed is its own to make good.
-    kept = lost.at[lax.axis_index(way.outer)].add(lost_of_sum).reshape(-1)
+    kept = lost.at[lax.axis_index(way.outer)].add(lost_of_sum.reshape(lost.shape[1:])).reshape(-1)
     squares = jnp.stack([_square(kept), _square(x)])
     return total, kept, sent.non_finite + summed.non_finite, squares
+
+
+def _shares(x: jax.Array, way: _Way) -> jax.Array:
+    """A line of numbers, [devices, ...]: each device's share.
+
+    In rows of 128 where it divides, for then nothing moves: a TPU keeps a line of numbers in that order, and a matrix
+    of one row a device in another.
+    """
+    rows = (LANES,) if x.size % (way.devices * LANES) == 0 else ()
+    return x.reshape(way.devices, -1, *rows)
 
 
 def _decoded(encoded: Encoded, way: _Way) -> jax.Array:

@@ -48,6 +48,9 @@ CASES = (
     _encode("mixed", (5, 515), HOSTILE, block=128, draw=_mixed),
     _encode("past-a-tile", (2, 65 * 128), TILED, block=128, draw=_mixed),
     _encode("past-a-tile-unbiased", (130 * 128,), TILED, block=128, seed=True),
+    # A matrix whose rows and blocks end inside a tile. Slow to emulate with every check; the codec's tests do.
+    _encode("rows-past-a-tile", (36, 130 * 128), frozenset({"tpu"}), block=128, draw=_mixed),
+    _encode("rows-unbiased", (9, 3 * 256), TILED, dtype="bfloat16", seed=True),
     _encode("narrow-unbiased", (3, 77), HOSTILE, block=16, dtype="bfloat16", seed=True),
     _encode("shardable", (8, 8, 512), SHARDED, block=128),
 )

@@ -1,8 +1,9 @@
-"""The codec for the TPU, in Pallas (Mosaic): a row a block, each number through VMEM once.
+"""The codec for the TPU, in Pallas (Mosaic): each number through VMEM once, in the order that it has in memory.
 
-The grid is over tiles of blocks, all parallel, so both cores of a v4 chip have half. A loop takes 32 rows at a time,
-what fills a packed register of int8. Scales travel as lanes: a column of one number a row would be padded to 128 in
-memory.
+A matrix is taken as it is, in tiles of 32 rows, what a packed register of int8 holds; the scales of 128 blocks are a
+register of lanes, and the tiles that fill one follow each other. One line of numbers is taken as rows of 128, which is
+the order it has. All other steps of the grid may run in any order, so both cores of a v4 chip have half. Two leading
+axes or more are one where that moves nothing, else the numbers are laid out as a line.
 """
 
 from __future__ import annotations
@@ -20,44 +21,45 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from capibara.errors import rule_error
-from capibara.kernels import prng, vmem
-from capibara.kernels.collective.compressed.reference import NOT_FINITE, codes_of, scales_of
+from capibara.kernels import vmem
+from capibara.kernels.collective.compressed import pallas_tpu_bodies as bodies
+from capibara.kernels.collective.compressed.pallas_tpu_bodies import LANES, PART, TURN
 from capibara.kernels.collective.compressed.rules import block_of
 from capibara.kernels.context import current_interpret
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
-LANES = 128
-CHUNK = 32  # rows computed at a time
-LIVE = 6  # copies of a chunk, 32 bits a number, that may be alive at once: values, steps, draws, codes, masks
+SUBLANES = 8
+LIVE = 6  # copies of a part, 32 bits a number, that may be alive at once: values, steps, draws, codes, masks
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """Blocks of a tile."""
+    """Blocks of a tile; of a matrix, a 32nd of them in each of 32 rows."""
 
     rows: int
 
     def __post_init__(self) -> None:
-        if self.rows < LANES or self.rows % LANES:
-            raise rule_error(f"rows is a positive multiple of {LANES}", self, "use rows=512")
+        if self.rows < TURN or self.rows % TURN:
+            raise rule_error(f"rows is a positive multiple of {TURN}", self, "use rows=512")
+
+
+def in_rows(shape: Sequence[int]) -> bool:
+    """Whether the numbers are taken as a matrix: its tiles are whole, and leading axes are one without a copy."""
+    return len(shape) > 1 and math.prod(shape[:-1]) >= SUBLANES and (len(shape) == 2 or shape[-2] % SUBLANES == 0)
 
 
 def candidates(call: Call) -> Sequence[TileConfig]:
-    block = block_of(call)
-    wide = call.args[0].dtype.itemsize if "seed" in call.op.operands else 4  # type: ignore[union-attr]
-    free = vmem.limit(call) - 4 * LIVE * CHUNK * block
-    # Two of every tile are kept; a scale passes through a scratch of one row of lanes.
-    most = free // (2 * (wide + 1) * block + 4 * LANES + 2 * 8 * 4)
-    rows = math.ceil(_blocks(call) / LANES) * LANES
-    # Half a mebibyte of numbers hides what a step of the grid costs.
-    return [TileConfig(n) for n in (512, 1024, 256, 128) if n <= most and n <= rows]
-
-
-def _blocks(call: Call) -> int:
-    numbers = call.args[0]
+    numbers, block = call.args[0], block_of(call)
     assert numbers is not None
-    return numbers.size // block_of(call)
+    wide = numbers.dtype.itemsize if "seed" in call.op.operands else 4
+    # Of numbers in a line, a turn of the loop is copied twice.
+    free = vmem.limit(call) - 4 * LIVE * PART * block - (0 if in_rows(numbers.shape) else 2 * 4 * TURN * block)
+    # Two of every tile are kept: numbers, codes, and scales, which a line has in one row of eight.
+    most = free // (2 * (wide + 1) * block + 2 * 8 * 4)
+    tiled = math.ceil(numbers.size // block / TURN) * TURN
+    # Half a mebibyte of numbers hides what a step of the grid costs.
+    return [TileConfig(n) for n in (512, 1024, 256, 128) if n <= min(most, tiled)]
 
 
 def refuses(call: Call) -> str | None:
@@ -75,102 +77,121 @@ def refuses(call: Call) -> str | None:
     if not numbers.size:
         return "there are no numbers"
     if not candidates(call):
-        return f"{LANES} blocks of {block} do not fit the core's VMEM"
+        return f"a tile of blocks of {block} does not fit the core's VMEM"
     return None
 
 
-def _chunks(config: TileConfig, step: Any) -> None:
-    def turn(number: Any, carry: None) -> None:
-        step(pl.multiple_of(number * CHUNK, CHUNK))
-        return carry
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How the kernel sees the numbers: shapes, tiles, and where a step of the grid finds its own."""
 
-    lax.fori_loop(0, config.rows // CHUNK, turn, None)
-
-
-def _encode_body(*refs: Any, config: TileConfig, seeded: bool) -> None:
-    seed_ref, (x_ref, codes_ref, scales_ref, column_ref) = (refs[0], refs[1:]) if seeded else (None, refs)
-    first = pl.program_id(0) * config.rows
-
-    def step(start: Any) -> None:
-        at = pl.ds(start, CHUNK)
-        values = x_ref[at, :].astype(jnp.float32)
-        # Not finite is what a difference with itself does not cancel: NaN and infinities alike.
-        finite = values - values == 0.0
-        values = jnp.where(finite, values, 0.0)
-        scales = scales_of(jnp.abs(values).max(-1, keepdims=True))
-        bits = None
-        if seed_ref is not None:
-            rows = lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) + (first + start)
-            keys = prng.row_keys((seed_ref[0], seed_ref[1]), rows)
-            bits = prng.random_bits(keys, lax.broadcasted_iota(jnp.int32, values.shape, 1))
-        codes_ref[at, :] = codes_of(values * (1.0 / scales), finite, bits).astype(jnp.int8)
-        column_ref[at, :] = jnp.broadcast_to(scales, (CHUNK, LANES))
-
-    _chunks(config, step)
-    scales_ref[...] = column_ref[...].T[:1, :]
+    numbers: tuple[int, int]
+    scales: tuple[int, int]
+    tile: pl.BlockSpec
+    scale_tile: pl.BlockSpec
+    grid: tuple[int, ...]
+    parallel: int
+    """Leading axes of the grid whose steps may run in any order."""
+    static: dict[str, int]
+    """What the body knows of it."""
+    scratch: tuple[Any, ...] = ()
+    rows: bool = False
 
 
-def _decode_body(codes_ref: Any, scales_ref: Any, x_ref: Any, column_ref: Any, *, config: TileConfig) -> None:
-    column_ref[...] = jnp.broadcast_to(scales_ref[...], (LANES, config.rows)).T
-
-    def step(start: Any) -> None:
-        at = pl.ds(start, CHUNK)
-        codes = codes_ref[at, :].astype(jnp.int32)
-        values = codes.astype(jnp.float32) * column_ref[at, :][:, :1]
-        x_ref[at, :] = jnp.where(codes == NOT_FINITE, jnp.nan, values).astype(x_ref.dtype)
-
-    _chunks(config, step)
+def _layout(shape: tuple[int, ...], block: int, config: TileConfig) -> _Layout:
+    return (_matrix if in_rows(shape) else _line)(shape, block, config)
 
 
-def _call(body: Any, name: str, config: TileConfig, blocks: int, block: int, like: jax.Array, *, into: Any) -> Any:
-    """The Pallas call over tiles; `into` is the type of the numbers for decoding, None for encoding."""
-    tile = pl.BlockSpec((config.rows, block), lambda i: (i, 0))
-    lanes = pl.BlockSpec((1, config.rows), lambda i: (0, i))
-    numbers = out_struct((blocks, block), jnp.int8 if into is None else into, like)
-    scales = out_struct((1, blocks), jnp.float32, like)
-    return functools.partial(
-        pl.pallas_call,
+def _matrix(shape: tuple[int, ...], block: int, config: TileConfig) -> _Layout:
+    height, width = math.prod(shape[:-1]), shape[-1]
+    if LANES % (config.rows // PART):
+        raise rule_error(
+            f"Tiles of a matrix fill a register of {LANES} scales", config, "use TileConfig(rows=512), or 128, 256, ..."
+        )
+    of_row = width // block
+    lanes = min(of_row, LANES)
+    rows, blocks = min(height, PART), min(config.rows // PART, lanes)
+    steps, tiles = math.ceil(lanes / blocks), math.ceil(of_row / blocks)
+    return _Layout(
+        (height, width),
+        (height, of_row),
+        # The last register may have fewer tiles: there the last tile stays.
+        pl.BlockSpec((rows, blocks * block), lambda i, j, s: (i, jnp.minimum(j * steps + s, tiles - 1))),
+        pl.BlockSpec((rows, lanes), lambda i, j, s: (i, j)),
+        (math.ceil(height / rows), math.ceil(of_row / lanes), steps),
+        2,
+        {"block": block, "blocks": blocks, "blocks_a_row": of_row},
+        rows=True,
+    )
+
+
+def _line(shape: tuple[int, ...], block: int, config: TileConfig) -> _Layout:
+    # A few blocks are filled up to the smallest tile; more are left as they are, and the last tile may be cut.
+    count, each = max(math.prod(shape) // block, TURN), block // LANES
+    return _Layout(
+        (count * each, LANES),
+        (1, count),
+        pl.BlockSpec((config.rows * each, LANES), lambda i: (i, 0)),
+        pl.BlockSpec((1, config.rows), lambda i: (0, i)),
+        (math.ceil(count / config.rows),),
+        1,
+        {"block": block, "blocks": config.rows},
+        scratch=tuple(pltpu.VMEM((TURN * each, LANES), kind) for kind in (jnp.float32, jnp.int32)),
+    )
+
+
+def _laid_out(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    missing = math.prod(shape) - x.size
+    return (jnp.pad(x.reshape(-1), (0, missing)) if missing else x).reshape(shape)
+
+
+def _as_given(made: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    size = math.prod(shape)
+    return (made.reshape(-1)[:size] if size != made.size else made).reshape(shape)
+
+
+def _call(body: Any, name: str, layout: _Layout, specs: list[Any], out_shape: Any, out_specs: Any) -> Any:
+    others = len(layout.grid) - layout.parallel
+    semantics: Any = ("parallel",) * layout.parallel + ("arbitrary",) * others
+    return pl.pallas_call(
         body,
-        out_shape=numbers if into is not None else [numbers, scales],
-        grid=(math.ceil(blocks / config.rows),),
-        out_specs=tile if into is not None else [tile, lanes],
-        scratch_shapes=[pltpu.VMEM((config.rows, LANES), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        out_shape=out_shape,
+        grid=layout.grid,
+        in_specs=specs,
+        out_specs=out_specs,
+        scratch_shapes=layout.scratch,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=current_interpret().pallas_argument(),
         name=name,
-    ), [tile] if into is None else [tile, lanes]
-
-
-def _a_tile(x: jax.Array, axis: int) -> jax.Array:
-    """A few blocks filled up to the smallest tile; more are left as they are, and the last tile may be cut."""
-    missing = max(LANES - x.shape[axis], 0)
-    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(2)]) if missing else x
+    )
 
 
 def encode(
     x: jax.Array, seed: jax.Array | None = None, *, config: TileConfig, block: int
 ) -> tuple[jax.Array, jax.Array]:
     """One Pallas call over tiles of blocks; see the module's text."""
-    count = x.size // block
-    operands = [_a_tile(x.reshape(count, block), 0)]
-    blocks = operands[0].shape[0]
-    body = functools.partial(_encode_body, config=config, seeded=seed is not None)
-    call, specs = _call(body, "capibara_encode_int8", config, blocks, block, x, into=None)
+    layout = _layout(x.shape, block, config)
+    body = functools.partial(
+        bodies.encode_rows if layout.rows else bodies.encode_line, seeded=seed is not None, **layout.static
+    )
+    operands, specs = [_laid_out(x, layout.numbers)], [layout.tile]
     if seed is not None:
         operands.insert(0, lax.bitcast_convert_type(seed, jnp.int32))
         specs.insert(0, pl.BlockSpec(memory_space=pltpu.SMEM))
-    codes, scales = call(in_specs=specs)(*operands)
-    return codes[:count].reshape(x.shape), scales[0, :count].reshape(*x.shape[:-1], x.shape[-1] // block)
+    made = [out_struct(layout.numbers, jnp.int8, x), out_struct(layout.scales, jnp.float32, x)]
+    call = _call(body, "capibara_encode_int8", layout, specs, made, [layout.tile, layout.scale_tile])
+    codes, scales = call(*operands)
+    return _as_given(codes, x.shape), _as_given(scales, (*x.shape[:-1], x.shape[-1] // block))
 
 
 def decode(codes: jax.Array, scales: jax.Array, *, config: TileConfig, block: int, out_dtype: str) -> jax.Array:
     """One Pallas call over tiles of blocks; see the module's text."""
-    count = codes.size // block
-    rows = _a_tile(codes.reshape(count, block), 0)
-    lanes = _a_tile(scales.astype(jnp.float32).reshape(1, count), 1)
-    body = functools.partial(_decode_body, config=config)
-    call, specs = _call(body, "capibara_decode_int8", config, rows.shape[0], block, codes, into=jnp.dtype(out_dtype))
-    return call(in_specs=specs)(rows, lanes)[:count].reshape(codes.shape)
+    layout = _layout(codes.shape, block, config)
+    body = functools.partial(bodies.decode_rows if layout.rows else bodies.decode_line, **layout.static)
+    made = out_struct(layout.numbers, jnp.dtype(out_dtype), codes)
+    call = _call(body, "capibara_decode_int8", layout, [layout.tile, layout.scale_tile], made, layout.tile)
+    numbers = call(_laid_out(codes, layout.numbers), _laid_out(scales.astype(jnp.float32), layout.scales))
+    return _as_given(numbers, codes.shape)
 
 
 def _implementation(fn: Any) -> Implementation:
@@ -179,7 +200,9 @@ def _implementation(fn: Any) -> Implementation:
         fn,
         platforms=("tpu",),
         refuses=refuses,
-        rank=lambda call: 5,  # below XLA, which fuses it with its neighbours, until it has been timed
+        # Above XLA's 10 by the TPU compiler's own count for 64 MiB: XLA's form moves nine times the bytes to encode and
+        # over four times to decode. Neither has been timed on a TPU. Of larger blocks none was compiled.
+        rank=lambda call: 15 if block_of(call) <= 256 else 5,
         kernel=True,
         config_type=TileConfig,
         default_config=lambda call: candidates(call)[0],
