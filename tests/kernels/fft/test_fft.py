@@ -175,6 +175,32 @@ def test_mistakes_are_named(call: Any, match: str) -> None:
         call(_complex(2, 12))
 
 
+@pytest.mark.parametrize(
+    ("implementation", "precision"),
+    [("xla", "float32"), ("matmul", "float32"), ("matmul", "bfloat16"), ("reference", "bfloat16")],
+)
+def test_bfloat16_planes(implementation: str, precision: str) -> None:
+    """In and out in bfloat16; the transform between is as exact as `precision` says, and is rounded once."""
+    re, im = jnp.asarray(np.random.default_rng(3).standard_normal((2, 3, 96)), "bfloat16")
+    made = fft.fft_planes(re, im, precision=precision, implementation=implementation, norm="ortho")
+    assert {plane.dtype for plane in made} == {jnp.dtype("bfloat16")}
+    got = np.asarray(made[0], "float64") + 1j * np.asarray(made[1], "float64")
+    wanted = np.fft.fft(np.asarray(re, "float64") + 1j * np.asarray(im, "float64"), norm="ortho")
+    # A rounding to bfloat16 is at most 2^-8 of a number. Its effect is there: float32 alone would be far below 2^-10.
+    exact = tolerance_of((96,), precision) if implementation != "reference" else 0
+    assert 2**-10 < _error(got, wanted) < exact + 2**-8
+
+
+def test_planes_are_of_one_type() -> None:
+    plane = jnp.zeros((2, 8))
+    with pytest.raises(ValueError, match=r"float32 or bfloat16.*re=f32.*im=bf16"):
+        fft.fft_planes(plane, plane.astype("bfloat16"))
+    with pytest.raises(ValueError, match=r"float32 or bfloat16.*f16"):
+        fft.fft_planes(plane.astype("float16"), plane.astype("float16"))
+    with pytest.raises(ValueError, match=r"one type, float32.*bf16"):
+        fft.IRFFT(plane.astype("bfloat16"), plane.astype("bfloat16"), n=14)
+
+
 def test_planes_take_lists() -> None:
     re, im = fft.fft_planes([1.0, 2.0, 3.0, 4.0], [0.0] * 4, factors=[2, 2], implementation="matmul")  # type: ignore[arg-type]
     assert _error(re + 1j * im, np.fft.fft([1.0, 2.0, 3.0, 4.0])) < tolerance_of((4,), "float32")

@@ -27,20 +27,22 @@ def _emulated(kernel: Any) -> Any:
     with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
         made = jax.block_until_ready(kernel())
     assert not interpret_pallas_call.get_races().races_found, "unsynchronised accesses"
-    return np.asarray(made[0]) + 1j * np.asarray(made[1])
+    return np.asarray(made[0], "float32") + 1j * np.asarray(made[1], "float32")
 
 
 def _error(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize(("n", "signals", "kind"), [(4096, 5, "float32"), (1024, 12, "float32"), (512, 8, "bfloat16")])
+@pytest.mark.parametrize(("n", "signals", "kind"), [(4096, 5, "float32"), (1024, 12, "bfloat16"), (512, 8, "bfloat16")])
 def test_one_pass(n: int, signals: int, kind: str) -> None:
-    """Three tiles or two for two warpgroups, one signal a tile or several, both types of operand."""
+    """Three tiles or two for two warpgroups, one signal a tile or several, both types of operand and result."""
     re, im = jnp.asarray(np.random.default_rng(n).standard_normal((2, signals, n)), kind)
-    got = _emulated(lambda: one_pass(re, im, programs=1, inverse=True, scale=0.5))
+    got = _emulated(lambda: one_pass(re, im, programs=1, inverse=True, scale=0.5, kind=kind))
     wanted = np.fft.ifft(np.asarray(re, "float64") + 1j * np.asarray(im, "float64"), norm="forward") * 0.5
-    assert _error(got, wanted) < tolerance_of((n,), "bfloat16") / 2  # in norm; the other half is for the worst point
+    # In norm; the other half is for the worst point. A result in bfloat16 is rounded once more.
+    rounding = 2**-9 if kind == "bfloat16" else 0
+    assert _error(got, wanted) < tolerance_of((n,), "bfloat16") / 2 + rounding
 
 
 @pytest.mark.parametrize(("n", "time", "conjugate"), [(4096, 2000, True), (8192, 5000, False)])

@@ -10,8 +10,8 @@ REAL = frozenset({"bench", "tpu", "gpu", "tune"})
 HOSTILE = frozenset({"test", "tpu"})
 
 
-def _case(name: str, shape: tuple[int, ...], tags: frozenset[str], **params: Any) -> Case:
-    return Case(name, (shape, shape), "float32", params, tags)
+def _case(name: str, shape: tuple[int, ...], tags: frozenset[str], dtype: str = "float32", **params: Any) -> Case:
+    return Case(name, (shape, shape), dtype, params, tags)
 
 
 CASES = (
@@ -19,6 +19,7 @@ CASES = (
     _case("64-256k", (64, 1 << 18), REAL),
     _case("4096-4096-bf16", (4096, 4096), REAL, precision="bfloat16"),
     _case("64-256k-bf16", (64, 1 << 18), REAL, precision="bfloat16"),
+    _case("64-256k-bf16-planes", (64, 1 << 18), REAL, "bfloat16", precision="bfloat16"),
     _case("16384-1024-bf16", (16384, 1024), REAL, precision="bfloat16"),
     _case("2d-2048", (4, 2048, 2048), REAL, axes=2),
     # Hostile: one point, no signals, a large prime, a product of three radices, both ways, every norm.
@@ -28,6 +29,7 @@ CASES = (
     _case("two-radices", (3, 160), HOSTILE, norm="ortho"),
     _case("three-radices", (1, 1, 30), HOSTILE, factors=(2, 5, 3), inverse=True, norm="forward", precision="bfloat16"),
     _case("two-axes", (2, 6, 10), HOSTILE, axes=2, inverse=True),
+    _case("bf16-planes", (8, 8, 144), HOSTILE | {"shard"}, "bfloat16", inverse=True, precision="bfloat16"),
     _case("shardable", (8, 8, 144), frozenset({"tpu", "gpu", "shard"})),
 )
 

@@ -17,6 +17,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.dispatch import run
 from capibara.kernels.fft.api import IRFFT, RFFT
 from capibara.kernels.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
+from capibara.kernels.fft.causal.rules import TYPES
 from capibara.kernels.fft.plan import smooth_length
 from capibara.kernels.fft.rules import PRECISIONS
 from capibara.kernels.op import describe
@@ -36,9 +37,8 @@ def fft_convolve(
       x: [batch, channels, T].
       h: [channels, L]; taps beyond T reach no output.
       precision: of the transforms, "float32" or "bfloat16" (see `fft`); the products of spectra are float32. In
-        bfloat16, but for the kernel that takes up to 16384 numbers on Hopper, elements b and b + ceil(batch / 2) of the
-        batch share a transform: each keeps its own relative error, whatever the other's size, but a NaN or an infinity
-        in one spoils the other too.
+        bfloat16, elements b and b + ceil(batch / 2) of the batch may share a transform: each keeps its own relative
+        error, whatever the other's size, but a NaN or an infinity in one spoils the other too.
 
     There is no forward-mode derivative; `long_conv` has one, by its "xla" and "reference" implementations.
 
@@ -64,7 +64,7 @@ def _convolve(precision: str, x: jax.Array, h: jax.Array) -> jax.Array:
     length = smooth_length(x.shape[2] + h.shape[1] - 1)
     if precision == "float32":
         return _back(_times(_half(x, length), _half(h, length)), length, x.shape[2]).astype(x.dtype)
-    return run(CAUSAL_FILTER, _wide(x, h), {}).astype(x.dtype)
+    return run(CAUSAL_FILTER, _taken(x, h), {}).astype(x.dtype)
 
 
 def _forward(precision: str, x: jax.Array, h: jax.Array) -> tuple[jax.Array, Any]:
@@ -82,8 +82,8 @@ def _backward(precision: str, kept: Any, cotangent: jax.Array) -> tuple[jax.Arra
         re, im = _times(flow, _conjugate(_half(x, length)))
         dh = _back((re.sum(0), im.sum(0)), length, taps)
     else:
-        dx = run(CAUSAL_FILTER, _wide(cotangent, h), {"conjugate": True})
-        dh = run(CAUSAL_TAPS, _wide(cotangent, x), {"taps": taps})
+        dx = run(CAUSAL_FILTER, _taken(cotangent, h), {"conjugate": True})
+        dh = run(CAUSAL_TAPS, _taken(cotangent, x), {"taps": taps})
     return dx.astype(x.dtype), dh.astype(h.dtype)
 
 
@@ -108,8 +108,9 @@ def _conjugate(spectra: Planes) -> Planes:
     return spectra[0], -spectra[1]
 
 
-def _wide(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(x.astype(jnp.float32) for x in arrays)
+def _taken(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """In types that the ops take: a float of another type may have numbers that bfloat16 has not."""
+    return tuple(x if x.dtype in TYPES else x.astype(jnp.float32) for x in arrays)
 
 
 def _longer(x: jax.Array, length: int) -> jax.Array:

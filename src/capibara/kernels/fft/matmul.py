@@ -90,7 +90,8 @@ def over_axes(
     re: jax.Array, im: jax.Array, axes: int, norm: str, inverse: bool, one: Any
 ) -> tuple[jax.Array, jax.Array]:
     """`one(planes [2, batch, n])` along each of the last `axes` axes in turn, and the scale of them all."""
-    x = jnp.stack([re, im])
+    kind = re.dtype
+    x = jnp.stack([re, im]).astype(jnp.float32)
     if x.size == 0:
         return re, im
     scale = scale_of(re.shape[-axes:], norm, inverse)
@@ -99,7 +100,7 @@ def over_axes(
         x = jnp.moveaxis(one(moved.reshape(2, -1, moved.shape[-1])).reshape(moved.shape), -1, axis)
     if scale != 1:
         x = x * scale
-    return x[0], x[1]
+    return x[0].astype(kind), x[1].astype(kind)
 
 
 def matmul(

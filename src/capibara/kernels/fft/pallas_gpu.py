@@ -6,7 +6,8 @@ factors are multiplied in registers; the second, with that of length 64, goes al
 transposed, which is its order in memory. A persistent program on each multiprocessor has two warpgroups that each take
 tiles of their own: while one multiplies, the other's tile arrives or leaves.
 
-Planes are read as float32, or as bfloat16 where XLA's products have done the first radices of a longer length.
+Planes are read as float32, or as bfloat16: a caller's own, or what XLA's products leave that have done the first
+radices of a longer length. They are written as either.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _program(
     re_hbm: Any, im_hbm: Any, matrices_hbm: Any, factors_hbm: Any, out_re_hbm: Any, out_im_hbm: Any, *, programs: int
 ) -> None:
     tiles, signals, _, radix = out_re_hbm.shape
-    kind = re_hbm.dtype
+    kind, out_kind = re_hbm.dtype, out_re_hbm.dtype
     rounded = kind == jnp.bfloat16
     stride = 2 * programs
 
@@ -106,7 +107,9 @@ def _program(
         given=plgpu.SMEM((2, 2, SIDE, SIDE), kind, transforms=swizzled(kind)),
         between=plgpu.SMEM((2, 2, SIDE, SIDE), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
         made=plgpu.SMEM(
-            (2, 2, signals, SIDE, radix), jnp.float32, transforms=swizzled(jnp.float32, min(4 * radix, 128))
+            (2, 2, signals, SIDE, radix),
+            out_kind,
+            transforms=swizzled(out_kind, min(jnp.dtype(out_kind).itemsize * radix, 128)),
         ),
         matrices=plgpu.SMEM((4, SIDE, SIDE), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
         factors=plgpu.SMEM((2, SIDE, SIDE), jnp.float32, transforms=swizzled(jnp.float32)),
@@ -164,7 +167,7 @@ def _program(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
             for plane, z in enumerate(result):
                 for signal in range(signals):
-                    made[warpgroup, plane, signal] = z[:, signal * radix : (signal + 1) * radix]
+                    made[warpgroup, plane, signal] = z[:, signal * radix : (signal + 1) * radix].astype(out_kind)
             plgpu.commit_smem()
             for plane, hbm in enumerate((out_re_hbm, out_im_hbm)):
                 for signal in range(signals):
@@ -175,23 +178,25 @@ def _program(
 
 
 def one_pass(
-    re: jax.Array, im: jax.Array, *, programs: int, inverse: bool, scale: float
+    re: jax.Array, im: jax.Array, *, programs: int, inverse: bool, scale: float, kind: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The transform of planes [..., 64 r] by the kernel, times `scale`; float32 planes out."""
+    """The transform of planes [..., 64 r] by the kernel, times `scale`; planes of type `kind` out."""
     n = re.shape[-1]
     radix = n // SIDE
+    # The least that leaves at a time is 32 bytes.
+    out_kind = kind if radix * jnp.dtype(kind).itemsize >= 32 else jnp.float32
     tiles = math.prod(re.shape) // TILE
     matrices, factors = _constants(radix, inverse, scale)
     kernel = plgpu.kernel(
         functools.partial(_program, programs=programs),
-        out_type=[out_struct((tiles, SIDE // radix, SIDE, radix), jnp.float32, re)] * 2,
+        out_type=[out_struct((tiles, SIDE // radix, SIDE, radix), out_kind, re)] * 2,
         grid=(programs,),
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
     )
     made = kernel(*(plane.reshape(tiles, SIDE, SIDE) for plane in (re, im)), matrices, factors)
-    return made[0].reshape(re.shape), made[1].reshape(re.shape)
+    return made[0].reshape(re.shape).astype(kind), made[1].reshape(re.shape).astype(kind)
 
 
 def mosaic_gpu(
@@ -205,7 +210,7 @@ def mosaic_gpu(
     assert inner is not None  # it refuses what it cannot divide
     scale = scale_of((n,), norm, inverse)
     programs = config.programs * multiprocessors(current_target().device_kind)
-    run = functools.partial(one_pass, programs=programs, inverse=inverse, scale=scale)
+    run = functools.partial(one_pass, programs=programs, inverse=inverse, scale=scale, kind=re.dtype)
 
     def whole(re: jax.Array, im: jax.Array) -> tuple[jax.Array, jax.Array]:
         if inner == n:

@@ -1,10 +1,13 @@
 """Long transforms in bfloat16 for Hopper, in Pallas (Mosaic GPU): 2^14 to 2^18 points in two passes over memory.
 
 n = n1 · n2, each 64 times 2, 4 or 8. A pass transforms down the columns of a matrix [n1, n2], 16 columns at a time:
-radix 64 by products on the tensor cores, then the small radix, between registers. The
-first pass multiplies by the factors between the two and leaves the matrix transposed in bfloat16, so that the second,
-again down the columns, leaves the result in order. Float32 planes are read once and written once, and half as many
-bytes are written and read between.
+radix 64 by products on the tensor cores, then the small radix, between registers. The first pass multiplies by the
+factors between the two and leaves bfloat16 numbers in the order in which the second's tiles lie in memory, and its
+products read them, so that a tile comes by one copy a plane. The second leaves the result in order.
+
+Planes in and out are float32 or bfloat16, or the numbers of a complex64 array. They are read once and written once;
+between the passes a number has four bytes. On an H200 64 x 2^18 points take 0.092 ms in bfloat16 planes, 0.128 in
+float32 planes and 0.119 in complex64, at 2.9, 3.2 and 3.4 TB/s; cuFFT takes 0.170 on complex64.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from jax import lax
 from capibara.kernels.context import current_target
 from capibara.kernels.fft.complex_view import as_numbers, call_viewed
 from capibara.kernels.fft.pallas_gpu import refuses_form
-from capibara.kernels.fft.pallas_gpu_long_body import BF16, ROWS, run
+from capibara.kernels.fft.pallas_gpu_long_body import BF16, ROWS
+from capibara.kernels.fft.pallas_gpu_long_first import WIDE, first_pass
+from capibara.kernels.fft.pallas_gpu_long_second import second_pass
+from capibara.kernels.fft.pallas_gpu_moves import QUADS
 from capibara.kernels.fft.pallas_gpu_pairs import TURNS
 from capibara.kernels.fft.rules import scale_of
 from capibara.kernels.fft.twiddles import dft, twiddles
@@ -30,17 +36,32 @@ from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
 RADICES = {1 << 14: (2, 2), 1 << 15: (4, 2), 1 << 16: (4, 4), 1 << 17: (8, 4), 1 << 18: (8, 8)}
-PAIRS_LENGTHS = (1 << 15, 1 << 16, 1 << 17, 1 << 18)  # whose second pass has radix 8; see `two_passes_of_pairs`
+# Where the kernels are chosen. Timed on an H200 with 2^24 numbers: complex64 1.35, 1.31, 1.22, 1.03 and 0.82 times as
+# fast as cuFFT from 2^18 points down to 2^14; bfloat16 planes 1.63, 1.64, 1.59, 1.30 and 0.91 times as fast as cuFFT on
+# complex64, to which it would have to be taken; float32 planes 2.4 times at 2^18 and 1.23 at 2^14. With 2^21 numbers
+# complex64 took 1.1 to 1.2 times as long as cuFFT; what lies between was not timed.
+LENGTHS_FASTER = {
+    "complex64": (1 << 16, 1 << 17, 1 << 18),
+    "bfloat16": (1 << 15, 1 << 16, 1 << 17, 1 << 18),
+    "float32": tuple(RADICES),
+}
+LEAST = 1 << 23  # numbers
 
 
-def refuses(call: Call, lengths: tuple[int, ...] = tuple(RADICES)) -> str | None:
+def refuses(call: Call) -> str | None:
     form = refuses_form(call)
     if form is not None:
         return form
     shape = call.need("re").shape
-    if shape[-1] not in lengths:
-        return f"it takes {', '.join(map(str, lengths))} points, not {shape[-1]}"
+    if shape[-1] not in RADICES:
+        return f"it takes {', '.join(map(str, RADICES))} points, not {shape[-1]}"
     return None
+
+
+def refuses_pairs(call: Call) -> str | None:
+    if call.need("re").dtype == BF16:
+        return "it takes complex64 arrays, whose planes are float32; these are bfloat16"
+    return refuses(call)
 
 
 def _matrices(inverse: bool, rows: Any = slice(None)) -> jax.Array:
@@ -53,64 +74,70 @@ def _single(planes: Any) -> jax.Array:
     return jnp.asarray(planes, jnp.float32)
 
 
-def _second_part(n: int, columns: int, inverse: bool) -> Any:
-    """The factors of part 1, [plane, column]."""
-    return twiddles(n, 2, columns, inverse, ROWS)[:, 1]
+def _constants(n: int, inverse: bool, scale: float, rows: Any, columns: Any) -> tuple[jax.Array, ...]:
+    """The first pass's: its matrix, the factors after the product, and those between the passes, with the scale.
+
+    k = k1 + n1 k2 of j = j1 n2 + j2, and k1 = row + 64 part: the factor of (k1, j2) is one of (row, j2) and one of
+    (part, j2), of which the kernel takes powers. `rows` and `columns` are the orders that the kernel has them in.
+    """
+    radix1, radix2 = RADICES[n]
+    n1, n2 = radix1 * ROWS, radix2 * ROWS
+    lines = twiddles(n1, radix1, ROWS, inverse)[..., rows]
+    base = twiddles(n, ROWS, n2, inverse)[:, rows][..., columns] * scale
+    step = twiddles(n, 2, n2, inverse, ROWS)[:, 1, columns]
+    return _matrices(inverse, rows), _single(lines), _single(base), _single(step)
+
+
+def _in_groups(size: int, order: tuple[int, ...]) -> Any:
+    """0 to size - 1, each len(order) of them in that order."""
+    return np.arange(size).reshape(-1, len(order))[:, order].ravel()
+
+
+def _between(n: int, signals: int) -> tuple[int, ...]:
+    """The shape of the planes between the passes; see `first_pass`."""
+    return signals * ROWS, math.prod(RADICES[n]) * ROWS // WIDE, WIDE
+
+
+def _second_operands(middle: Any, n: int, inverse: bool) -> list[jax.Array]:
+    radix2 = RADICES[n][1]
+    planes = [plane.reshape(plane.shape[0], -1) for plane in middle]
+    return [*planes, _matrices(inverse), _single(twiddles(radix2 * ROWS, radix2, ROWS, inverse))]
 
 
 def two_passes(
     re: jax.Array, im: jax.Array, *, programs: int, inverse: bool, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The transform of planes [..., n], times `scale`; float32 planes out."""
+    """The transform of planes [..., n], float32 or bfloat16, times `scale`; planes of the same type out."""
     n = re.shape[-1]
     signals = math.prod(re.shape[:-1])
     radix1, radix2 = RADICES[n]
     n1, n2 = radix1 * ROWS, radix2 * ROWS
-    matrices = _matrices(inverse)
-    # k = k1 + n1 k2 of j = j1 n2 + j2, and k1 = row + 64 part: the factor of (k1, j2) is one of (row, j2) and one of
-    # (part, j2), of which the kernel takes powers.
-    between = (_single(twiddles(n, ROWS, n2, inverse)), _single(_second_part(n, n2, inverse)))
     how: dict[str, Any] = {"programs": programs, "inverse": inverse}
-    middle = run(
-        re.reshape(signals * ROWS, radix1 * n2), im.reshape(signals * ROWS, radix1 * n2),
-        matrices, _single(twiddles(n1, radix1, ROWS, inverse)), *between,
-        out=[out_struct((signals * n2, n1), BF16, re)] * 2, radix=radix1, scale=1.0, first_pass=True, **how,
-    )  # fmt: skip
-    made = run(
-        *(plane.reshape(signals * ROWS, radix2 * n1) for plane in middle),
-        matrices, _single(twiddles(n2, radix2, ROWS, inverse)),
-        out=[out_struct((signals * n2, n1), jnp.float32, re)] * 2, radix=radix2, scale=scale, first_pass=False, **how,
-    )  # fmt: skip
+    # The rows of the first pass are the second's columns; float32 numbers leave that four side by side.
+    rows = np.arange(ROWS) if re.dtype == BF16 else _in_groups(ROWS, QUADS)
+    planes = [plane.reshape(signals * ROWS, radix1 * n2) for plane in (re, im)]
+    constants = _constants(n, inverse, scale, rows, slice(None))
+    between = [out_struct(_between(n, signals), BF16, re)] * 2
+    middle = first_pass(*planes, *constants, out=between, radix=radix1, next_radix=radix2, **how)
+    out = [out_struct((signals * n2, n1), re.dtype, re)] * 2
+    made = second_pass(*_second_operands(middle, n, inverse), out=out, radix=radix2, **how)
     return made[0].reshape(re.shape), made[1].reshape(re.shape)
 
 
-def _in_turns(planes: Any) -> Any:
-    """The last axis in the order that a kernel on pairs leaves eight of them in."""
-    return planes.reshape(*planes.shape[:-1], -1, 8)[..., TURNS].reshape(planes.shape)
-
-
 def two_passes_of_pairs(x: jax.Array, *, programs: int, inverse: bool, scale: float) -> jax.Array:
-    """The transform of complex64 [..., n], n of PAIRS_LENGTHS, times `scale`, without planes: see `complex_view`."""
+    """The transform of complex64 [..., n], times `scale`, without planes: see `complex_view`."""
     n = x.shape[-1]
     signals = math.prod(x.shape[:-1])
-    radix2 = len(TURNS)
-    radix1 = n // (radix2 * ROWS * ROWS)
+    radix1, radix2 = RADICES[n]
     n1, n2 = radix1 * ROWS, radix2 * ROWS
-    # The columns of the first pass, and the rows that it makes, which are the second's columns.
-    rows = _in_turns(np.arange(ROWS))
-    lines = twiddles(n1, radix1, ROWS, inverse)[..., rows]
-    base = _in_turns(twiddles(n, ROWS, n2, inverse)[:, rows])
-    step = _in_turns(_second_part(n, n2, inverse))
-    how: dict[str, Any] = {"programs": programs, "inverse": inverse, "pairs": True}
-    between = [jax.ShapeDtypeStruct((signals * n2, n1), BF16)] * 2
-    first = functools.partial(run, out=between, radix=radix1, scale=1.0, first_pass=True, **how)
-    operands = [x.reshape(signals * ROWS, radix1 * n2), _matrices(inverse, rows), *map(_single, (lines, base, step))]
-    middle = call_viewed(first, operands, between)
+    how: dict[str, Any] = {"programs": programs, "inverse": inverse}
+    constants = _constants(n, inverse, scale, np.arange(ROWS), _in_groups(n2, TURNS))
+    between = [jax.ShapeDtypeStruct(_between(n, signals), BF16)] * 2
+    first = functools.partial(first_pass, out=between, radix=radix1, next_radix=radix2, pairs=True, **how)
+    middle = call_viewed(first, [x.reshape(signals * ROWS, radix1 * n2), *constants], between)
     made = jax.ShapeDtypeStruct((signals * n2, n1), jnp.complex64)
-    second = functools.partial(run, out=[as_numbers(made)], radix=radix2, scale=scale, first_pass=False, **how)
-    operands = [plane.reshape(signals * ROWS, radix2 * n1) for plane in middle]
-    operands += [_matrices(inverse), _single(twiddles(n2, radix2, ROWS, inverse))]
-    return call_viewed(second, operands, [made])[0].reshape(x.shape)
+    second = functools.partial(second_pass, out=[as_numbers(made)], radix=radix2, **how)
+    return call_viewed(second, _second_operands(middle, n, inverse), [made])[0].reshape(x.shape)
 
 
 def mosaic_gpu_long(
@@ -145,13 +172,35 @@ def mosaic_gpu_pairs(
     return jax.jit(whole)(re, im)
 
 
-def _implementation(name: str, run: Any, lengths: tuple[int, ...], rank: float) -> Implementation:
+def faster(shape: tuple[int, ...], form: str) -> bool:
+    """Whether the kernels were faster than cuFFT at such a length with so many numbers; `form` as in LENGTHS_FASTER."""
+    return bool(shape) and shape[-1] in LENGTHS_FASTER[form] and math.prod(shape) >= LEAST
+
+
+def _rank(call: Call) -> float:
+    """Above cuFFT for bfloat16 planes. Where float32 planes come in and go out `fft_planes` asks for it by name: a call
+    does not tell them from those of a complex array, which the other kernel reads as they are."""
+    plane = call.need("re")
+    return 26 if plane.dtype == BF16 and faster(plane.shape, "bfloat16") else 21
+
+
+def _rank_pairs(call: Call) -> float:
+    plane = call.need("re")
+    return 26 if plane.dtype != BF16 and faster(plane.shape, "complex64") else 20.5
+
+
+def _remark(call: Call) -> str:
+    return f"on an H200 faster than cuFFT with {LEAST} numbers or more, by length and type"
+
+
+def _implementation(name: str, run: Any, refuses: Any, rank: Any) -> Implementation:
     return Implementation(
         name,
         run,
         platforms=("gpu",),
-        refuses=functools.partial(refuses, lengths=lengths),
-        rank=lambda call: rank,
+        refuses=refuses,
+        rank=rank,
+        remark=_remark,
         kernel=True,
         config_type=ProgramsConfig,
         default_config=lambda call: ProgramsConfig(),
@@ -159,7 +208,5 @@ def _implementation(name: str, run: Any, lengths: tuple[int, ...], rank: float) 
     )
 
 
-# Below the vendor's: on an H200 an earlier form of both took 0.22 ms at 64 x 2^18, cuFFT 0.17 on complex64 and 0.35
-# where planes come in and go out. This form has not been timed.
-IMPLEMENTATION = _implementation("mosaic_gpu_long", mosaic_gpu_long, tuple(RADICES), 21)
-PAIRS = _implementation("mosaic_gpu_pairs", mosaic_gpu_pairs, PAIRS_LENGTHS, 20.5)
+IMPLEMENTATION = _implementation("mosaic_gpu_long", mosaic_gpu_long, refuses, _rank)
+PAIRS = _implementation("mosaic_gpu_pairs", mosaic_gpu_pairs, refuses_pairs, _rank_pairs)

@@ -1,4 +1,4 @@
-"""Complex numbers as they lie in memory, taken apart and put together in a Hopper kernel's registers.
+"""Complex numbers as they lie in memory, taken apart in a Hopper kernel's registers.
 
 With 32-bit numbers a thread has pairs of neighbours: a number's real and imaginary part. Nothing moves between threads;
 the columns come out in another order, which the constants of a transform can follow.
@@ -39,30 +39,3 @@ def split_pairs(value: Any) -> tuple[Any, Any]:
         return tuple(made)
 
     return split(value)
-
-
-def join_planes(re: Any, im: Any) -> Any:
-    """The other way: two planes [64, n], whose column s of each eight is column TURNS[s], by turns as [64, 2 n]."""
-    from jax.experimental.mosaic.gpu import FragmentedArray
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
-    rows, columns = re.shape
-    both = plgpu.ShapeDtypeStruct((rows, 2 * columns), jnp.float32, layout=LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=both)
-    def join(_: Any, re: Any, im: Any) -> Any:
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
-        shape = list(re.registers.shape)
-        shape[1] *= 2
-        registers = np.empty(shape, object)
-        for at in np.ndindex(registers.shape):
-            own = (at[0], at[1] // 2, *at[2:])
-            numbers = [
-                vector.extract(plane.registers[own], dynamic_position=[], static_position=[at[1] % 2])
-                for plane in (re, im)
-            ]
-            registers[at] = vector.from_elements(pair, numbers)
-        return FragmentedArray(_registers=registers, _layout=re.layout, _is_signed=None)
-
-    return join(re, im)

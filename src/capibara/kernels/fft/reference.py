@@ -29,14 +29,17 @@ def reference(
     """The DFT of re + i·im over the last axes, as two planes: sum of x[j]·exp(∓2πi jk/n), times the norm's scale.
 
     It is in the operands' own precision: "bfloat16" says how far an implementation may round, and factors how it may
-    divide the work.
+    divide the work. Planes in bfloat16 are transformed in float32, and the result is rounded.
     """
     del precision, factors
+    kind = re.dtype
+    if kind == jnp.bfloat16:
+        re, im = re.astype(jnp.float32), im.astype(jnp.float32)
     x = lax.complex(re, im)
     for axis in range(-1, -axes - 1, -1):
         x = jnp.moveaxis(_along_last(jnp.moveaxis(x, axis, -1), inverse), -1, axis)
     x = x * scale_of(re.shape[-axes:], norm, inverse)
-    return x.real, x.imag
+    return x.real.astype(kind), x.imag.astype(kind)
 
 
 def reference_rfft(

@@ -54,17 +54,22 @@ def check_names(call: Call, *names: str) -> None:
             raise unknown_name(name, value, KNOWN[name])
 
 
-def _check_planes(call: Call) -> None:
+PLANES = ("float32", "bfloat16")  # types of the complex transform's planes
+
+
+def _check_planes(call: Call, kinds: tuple[str, ...]) -> None:
     re, im = call["re"], call["im"]
-    if re is None or im is None or re.shape != im.shape or {re.dtype, im.dtype} != {jnp.dtype("float32")}:
+    alike = re is not None and im is not None and re.shape == im.shape and re.dtype == im.dtype
+    if re is None or not alike or np.dtype(re.dtype).name not in kinds:
         raise rule_error(
-            "A complex signal is two float32 planes of one shape", f"re={describe(re)}, im={describe(im)}",
+            f"A complex signal is two planes of one shape and one type, {' or '.join(kinds)}",
+            f"re={describe(re)}, im={describe(im)}",
             "pass x.real and x.imag of a complex64 array, or call capibara.kernels.fft.fft(x)",
-        )  # fmt: skip
+        )
 
 
 def check(call: Call) -> None:
-    _check_planes(call)
+    _check_planes(call, PLANES)
     check_names(call)
     axes, factors = call.params["axes"], call.params["factors"]
     if not isinstance(call.params["inverse"], bool | np.bool_):
@@ -90,7 +95,7 @@ def check_rfft(call: Call) -> None:
 
 
 def check_irfft(call: Call) -> None:
-    _check_planes(call)
+    _check_planes(call, PLANES[:1])
     check_names(call)
     n, points = call.params["n"], call.need("re").shape[-1:]
     if not isinstance(n, int) or n < 1 or points != (n // 2 + 1,):
@@ -106,7 +111,7 @@ def _cost(batch: int, lengths: tuple[int, ...], moved: float, precision: Any) ->
 def cost(call: Call) -> Cost:
     shape, axes = call.need("re").shape, call.params["axes"]
     assert isinstance(axes, int)
-    moved = 16.0 * math.prod(shape)
+    moved = 4.0 * call.need("re").dtype.itemsize * math.prod(shape)
     return _cost(math.prod(shape[:-axes]), shape[-axes:], moved, call.params["precision"])
 
 
@@ -140,9 +145,12 @@ def tolerance_of(lengths: tuple[int, ...], precision: Any) -> float:
 
 
 def tolerance(call: Call) -> float:
+    """That of the transform; what is rounded to bfloat16 at its end adds as much as one rounding does."""
     axes = call.params["axes"]
     assert isinstance(axes, int)
-    return tolerance_of(call.need("re").shape[-axes:], call.params["precision"])
+    plane = call.need("re")
+    rounding = unit_roundoff(plane.dtype) if plane.dtype == jnp.bfloat16 else 0.0
+    return tolerance_of(plane.shape[-axes:], call.params["precision"]) + rounding
 
 
 def tolerance_rfft(call: Call) -> float:
