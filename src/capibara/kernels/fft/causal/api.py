@@ -9,12 +9,12 @@ from capibara.kernels.fft.causal.reference import reference, reference_taps
 from capibara.kernels.op import Case, Implementation, Op, register
 
 
-def _case(name: str, x: tuple[int, int, int], taps: int, *tags: str, **params: Any) -> Case:
-    return Case(name, (x, (x[1], taps)), "float32", params, frozenset(tags))
+def _case(name: str, x: tuple[int, int, int], taps: int, *tags: str, dtype: str = "float32", **params: Any) -> Case:
+    return Case(name, (x, (x[1], taps)), dtype, params, frozenset(tags))
 
 
-def _taps_case(name: str, x: tuple[int, int, int], taps: int, *tags: str) -> Case:
-    return Case(name, (x, x), "float32", {"taps": taps}, frozenset(tags))
+def _taps_case(name: str, x: tuple[int, int, int], taps: int, *tags: str, dtype: str = "float32") -> Case:
+    return Case(name, (x, x), dtype, {"taps": taps}, frozenset(tags))
 
 
 CAUSAL_FILTER = Op(
@@ -31,6 +31,7 @@ CAUSAL_FILTER = Op(
     cases=(
         _case("16k", (8, 768, 16384), 16384, "bench", "gpu"),
         _case("odd", (3, 2, 7), 5, "test", conjugate=True),
+        _case("odd-bfloat16", (3, 2, 7), 5, "test", dtype="bfloat16"),
         _case("one", (1, 1, 1), 1, "test"),
         _case("shardable", (8, 8, 6), 6, "shard"),
     ),
@@ -49,6 +50,7 @@ CAUSAL_TAPS = Op(
     cases=(
         _taps_case("16k", (8, 768, 16384), 16384, "bench", "gpu"),
         _taps_case("odd", (3, 2, 7), 5, "test"),
+        _taps_case("odd-bfloat16", (3, 2, 7), 5, "test", dtype="bfloat16"),
         _taps_case("shardable", (8, 8, 6), 6, "shard"),
     ),
 )

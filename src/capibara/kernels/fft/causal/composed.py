@@ -21,11 +21,12 @@ Planes = tuple[jax.Array, jax.Array]
 
 def composed(x: jax.Array, h: jax.Array, *, conjugate: bool) -> jax.Array:
     """Pairs of signals, each near 1 in size, through the filters in bfloat16, and back to their own size."""
+    dtype, x, h = x.dtype, x.astype(jnp.float32), h.astype(jnp.float32)
     spectra = _whole((h, jnp.zeros_like(h)), smooth_length(x.shape[2] + h.shape[1] - 1))
-    own, inverse = _powers(x)
+    own, inverse = powers(x)
     params = {"precision": "bfloat16"} | ({"conjugate": True} if conjugate else {})
     made = run(FFT_FILTER, (*_paired(x * inverse), *spectra), params)
-    return jnp.concatenate(made)[: x.shape[0]] * own
+    return (jnp.concatenate(made)[: x.shape[0]] * own).astype(dtype)
 
 
 def composed_taps(flow: jax.Array, x: jax.Array, *, taps: int) -> jax.Array:
@@ -35,14 +36,15 @@ def composed_taps(flow: jax.Array, x: jax.Array, *, taps: int) -> jax.Array:
     larger, the imaginary. What a signal of x is divided by its cotangent is multiplied by, so that each product is its
     own, and a pair's error that of its larger product.
     """
+    flow, x = flow.astype(jnp.float32), x.astype(jnp.float32)
     length = smooth_length(x.shape[2] + taps - 1)
-    own, inverse = _powers(x)
+    own, inverse = powers(x)
     (a, b), (c, d) = (_whole(_paired(pairs), length) for pairs in (flow * own, x * inverse))
     crossed = ((a * c + b * d).sum(0), (b * c - a * d).sum(0))
     return run(FFT, crossed, {"precision": "bfloat16", "inverse": True})[0][:, :taps]
 
 
-def _powers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def powers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """For each signal the power of two at or below its largest magnitude, and its inverse: multiplying is exact.
 
     By the bits of the number, since an exponential may be rounded; both within the normal numbers.

@@ -13,7 +13,9 @@ from capibara.kernels.batching import one_by_one
 from capibara.kernels.dispatch import run
 from capibara.kernels.fft.plan import smooth_length
 from capibara.kernels.fft.rules import tolerance_of
-from capibara.kernels.op import Call, Cost, Op, Partition, Prefer, describe
+from capibara.kernels.op import Call, Cost, Op, Partition, Prefer, describe, unit_roundoff
+
+TYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
 
 def _refuse(call: Call, rule: str) -> None:
@@ -25,22 +27,22 @@ def _refuse(call: Call, rule: str) -> None:
 
 
 def _shapes(call: Call) -> list[tuple[int, ...]]:
-    """The shapes of the operands that are there and float32."""
-    return [x.shape for x in call.args if x is not None and x.dtype == jnp.dtype("float32")]
+    """The shapes of the operands that are there and of a type that is taken."""
+    return [x.shape for x in call.args if x is not None and x.dtype in TYPES]
 
 
 def check(call: Call) -> None:
     shapes = _shapes(call)
     fits = len(shapes) == 2 and len(shapes[0]) == 3 and len(shapes[1]) == 2 and shapes[0][1] == shapes[1][0]
     if not fits or not 1 <= shapes[1][1] <= shapes[0][2]:
-        _refuse(call, "causal_filter takes float32 x [B, C, T] and h [C, L] with 1 to T taps")
+        _refuse(call, "causal_filter takes float32 or bfloat16 x [B, C, T] and h [C, L] with 1 to T taps")
 
 
 def check_taps(call: Call) -> None:
     shapes, taps = _shapes(call), call.params["taps"]
     fits = len(shapes) == 2 and len(shapes[0]) == 3 and shapes[0] == shapes[1] and isinstance(taps, int)
     if not fits or not 1 <= int(taps) <= shapes[0][2]:  # type: ignore[call-overload]
-        _refuse(call, f"causal_taps takes float32 flow and x [B, C, T] and 1 to T taps, here taps={taps!r}")
+        _refuse(call, f"causal_taps takes float32 or bfloat16 flow and x [B, C, T] and 1 to T taps, here taps={taps!r}")
 
 
 def _cost(transforms: float, length: int, moved: float) -> Cost:
@@ -51,7 +53,8 @@ def cost(call: Call) -> Cost:
     """A real transform and one back for each signal, one for each filter; every number moved once."""
     batch, channels, time = call.need("x").shape
     taps = call.need("h").shape[1]
-    moved = 4.0 * channels * (2 * batch * time + taps)
+    moved = 2.0 * batch * channels * time * call.need("x").dtype.itemsize
+    moved += channels * taps * call.need("h").dtype.itemsize
     return _cost(channels * (2 * batch + 1), max(time + taps - 1, 1), moved)
 
 
@@ -59,13 +62,16 @@ def cost_taps(call: Call) -> Cost:
     batch, channels, time = call.need("x").shape
     taps = call.params["taps"]
     assert isinstance(taps, int)
-    moved = 4.0 * channels * (2 * batch * time + taps)
+    moved = batch * channels * time * sum(call.need(name).dtype.itemsize for name in ("flow", "x"))
+    moved += 4.0 * channels * taps
     return _cost(channels * (2 * batch + 1), max(time + taps - 1, 1), moved)
 
 
 def tolerance(call: Call) -> float:
-    """Three transforms: of the signal, of the filter, and back."""
-    return 3 * tolerance_of((smooth_length(call.need("x").shape[2] + call.need("h").shape[1] - 1),), "bfloat16")
+    """Three transforms: of the signal, of the filter, and back; and the rounding to x's type."""
+    return unit_roundoff(call.need("x").dtype) + 3 * tolerance_of(
+        (smooth_length(call.need("x").shape[2] + call.need("h").shape[1] - 1),), "bfloat16"
+    )
 
 
 def tolerance_taps(call: Call) -> float:
