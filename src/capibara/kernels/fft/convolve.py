@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error, unknown_name
@@ -100,8 +101,9 @@ def _back(spectra: Planes, length: int, kept: int) -> jax.Array:
 
 
 def _times(left: Planes, right: Planes) -> Planes:
-    (a, b), (c, d) = left, right
-    return a * c - b * d, a * d + b * c
+    """As complex numbers: where a transform makes such, taking them apart and putting them together cancels."""
+    made = lax.complex(*left) * lax.complex(*right)
+    return made.real, made.imag
 
 
 def _conjugate(spectra: Planes) -> Planes:
