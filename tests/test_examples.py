@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ SAYS = {
     "kernels/own_op.py": ["squared_distances(", "≤ tolerance", "gradient: (100, 32)"],
     "parallel/compressed_gradients.py": ["all within 1 %: True", "feedback brings them: True"],
     "parallel/mesh_of_32.py": ["8 chips, 1 hop to the next, a ring", "by the default rules: 96 KiB of weights a chip"],
+    "parallel/pipeline_of_4.py": ["2 on each", "8 microbatches in 11 ticks", "waits for 27%", "same training: True"],
     "tpu_v4_optimization/matrix_products.py": ["float32: float32", "pallas_tpu TileConfig"],
     "tpu_v4_optimization/mesh_of_32.py": ["(512, 512) on 32 devices, (128, 64) on each", "actual:"],
 }
@@ -23,8 +25,9 @@ EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_runs(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_runs(example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(registry())
+    monkeypatch.setattr(sys, "argv", [example])  # an example reads its own command line, not the test's
     try:
         runpy.run_path(str(ROOT / example), run_name="__main__")
     finally:

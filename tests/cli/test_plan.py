@@ -111,11 +111,11 @@ def test_a_run_is_kept_and_calibrates_the_next_plan(target: str, tmp_path: Path)
     assert runner.invoke(app, ["plan", "--calibrate", "--on", "h200"]).exit_code == 2, "no run was on that chip"
     after = json.loads(runner.invoke(app, [*command, "--json"]).stdout)
     stock = json.loads(runner.invoke(app, [*command, "--json", "--uncalibrated"]).stdout)
-    # Launches and bubbles are not scaled, so the corrected time is near the measured one and not at it.
+    # One run corrects most of the way.
     assert after["step_seconds"] == pytest.approx(run["step_seconds"], rel=0.2)
     assert after["step_seconds"] > 1.1 * before["step_seconds"]
     assert stock["step_seconds"] == before["step_seconds"]
-    assert any("corrected by 1 measured run" in note for note in after["notes"])
+    assert any("by 1 measured run on tpu_v4" in note and "as long as this step" in note for note in after["notes"])
     # The next run is kept beside what the uncorrected model says: a correction is never corrected again.
     runner.invoke(app, [*command, "--measured", "run.json"])
     assert [one.predicted_seconds for one in measurements()] == pytest.approx([before["step_seconds"]] * 2)

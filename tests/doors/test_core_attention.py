@@ -15,10 +15,11 @@ import pytest
 
 from capibara.core.kernels import TPUv4Kernels
 from capibara.kernels import explain
-from capibara.kernels.attention import by_level
+from capibara.kernels.attention import by_level, sequence
 from capibara.kernels.attention.api import ATTENTION, attention
 from capibara.kernels.attention.chunks import ChunkConfig
 from capibara.kernels.attention.mask_shapes import mask_and_bias
+from capibara.parallel import use_rules
 
 RNG = np.random.default_rng(0)
 Q = jnp.asarray(RNG.normal(size=(2, 4, 24, 16)), jnp.float32)
@@ -184,6 +185,46 @@ def test_without_a_mesh_or_an_axis_it_is_plain_and_said_once(caplog: pytest.LogC
         exactly.flash_attention(Q, K, V, sequence_parallel="time")
     with pytest.raises(ValueError, match="sequence_parallel is True, False or the name"):
         exactly.flash_attention(Q, K, V, sequence_parallel=3)  # type: ignore[arg-type]
+
+
+def test_a_sequence_goes_where_the_rules_in_force_put_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("data", "time", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    by_level._say.cache_clear()
+    asked: list[tuple[Any, ...]] = []
+    split = sequence.sequence_parallel_attention
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append((options["axis"], options["batch_axis"], options["head_axis"]))
+        return split(*args, **options)
+
+    monkeypatch.setattr(sequence, "sequence_parallel_attention", noted)
+
+    def axes(**rules: Any) -> tuple[Any, ...] | None:
+        """The mesh axes of the sequence, the batch and the heads; None for plain attention."""
+        asked.clear()
+        jax.clear_caches()  # a program that was traced before asks nothing again
+        with jax.set_mesh(mesh), use_rules(rules):
+            jax.eval_shape(attend)
+        return asked[0] if asked else None
+
+    def attend() -> Any:
+        return exactly.flash_attention(Q, K, V, causal=True, sequence_parallel=True)
+
+    with caplog.at_level(logging.WARNING, "capibara.kernels"):
+        assert axes() is None, "by default a sequence is on an axis of its name, which this mesh lacks"
+        assert axes(sequence="time") == ("time", ("data",), ("model",))
+        assert axes(sequence=("data",), batch=("time", "expert"), heads=None) == ("data", ("time",), None)
+        # Two rows and two key heads divide over one axis each, and not over four devices.
+        assert axes(sequence="time", batch=("data", "model"), heads="data") == ("time", None, ("data",))
+        assert axes(sequence=None) is None
+        assert axes(sequence=("time", "model")) is None
+    with jax.set_mesh(mesh), use_rules({"sequence": "data", "batch": "time"}):
+        assert error(attend(), exact(causal=True)) < FLOAT32
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    for reason in ("no axis 'sequence'", "the rules split no sequence", "by time and model and a ring goes along one"):
+        assert said.count(reason) == 1, reason
 
 
 def test_a_sequence_over_a_mesh(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 import subprocess
 import sys
@@ -192,14 +193,14 @@ def test_the_host_is_measured_once_and_says_so() -> None:
 
 
 def test_measuring_the_host_is_quick() -> None:
-    # In a fresh process, since `host` remembers. The bound is three times what a loaded small machine
-    # takes; the promise is "well under a second" on one that is free.
+    # In a fresh process, since `host` remembers. Of the processors' time, not the clock's: others may use the machine.
     code = (
         "import numpy, time; from capibara.hardware import host; "
-        "t = time.perf_counter(); host(); print(time.perf_counter() - t)"
+        "t = time.process_time(); host(); print(time.process_time() - t)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert float(done.stdout) < 1.5
+    # "Well under a second" on every core; the bound is for the two cores that this runs on at the least.
+    assert float(done.stdout) < 1.5 * max(2, os.cpu_count() or 2)
 
 
 @pytest.mark.newest

@@ -62,3 +62,19 @@ def test_adamw_is_optax_s() -> None:
     same, _ = _run(optax.adamw(3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
     mine, _ = _run("adamw")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE), mine, same)
+
+
+def test_one_parameter_is_done_before_the_next_ones_moments_are_read() -> None:
+    """What lies with the host can then be fetched for one parameter after another."""
+    init, update = optimizer_named("adamw", True)
+    params = {"a": jnp.ones((4, 2)), "b": jnp.ones((3, 5))}
+    jaxpr = jax.make_jaxpr(update)(params, init(params), params).jaxpr
+    touched = {
+        shape: [
+            index
+            for index, eqn in enumerate(jaxpr.eqns)
+            if any(getattr(atom.aval, "shape", None) == shape for atom in (*eqn.invars, *eqn.outvars))
+        ]
+        for shape in ((4, 2), (3, 5))
+    }
+    assert max(touched[4, 2]) < min(touched[3, 5])

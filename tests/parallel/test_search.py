@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from tests.parallel.standins import HEADS, HIDDEN, MLP, VOCAB, TenLines, decoder
 
-from capibara.hardware.topology import slice_by_name
+from capibara.hardware.chips import chip
+from capibara.hardware.topology import Slice, slice_by_name
 from capibara.parallel.anatomy import Anatomy, Leaf
 from capibara.parallel.exploration import TARGETS, Exploration
 from capibara.parallel.job import Job
@@ -112,6 +113,17 @@ def test_pipelines_are_tried_when_asked_for() -> None:
     assert layout.specs[1] == PartitionSpec("pipeline")
     with pytest.raises(Unfit, match="6 layers do not divide into 4 stages"):
         Space(decoder(layers=6), 8, KNOBS, pipelines=True).layout(Point((("pipeline", 4), ("data", 2))))
+    for parts, said in ((2, "2 microbatches do not divide over 4 stages"), (4, None)):
+        point = Point((("pipeline", 4), ("data", 2)), choices=(("remat", "full"), ("accumulate", parts)))
+        if said is None:
+            assert "4 microbatches in flight" in space.layout(point).name
+            continue
+        with pytest.raises(Unfit, match=said):
+            space.layout(point)
+    barred = dataclasses.replace(space, why_no_stages="its layers are no scan")
+    assert not any("pipeline" in dict(mesh) for mesh in barred.meshes())
+    with pytest.raises(Unfit, match="no stages of a pipeline: its layers are no scan"):
+        barred.layout(Point((("pipeline", 4), ("data", 2))))
 
 
 # The search.
@@ -224,9 +236,13 @@ def test_the_error_names_the_cheapest_change_that_fits() -> None:
         decoder(rows=4),
         beyond=MappingProxyType({"accumulate": (64,)}),
         smaller=MappingProxyType({"half the batch": lambda: _job(half)}),
+        not_smaller=MappingProxyType({"half the sequence": "KeyError: rows"}),
     )
     plans = _search(limit, job=job)
     assert plans.best is None
+    untried = "half the sequence was not tried: the program refuses it (KeyError: rows)"
+    assert untried in plans.notes
+    assert untried not in _search(EVERYTHING, job=job).notes, "nobody asks when it fits"
     # More chips were tried by the same model, and so was half the batch, which does not help here: state is the most.
     assert [fix.change for fix in plans.fixes] == ["v4-64 (32 chips, 2x4x4)"]
     assert plans.nearest_fix.estimate.memory.fits
@@ -321,3 +337,11 @@ def test_cutting_a_microbatch_further_is_given_up_only_where_it_cannot_be_enough
 
     # Halved, the temporaries are 4 at the least; quartered 2.
     assert (hopeless(8.0, 2), hopeless(7.0, 2), hopeless(7.0, 4)) == (False, True, False)
+
+
+def test_more_gpus_of_a_host_are_a_change_too() -> None:
+    one = Slice("h200", chip("h200"), (1,))
+    plans = _search(0.3 * EVERYTHING, on=one, offload=False)
+    assert plans.best is None
+    more = [fix for fix in plans.fixes if fix.change.startswith("h200x")]
+    assert [(fix.change, fix.slice.chips) for fix in more] == [("h200x8 of one host", 8)]

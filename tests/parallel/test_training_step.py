@@ -102,6 +102,24 @@ def test_what_a_job_says() -> None:
     assert "no scan" in flat.notes[0]
 
 
+def test_what_the_loss_says_to_half_a_sequence_is_kept() -> None:
+    params, inputs = {"w": jnp.ones((6, 4))}, {"x": jnp.ones((8, 6))}
+
+    def cut(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(batch["x"] @ params["w"][: batch["x"].shape[1]])
+
+    def strict(params: Any, batch: Any) -> jax.Array:
+        if batch["x"].shape[1] != 6:
+            raise KeyError("six features\nare needed")
+        return jnp.mean(batch["x"] @ params["w"])
+
+    assert "half the sequence" in training_job(cut, params, inputs).smaller
+    assert training_job(cut, params, inputs).not_smaller == {}
+    job = training_job(strict, params, inputs)
+    assert set(job.smaller) == {"half the batch"}
+    assert job.not_smaller == {"half the sequence": r"KeyError: 'six features\nare needed'"}
+
+
 def test_a_program_and_its_roles() -> None:
     w, ids = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((2, 16), "int32")
     job = program_job(lambda w, ids: w[ids], (w, ids))
@@ -151,3 +169,20 @@ def test_a_step_checks_how_many_microbatches_it_has(accumulate: Any) -> None:
     params, batch = _arrays()
     with pytest.raises(ValueError, match="accumulate"):
         training_step(_loss, "sgd", accumulate=accumulate)(params, (), batch)
+
+
+def test_a_step_in_stages_is_the_same_step() -> None:
+    random = np.random.default_rng(3)
+    params = {"layers": random.normal(size=(4, 8, 8)).astype("float32") / 4, "out": np.ones((8, 2), "float32")}
+    batch = {"x": random.normal(size=(8, 8)).astype("float32"), "y": random.normal(size=(8, 2)).astype("float32")}
+    job = training_job(_loss, params, batch, optimizer="sgd")
+    assert job.why_no_stages() == ""
+    step, shapes = job.built({"remat": "full", "accumulate": 4}, stages=2)
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[1])
+    plain, _ = job.built({"remat": "none", "accumulate": 1})
+    expected = jax.jit(plain)(params, state, batch)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("pipeline",))):
+        found = jax.jit(step)(params, state, batch)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # Sums of eight rows in another order.
+        np.testing.assert_allclose(one, other, rtol=0, atol=8 * 8 * np.finfo(np.float32).eps)

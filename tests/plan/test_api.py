@@ -116,3 +116,23 @@ def test_what_cannot_be_divided_fits_whole(fn: Any, args: tuple[Any, ...]) -> No
     plan = capibara.plan(fn, args, on="v4-8")
     assert plan.fits
     assert "no argument is divided over the 4 chips: each has all of them" in plan.notes
+
+
+def test_how_far_from_fitting_arguments_alone_are() -> None:
+    """400 GiB over four chips: an answer, on a given mesh too, and no complaint about the mesh."""
+    x = jax.ShapeDtypeStruct((1024, 100 * 2**20), "float32")
+    for mesh in (None, "data=4"):
+        made = capibara.plan(lambda x: x.sum(), (x,), on="v4-8", mesh=mesh)
+        assert not made.fits
+        assert made.best is None
+        assert "needs 100.0 of 30.8 GiB a chip for its arguments alone" in made.closest
+        assert f"DOES NOT FIT: at best {made.closest}" in str(made)
+
+
+@pytest.mark.parametrize(("gib", "said"), [(100, False), (120, True)])
+def test_a_gpu_of_which_jax_takes_a_part(gib: int, said: bool) -> None:
+    made = capibara.plan(
+        lambda x: x.sum(), (jax.ShapeDtypeStruct((gib, 2**28), "float32"),), on="h200", roles=("params",)
+    )
+    assert made.fits
+    assert any("XLA_PYTHON_CLIENT_MEM_FRACTION=0.91" in note for note in made.notes) == said

@@ -118,9 +118,13 @@ def test_more_devices_than_there_are() -> None:
         partition_layout(_job(), layout)
 
 
-def test_a_pipeline_is_planned_and_not_compiled() -> None:
+def test_a_program_that_is_no_training_job_has_no_stages() -> None:
     made = partition_layout(_job(), replace(_tensor_parallel(), stages=2))
     assert made.error_kind == "pipeline"
+    assert made.error is not None
+    assert "only a training job" in made.error
+    witness = Witness(_job(), place("v4-64"), "xla", 1, limit=30.0)
+    assert witness(replace(_tensor_parallel(), stages=2)).error == made.error, "what cannot be built is refused"
 
 
 def test_an_answer_survives_json() -> None:

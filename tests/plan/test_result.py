@@ -78,9 +78,25 @@ def test_a_narrow_screen_leaves_room_for_the_layout(make_plan: Make) -> None:
     assert "range" in str(plan)
 
 
+@pytest.mark.parametrize(("width", "absent"), [(150, ()), (90, ("link", "times")), (60, ("link", "times", "why"))])
+def test_a_narrow_screen_has_whole_words_in_its_exchanges(make_plan: Make, width: int, absent: tuple[str, ...]) -> None:
+    stream = io.StringIO()
+    show(make_plan(), Console(file=stream, width=width, force_terminal=True, color_system=None))
+    table = stream.getvalue().partition("Exchanges of a step")[2]
+    heads = table.splitlines()[2].split()
+    assert heads == [name for name in ("kind", "axes", "link", "times", "sent", "time", "why") if name not in absent]
+    assert "all_gather " in table
+    assert "all_reduce " in table
+
+
 def test_without_any_layout(make_plan: Make) -> None:
     plan = make_plan(fits=False, candidates=(), bills=(), changes=())
     assert "no layout could be made. 3 does not divide" in str(plan)
+    near = make_plan(fits=False, candidates=(), bills=(), changes=(), closest="data 4 needs 64.2 of 30.8 GiB a chip")
+    assert "DOES NOT FIT: at best data 4 needs 64.2 of 30.8 GiB" in str(near)
+    assert "No change that was tried" in str(near)
+    assert near.as_dict()["closest"].startswith("data 4")
+    assert plan.as_dict()["closest"] is None
     assert plan.as_dict()["step_seconds"] is None
 
 

@@ -92,6 +92,9 @@ def test_its_own_error_is_kept_and_shown(file: str) -> None:
     with pytest.raises(TargetError, match=r"does not trace\. KeyError: 'missing'") as caught:
         load_job(Recipe(f"{file}:broken", train=True))
     assert isinstance(caught.value.__cause__, KeyError)
+    assert "--shapes" not in str(caught.value), "its arguments are right"
+    with pytest.raises(TargetError, match=r"TypeError: .*\n.*what shapes\(\) returns, 2 arguments: name the function"):
+        load_job(Recipe(f"{file}:shapes"))
     with pytest.raises(TargetError, match="RuntimeError: no shapes today"):
         load_job(Recipe(f"{file}:loss", shapes="failing"))
 

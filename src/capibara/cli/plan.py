@@ -12,6 +12,7 @@ from capibara.errors import rule_error
 
 if TYPE_CHECKING:
     from capibara.fleet.spot import SpotAssumptions
+    from capibara.parallel.cost.calibration import Fit
     from capibara.plan.measured import Calibrated
     from capibara.plan.result import Plan
     from capibara.plan.target import Recipe
@@ -193,19 +194,31 @@ def _calibrate(context: typer.Context, on: str, json: bool) -> None:
             )
         screen.print(made)
         if one.fit is not None:
-            factors = one.fit.calibration
-            screen.print(
-                f"step time is off by {output.percent(round(one.fit.error_before, 6))} before and "
-                f"{output.percent(round(one.fit.error_after, 6))} after (matrix x{factors.matrix:.3g}, memory "
-                f"x{factors.memory:.3g}, links x{factors.links:.3g}); later plans for {one.chip} use it",
-                markup=False,
-            )
-            for note in one.fit.notes:
-                screen.print(f"note: {note}", markup=False)
+            _fit(screen, one.fit, one.chip)
         if one.memory_before is not None:
             screen.print(
                 f"memory is off by {output.percent(one.memory_before)} before, {output.percent(one.memory_after)} after"
             )
+
+
+def _fit(screen: Any, fit: Fit, chip: str) -> None:
+    from capibara.plan import words
+
+    asked = fit.correction
+    factors = ", ".join(f"{unit} x{factor:.3g}" for unit, factor in asked.factors.items())
+    others = "" if fit.error_held_out is None else f", {output.percent(fit.error_held_out)} each by the others alone"
+    screen.print(
+        f"step time is off by {output.percent(round(fit.error_before, 6))} before and "
+        f"{output.percent(round(fit.error_after, 6))} after{others}",
+        markup=False,
+    )
+    screen.print(
+        f"a step like the median run: {factors}, and {words.seconds(asked.step_seconds)} beside its work; later plans "
+        f"for {chip} are corrected by the runs that are like them, the less the further away those are",
+        markup=False,
+    )
+    for note in fit.notes:
+        screen.print(f"note: {note}", markup=False)
 
 
 def _typed(context: typer.Context, name: str) -> bool:
@@ -219,9 +232,10 @@ def _calibrated_as_dict(one: Calibrated) -> dict[str, Any]:
     return {
         "chip": one.chip,
         "runs": [dataclasses.asdict(run) for run in one.runs],
-        "calibration": None if one.fit is None else one.fit.calibration.as_dict(),
         "error_before": None if one.fit is None else one.fit.error_before,
         "error_after": None if one.fit is None else one.fit.error_after,
+        "error_held_out": None if one.fit is None else one.fit.error_held_out,
+        "correction": None if one.fit is None else dataclasses.asdict(one.fit.correction),
         "memory_error_before": one.memory_before,
         "memory_error_after": one.memory_after,
         "saved": None if one.saved is None else str(one.saved),

@@ -401,12 +401,17 @@ CHIPS: tuple[Chip, ...] = (
         platform="gpu",
         flops_by_dtype=_HOPPER,
         hbm_bytes=141 * GiB,
+        usable_hbm_bytes=139 * GiB,
         hbm_bandwidth=4800 * GIGA,
         vmem_bytes=227 * KiB,
         cores_per_chip=132,
         clock_hz=1830e6,
         ici_link_bandwidth=450 * GIGA,
-        source=("NVIDIA H200 Tensor Core GPU datasheet (the H100's compute, HBM3e)", _GPU_NOTE),
+        source=(
+            "NVIDIA H200 Tensor Core GPU datasheet (the H100's compute, HBM3e)",
+            "usable HBM: what the machine that this project measured on has for data",
+            _GPU_NOTE,
+        ),
     ),
 )
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from capibara.parallel.mesh import MeshConfig, TPUv4MeshConfigurations, create_tpu_mesh_config
     from capibara.parallel.mesh_wiring import AxisWiring, wiring
     from capibara.parallel.model_sharding import MeshSharding, create_mesh_sharding
+    from capibara.parallel.pipeline_program import pipelined
+    from capibara.parallel.pipeline_schedule import Schedule
+    from capibara.parallel.pipeline_stages import pipeline
     from capibara.parallel.planner import ShardingStrategy, optimize_sharding_strategy
     from capibara.parallel.plans import Plans
     from capibara.parallel.remat import checkpoint_scans
@@ -43,6 +46,7 @@ _HOME = {
     "RULES": "rules",
     "RuleCheck": "rule_check",
     "ScalingConfig": "tpu_config",
+    "Schedule": "pipeline_schedule",
     "ShardingStrategy": "planner",
     "TPUConfig": "tpu_config",
     "TPUv4MeshConfigurations": "mesh",
@@ -57,6 +61,8 @@ _HOME = {
     "logical_sharding": "rules",
     "optimize_sharding_strategy": "planner",
     "partition_spec": "rules",
+    "pipeline": "pipeline_stages",
+    "pipelined": "pipeline_program",
     "program_job": "job",
     "shard_params": "rules",
     "tpu_v4_optimization_context": "context",
@@ -78,6 +84,7 @@ __all__ = [
     "Plans",
     "RuleCheck",
     "ScalingConfig",
+    "Schedule",
     "ShardingStrategy",
     "TPUConfig",
     "TPUv4MeshConfigurations",
@@ -92,6 +99,8 @@ __all__ = [
     "logical_sharding",
     "optimize_sharding_strategy",
     "partition_spec",
+    "pipeline",
+    "pipelined",
     "program_job",
     "shard_params",
     "tpu_v4_optimization_context",

@@ -106,14 +106,16 @@ class Exploration:
     def go(self) -> None:
         """Coarse, then fine."""
         frugal = self._frugal()
-        first = [Point(mesh, cut, self.space.shardings(mesh)[-1], frugal) for mesh, cut in self._usual()]
+        first = [
+            self._in_flight(Point(mesh, cut, self.space.shardings(mesh)[-1], frugal)) for mesh, cut in self._usual()
+        ]
         looked = [self.look(point) for point in first]
         if self._out_of_reach(looked):
             return
         for result in self._promising(looked, _WIDER):
             mesh = result.point.mesh
             looked += [
-                self.look(Point(mesh, cut, how, frugal))
+                self.look(self._in_flight(Point(mesh, cut, how, frugal)))
                 for cut in self.space.cuts(mesh)
                 for how in self.space.shardings(mesh)
                 if (cut, how) != (result.point.model, result.point.parameters)
@@ -139,6 +141,22 @@ class Exploration:
         if "remat" in chosen:
             chosen["remat"] = max(self.space.knobs["remat"], key=POLICIES.index)
         return tuple(chosen.items())
+
+    def _in_flight(self, point: Point) -> Point:
+        """A pipeline's point with microbatches to fill it: the most up to four for each stage that divide the rows."""
+        stages = point.axis("pipeline")
+        if stages == 1 or "accumulate" not in dict(point.choices):
+            return point
+        for parts in sorted(self.space.knobs["accumulate"], reverse=True):
+            if parts <= 4 * stages:
+                tried = point.choosing(accumulate=parts)
+                try:
+                    self.space.layout(tried)
+                except Unfit as why:
+                    if why.bytes is None:
+                        continue
+                return tried
+        return point
 
     def _promising(self, looked: list[Result], most: int) -> list[Result]:
         """The best that fit, and the fastest and the smallest that do not yet but may with other knobs."""

@@ -16,6 +16,7 @@ __all__ = ["changes_that_fit"]
 
 _HALVINGS = 4
 _LARGER = 4
+_GPUS_OF_A_HOST = (1, 2, 4, 8)
 # A look at whether and how well a change helps; the full search follows when the user makes it.
 _BUDGET = 60
 # Two sizes of a batch tell what is needed without any; another layout that is best there may need this much less.
@@ -105,19 +106,26 @@ def _halved(change: str, job: Job, slice: Any, mesh: Any) -> Iterator[Try]:
 
 
 def _more_chips(job: Job, slice: Any, mesh: Any) -> Iterator[Try]:
-    """The next larger slices of the same chip, by doubling; a given mesh grows along its data axis."""
-    if not isinstance(slice, Slice) or slice.chip.platform != "tpu":
-        return  # Only TPUs come in slices with names.
-    sizes = {one.chips: one for one in map(slice_by_name, slice_names(slice.chip))}
+    """The next larger slices of the same chip, or more GPUs of a host, by doubling; a given mesh grows along its data
+    axis."""
+    if not isinstance(slice, Slice) or slice.chip.platform not in ("tpu", "gpu"):
+        return
+    if slice.chip.platform == "tpu":
+        sizes = {one.chips: (one, f"{one}") for one in map(slice_by_name, slice_names(slice.chip))}
+    else:
+        sizes = {
+            many: (Slice(f"{slice.chip.name}x{many}", slice.chip, (many,)), f"{slice.chip.name}x{many} of one host")
+            for many in _GPUS_OF_A_HOST
+        }
     for times in range(1, _LARGER + 1):
-        larger = sizes.get(slice.chips * 2**times)
+        larger, text = sizes.get(slice.chips * 2**times, (None, ""))
         if larger is None:
             continue
         grown = mesh
         if mesh is not None:
             axes = mesh.axes if isinstance(mesh, MeshConfig) else dict(mesh)
             grown = {**axes, "data": axes.get("data", 1) * 2**times}
-        yield f"{larger}", job, larger, grown
+        yield text, job, larger, grown
 
 
 def _together(job: Job, slice: Any, mesh: Any) -> Iterator[Try]:

@@ -41,8 +41,15 @@ class Job:
     """Name -> values that `build` takes as well and that nobody asked to try: for a job that does not fit."""
     smaller: Mapping[str, Callable[[], Job]] = field(default_factory=_nothing)
     """In words ("half the batch") -> the job changed so: for a job that does not fit."""
+    not_smaller: Mapping[str, str] = field(default_factory=_nothing)
+    """In words -> what the program says to a change of that kind, which it does not take."""
     notes: tuple[str, ...] = ()
     """What was assumed about the program."""
+    staged: Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
+    """`staged(microbatches, **choices)` is what `build` returns, with its layers as a pipeline of the mesh's stages: in
+    place of `accumulate` microbatches one after another, so many that follow each other through the stages."""
+    why_no_stages: Callable[[], str] = lambda: "only a training job (loss and optimizer apart) can run as a pipeline"
+    """Why the program cannot run as a pipeline; "" where it can. It takes a look at the program."""
 
     def __post_init__(self) -> None:
         tokens = self.tokens
@@ -50,6 +57,16 @@ class Job:
             raise rule_error(
                 "tokens of a step are a whole number from 1 up", repr(tokens), "leave it out to have them counted"
             )
+
+    def built(self, choices: Mapping[str, Any], stages: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Function and arguments for these choices, as a pipeline where there are stages."""
+        if stages == 1:
+            return self.build(**choices)
+        why_not = self.why_no_stages()
+        if self.staged is None or why_not:
+            raise rule_error("A job with stages can run as a pipeline", why_not, "lay it out without stages")
+        rest = {name: value for name, value in choices.items() if name != "accumulate"}
+        return self.staged(choices.get("accumulate", stages), **rest)
 
     def defaults(self) -> dict[str, Any]:
         """The first value of each knob."""

@@ -28,16 +28,18 @@ def _adamw(mixed: bool) -> tuple[Init, Update]:
 
     def update(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
         count = state["count"] + 1
-        mean = jax.tree.map(lambda m, g: (_B1 * m + (1 - _B1) * g).astype(m.dtype), state["mean"], gradients)
-        square = jax.tree.map(lambda v, g: (_B2 * v + (1 - _B2) * g * g).astype(v.dtype), state["square"], gradients)
         # The moments start at zero; this takes out what that pulls them down by.
         first, second = 1 - _B1**count, 1 - _B2**count
 
-        def moved(p: Any, m: Any, v: Any) -> Any:
+        def moved(p: Any, m: Any, v: Any, g: Any) -> tuple[Any, Any, Any]:
+            m = (_B1 * m + (1 - _B1) * g).astype(m.dtype)
+            v = (_B2 * v + (1 - _B2) * g * g).astype(v.dtype)
             way = (m / first) / (jnp.sqrt(v / second) + _EPSILON)
-            return (p - _RATE * (way + _DECAY * p)).astype(p.dtype)
+            return (p - _RATE * (way + _DECAY * p)).astype(p.dtype), m, v
 
-        params = jax.tree.map(moved, params, mean, square)
+        # All of one parameter before the next one's: moments that lie with the host can come and go one after another.
+        made = jax.tree.map(moved, params, state["mean"], state["square"], gradients)
+        params, mean, square = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0, 0)), made)
         return params, {"count": count, "mean": mean, "square": square}
 
     return init, update

@@ -44,7 +44,9 @@ def search(
     it is less than what the chip has. `mesh` fixes the mesh. `top` is how many layouts are ranked. `budget` is how many
     may be evaluated; `deadline_s` stops earlier by the clock, which makes the answer depend on the machine.
     `offload=False` keeps the optimizer's state on the chips. `pipelines=True` also tries stages of layers, for a
-    program that is then run as a pipeline: an ordinary jit of it is none. `model(job, slice)` makes another cost model.
+    job that can run as a pipeline (`training_job`); a `mesh` with an axis "pipeline" asks for them too. The knob
+    "accumulate" is then how many microbatches follow each other through the stages. `model(job, slice)` makes another
+    cost model.
 
     `confirm` takes a layout and returns an object with `error` (a string, or None) and `total_bytes` of a chip (or
     None): what the compiler refuses is refused, and its bytes replace the estimate's. When nothing fits, `best` is None
@@ -70,6 +72,7 @@ def search(
         memory_limit=limit,
         offload=offload,
         pipelines=pipelines,
+        why_no_stages=job.why_no_stages() if pipelines or "pipeline" in dict(given or ()) else "",
     )
     run = Exploration(space, cost, target, budget, deadline_s)
     run.go()
@@ -85,7 +88,11 @@ def search(
             "pipelines": pipelines,
             "model": cost.elsewhere if model is None and isinstance(cost, PaperModel) else model,
         }
-        plans = replace(plans, fixes=changes_that_fit(job, slice, mesh, again, _least_bytes(plans)))
+        untried = tuple(
+            f"{change} was not tried: the program refuses it ({why})" for change, why in job.not_smaller.items()
+        )
+        found = changes_that_fit(job, slice, mesh, again, _least_bytes(plans))
+        plans = replace(plans, fixes=found, notes=(*plans.notes, *untried))
     return plans
 
 

@@ -64,6 +64,8 @@ class Space:
     memory_limit: float = math.inf
     """Bytes of a chip: what the arguments alone do not fit into is refused without a look."""
     pipelines: bool = False
+    why_no_stages: str = ""
+    """Why the job cannot be a pipeline; "" where it can."""
     offload: bool = True
 
     # What there is.
@@ -86,7 +88,7 @@ class Space:
         sizes = self.anatomy.sizes
         if axis == "model":
             return max((sizes[group] for group in self.anatomy.model), default=1)
-        if axis == "pipeline" and not self.pipelines:
+        if axis == "pipeline" and (not self.pipelines or self.why_no_stages):
             return 1
         groups = {
             "data": self.anatomy.batch,
@@ -168,13 +170,14 @@ class Space:
     def layout(self, point: Point) -> Layout:
         """The layout of a point; `Unfit` says why there is none."""
         axes = dict(point.mesh)
+        stages = axes.get("pipeline", 1)
+        self._check_stages(stages, point)
         self._check_batch(axes)
         accumulate = dict(point.choices).get("accumulate", 1)
         rows = math.prod(axes.get(name, 1) for name in _BATCH_AXES)
         for leaf in self.anatomy.of_role("batch"):
             if leaf.shape and accumulate > 1 and leaf.shape[0] % (rows * accumulate):
                 raise Unfit(f"{leaf.shape[0]} rows do not divide over {rows} chips x {accumulate} microbatches")
-        stages = axes.get("pipeline", 1)
         for group in self.anatomy.layers if stages > 1 else ():
             if self.anatomy.sizes.get(group, 0) % stages:
                 raise Unfit(f"{self.anatomy.sizes[group]} layers do not divide into {stages} stages")
@@ -202,6 +205,15 @@ class Space:
             name=self.words(point if self._sharded(specs) else replace(point, parameters="replicated")),
         )
 
+    def _check_stages(self, stages: int, point: Point) -> None:
+        if stages == 1:
+            return
+        if self.why_no_stages:
+            raise Unfit(f"no stages of a pipeline: {self.why_no_stages}")
+        microbatches = dict(point.choices).get("accumulate", stages)
+        if microbatches % stages:
+            raise Unfit(f"{microbatches} microbatches do not divide over {stages} stages")
+
     def _sharded(self, specs: Sequence[PartitionSpec]) -> bool:
         """Whether anything is cut over the data axis: nothing is where nothing divides."""
         held = (s for leaf, s in zip(self.anatomy.leaves, specs, strict=True) if leaf.role in ("params", "state"))
@@ -216,7 +228,8 @@ class Space:
         words = [" x ".join(parts), _WORDS[point.parameters]]
         for name, value in point.choices:
             if value != self.knobs[name][0] or name == "remat":
-                words.append(f"{name} {value}")
+                piped = name == "accumulate" and point.axis("pipeline") > 1
+                words.append(f"{value} microbatches in flight" if piped else f"{name} {value}")
         if point.offload:
             words.append("optimizer state on the host")
         return ", ".join(words)

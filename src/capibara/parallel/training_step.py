@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
+from capibara.parallel.batch_mixing import where_rows_meet
 from capibara.parallel.job import Job, guessed_tokens
+from capibara.parallel.layer_scan import find_layers
 from capibara.parallel.optimizers import optimizer_named
+from capibara.parallel.pipeline_program import pipelined
 from capibara.parallel.remat import POLICIES, checkpoint_scans, outermost_scans
 
 __all__ = ["training_job", "training_step"]
@@ -26,17 +30,25 @@ def training_step(
     remat: str = "none",
     accumulate: int = 1,
     mixed: bool = True,
+    microbatches: int | None = None,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
     """`step(params, state, batch) -> (params, state, loss)` for `loss(params, batch)`, a mean over the batch's rows.
 
     With `accumulate` n, n microbatches run one after another and their gradients are averaged, which is the same
     step where the loss is a mean of equal rows. With `mixed`, gradients are added up in float32 whatever the
     parameters' type; without, in the parameters' type. `remat` is one of `POLICIES`.
+
+    With `microbatches` n, the loss's layers run as a pipeline along the mesh axis "pipeline", n microbatches passing
+    through its stages (`capibara.parallel.pipelined`): under a mesh that has the axis, with the layers' parameters and
+    state laid out along it.
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise rule_error("accumulate is a whole number from 1 up", repr(accumulate), "use 1")
     _, update = optimizer_named(optimizer, mixed)
-    grad = jax.value_and_grad(checkpoint_scans(loss, remat))
+    slim = checkpoint_scans(loss, remat)
+    if microbatches is not None:
+        slim = pipelined(slim, microbatches=microbatches, float32_sums=mixed)
+    grad = jax.value_and_grad(slim)
 
     def whole(params: Any, batch: Any) -> Any:
         return grad(params, batch)
@@ -98,6 +110,10 @@ def training_job(
         step = training_step(loss, optimizer, remat=remat, accumulate=accumulate, mixed=mixed)
         return step, (shapes, state, inputs)
 
+    def staged(microbatches: int, remat: str = "none") -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        step = training_step(loss, optimizer, remat=remat, mixed=mixed, microbatches=microbatches)
+        return step, (shapes, state, inputs)
+
     def again(smaller: Any, fewer: int | None) -> Callable[[], Job]:
         return lambda: training_job(
             loss, params, smaller, optimizer=optimizer, tokens=fewer, mixed=mixed, knobs=knobs, name=name
@@ -107,8 +123,13 @@ def training_job(
     half = None if tokens is None else tokens // 2
     if rows % 2 == 0:
         smaller["half the batch"] = again(_halved(inputs, 0), half)
-    if _sequence(inputs) % 2 == 0 and _traces(loss, shapes, _halved(inputs, 1)):
-        smaller["half the sequence"] = again(_halved(inputs, 1), half)
+    refused: dict[str, str] = {}
+    if _sequence(inputs) % 2 == 0:
+        refusal = _refusal(loss, shapes, _halved(inputs, 1))
+        if refusal:
+            refused["half the sequence"] = refusal
+        else:
+            smaller["half the sequence"] = again(_halved(inputs, 1), half)
     return Job(
         build=build,
         roles=("params", "state", "batch"),
@@ -118,7 +139,10 @@ def training_job(
         name=name or getattr(loss, "__name__", ""),
         beyond=beyond,
         smaller=MappingProxyType(smaller),
+        not_smaller=MappingProxyType(refused),
         notes=notes,
+        staged=staged,
+        why_no_stages=functools.cache(lambda: _why_no_stages(loss, shapes, inputs)),
     )
 
 
@@ -159,6 +183,16 @@ def _check_loss(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Non
         )
 
 
+def _why_no_stages(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> str:
+    """Why the loss cannot run as a pipeline; "" where it can."""
+    try:
+        find_layers(loss, (params, batch), (1,))
+    except ValueError as error:
+        return str(error)
+    met = where_rows_meet(loss, (params, batch), (1,))
+    return f"{met} mixes rows of the batch inside of the loop over layers" if met else ""
+
+
 def _rows(batch: Any) -> int:
     sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or 0 in sizes:
@@ -176,13 +210,14 @@ def _sequence(batch: Any) -> int:
     return int(sizes.pop()) if len(sizes) == 1 else 1
 
 
-def _traces(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> bool:
-    """Whether the loss takes this batch: a second dimension that is no sequence cannot be cut."""
+def _refusal(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> str:
+    """What the loss says to this batch; "" where it takes it. A second dimension that is no sequence cannot be cut."""
     try:
         jax.eval_shape(loss, params, batch)
-    except Exception:  # noqa: BLE001 - whatever the loss says to a batch that nobody promised it
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001 - whatever the loss says to a batch that nobody promised it
+        first = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+    return ""
 
 
 def _halved(batch: Any, axis: int) -> Any:

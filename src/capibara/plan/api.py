@@ -14,6 +14,7 @@ from capibara.errors import rule_error
 from capibara.fleet.pricing import PriceTable, price_table
 from capibara.fleet.spot import SpotAssumptions
 from capibara.hardware.topology import Slice
+from capibara.plan import words
 from capibara.plan.evidence import Witness, checked_level
 from capibara.plan.money import bills
 from capibara.plan.place import checked_mesh, mesh_axes, place
@@ -31,6 +32,8 @@ GiB = 2**30
 _MOST_CHANGES = 3
 _ENDLESS = 1e18
 _FEW = 40
+# What jax's allocator takes of a GPU when nothing is set.
+_JAX_TAKES = 0.75
 
 
 def plan(
@@ -111,12 +114,12 @@ def plan(
     if not candidates:
         # The search leaves out what cannot fit before it costs it; how far from fitting the job is, is an answer.
         candidates = _however_large(job, where, axes, limit, calibration)
-    if not candidates and axes is not None:
+    near = found.closest
+    if not candidates and near is None and axes is not None:
         raise _no_layout(found, axes)
     notes = list(dict.fromkeys(found.notes))
-    if calibration is not None:
-        runs = f"{calibration.runs} measured run{'' if calibration.runs == 1 else 's'}"
-        notes.append(f"corrected by {runs} on {calibration.chip}; --uncalibrated leaves the correction out")
+    if calibration is not None and candidates:
+        notes += words.corrections(candidates[0].estimate, calibration.chip)
     state = _state_bytes(job)
     costs = (
         bills(candidates[0].estimate, where, job.tokens, state, table, region=region, assumptions=spot)
@@ -126,6 +129,7 @@ def plan(
     if candidates:
         if where.chips > 1 and not any(part for spec in candidates[0].layout.specs for part in spec):
             notes.append(f"no argument is divided over the {where.chips} chips: each has all of them")
+        notes += _share_that_jax_takes(candidates[0], where)
         notes += [note for note in candidates[0].estimate.notes if note not in notes]
     return Plan(
         name=job.name,
@@ -136,6 +140,7 @@ def plan(
         tokens=job.tokens,
         state_bytes=state,
         refused=tuple((one.name, one.reason) for one in found.refused),
+        closest="" if candidates or near is None else f"{near.name} {near.reason}",
         changes=_changes(found, table, region),
         notes=tuple(notes),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -229,7 +234,8 @@ def _candidates(found: Plans, witness: Witness | None) -> tuple[Candidate, ...]:
 def _however_large(
     job: Job, where: Slice, axes: Mapping[str, int] | None, limit: float, calibration: Calibration | None
 ) -> tuple[Candidate, ...]:
-    """The smallest layout of a job whose arguments alone are too large; none where nothing divides."""
+    """The smallest layout of a job whose arguments alone are over the limit that was set; none where they are more than
+    the chip has, or where nothing divides."""
     from capibara.parallel.search import search
 
     found = search(
@@ -257,6 +263,17 @@ def _changes(found: Plans, table: PriceTable, region: str | None) -> tuple[Chang
         cost = bill[0].usd_per_billion_tokens if bill else None
         made.append(Change(fix.change, fix.slice.name, fix.estimate.seconds, memory.total, cost))
     return tuple(made)
+
+
+def _share_that_jax_takes(best: Candidate, where: Slice) -> list[str]:
+    """On a GPU, what has to be set before a job has the memory that it fits into."""
+    needed = best.estimate.memory.total * (1 + best.estimate.memory.margin)
+    if where.chip.platform != "gpu" or not best.fits or needed <= _JAX_TAKES * where.chip.hbm_bytes:
+        return []
+    return [
+        f"jax takes {_JAX_TAKES:.0%} of a GPU's memory and this needs more: set "
+        f"XLA_PYTHON_CLIENT_MEM_FRACTION={min(0.97, needed / where.chip.hbm_bytes + 0.02):.2f}"
+    ]
 
 
 def _state_bytes(job: Job) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Said", "Witness", "checked_level"]
 
 # The compiler could not be asked, which says nothing against the layout.
-_NOT_A_VERDICT = ("pipeline", "timeout", "crash", "no_compiler")
+_NOT_A_VERDICT = ("timeout", "crash", "no_compiler")
 
 
 def checked_level(level: str, confirm: int | None, where: Slice) -> int:

@@ -14,9 +14,9 @@ __all__ = ["page"]
 
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c2733;--soft:#5b6875;--line:#dde3e9;--card:#f5f7f9;
---memory:#2f6db5;--matrix:#b3541e;--vector:#7a4fb0;--links:#1d8a6b;--limit:#c0392b;--good:#1d7a4f;--bad:#b3261e}
+--memory:#2f6db5;--matrix:#b3541e;--vector:#7a4fb0;--host:#1d8a6b;--limit:#c0392b;--good:#1d7a4f;--bad:#b3261e}
 @media(prefers-color-scheme:dark){:root{--paper:#12181f;--ink:#e4e9ee;--soft:#9aa7b4;--line:#2b3642;--card:#1a222b;
---memory:#7fb2ee;--matrix:#f0a06a;--vector:#bd9cf0;--links:#62cdaa;--limit:#ff8a7a;--good:#6fd6a2;--bad:#ff8a7a}}
+--memory:#7fb2ee;--matrix:#f0a06a;--vector:#bd9cf0;--host:#62cdaa;--limit:#ff8a7a;--good:#6fd6a2;--bad:#ff8a7a}}
 body{margin:0 auto;max-width:920px;padding:24px 20px 60px;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.4rem;margin:0 0 4px}h2{font-size:1.05rem;margin:32px 0 8px}p{margin:6px 0}
@@ -32,7 +32,7 @@ svg{width:100%;height:auto}.grid{stroke:var(--line)}.tick,.label{fill:var(--soft
 .limit{stroke:var(--limit);stroke-dasharray:6 4}.limit-text{fill:var(--limit)}.peak{fill:var(--memory)}
 .roof{fill:none;stroke:var(--ink);stroke-width:1.6}.dot{opacity:.65;stroke:var(--paper)}
 .bound-matrix{fill:var(--matrix);color:var(--matrix)}.bound-vector{fill:var(--vector);color:var(--vector)}
-.bound-memory{fill:var(--memory);color:var(--memory)}.bound-links{fill:var(--links);color:var(--links)}
+.bound-memory{fill:var(--memory);color:var(--memory)}.bound-host{fill:var(--host);color:var(--host)}
 .key span{margin-right:14px}
 """
 _LEFT = ("layout", "bound", "buffer", "kind", "axes", "link", "why", "evidence", "change", "on", "reason")

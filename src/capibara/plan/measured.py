@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.hardware.chips import chip as chip_by_name
 
 if TYPE_CHECKING:
-    from capibara.parallel.cost.calibration import Calibration, Fit
+    from capibara.parallel.cost.calibration import Calibration, Fit, Run
     from capibara.plan.result import Plan
 
 __all__ = ["Calibrated", "Measurement", "calibrate", "measured_path", "measurements", "read_measured", "record"]
@@ -184,23 +184,35 @@ def calibrate(chip: str | None = None, *, save: bool = True) -> tuple[Calibrated
     answers = []
     for name in dict.fromkeys(one.chip for one in kept):
         runs = tuple(one for one in kept if one.chip == name)
-        timed = [
-            model.Run(one.parts, one.predicted_seconds, one.step_seconds, one.predicted_bytes, one.peak_bytes, one.date)
-            for one in runs
-            if one.step_seconds is not None
-        ]
-        fit = model.fit(name, timed) if timed else None
-        path = model.save(fit.calibration) if fit is not None and save else None
-        before, after = _memory_errors(runs, None if fit is None else fit.calibration)
+        calibration = model.Calibration(name, tuple(_as_run(one) for one in runs))
+        fit = model.fit(name, calibration.runs) if any(one.step_seconds is not None for one in runs) else None
+        path = model.save(calibration) if save else None
+        before, after = _memory_errors(calibration)
         answers.append(Calibrated(name, runs, fit, before, after, path))
     return tuple(answers)
 
 
-def _memory_errors(runs: Sequence[Measurement], calibration: Calibration | None) -> tuple[float | None, float | None]:
-    sized = [(one.predicted_bytes, one.peak_bytes) for one in runs if one.peak_bytes is not None]
-    if not sized:
-        return None, None
-    more = 0.0 if calibration is None else calibration.overhead_bytes
-    before = statistics.median(abs(predicted / measured - 1) for predicted, measured in sized)
-    after = statistics.median(abs((predicted + more) / measured - 1) for predicted, measured in sized)
-    return before, after
+def _as_run(one: Measurement) -> Run:
+    from capibara.parallel.cost.calibration import Run
+
+    return Run(
+        one.parts,
+        one.predicted_seconds,
+        one.step_seconds,
+        one.predicted_bytes,
+        one.peak_bytes,
+        one.date,
+        f"{one.name or 'program'} on {one.on}",
+    )
+
+
+def _memory_errors(calibration: Calibration) -> tuple[float | None, float | None]:
+    """Median of how far the predicted bytes were off, before the correction and after it."""
+    before, after = [], []
+    for run in calibration.runs:
+        if run.predicted_bytes is None or run.measured_bytes is None:
+            continue
+        more = calibration.correction(run.parts, run.predicted_seconds, run.predicted_bytes).bytes
+        before.append(abs(run.predicted_bytes / run.measured_bytes - 1))
+        after.append(abs((run.predicted_bytes + more) / run.measured_bytes - 1))
+    return (statistics.median(before), statistics.median(after)) if before else (None, None)

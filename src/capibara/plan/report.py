@@ -19,6 +19,7 @@ __all__ = ["as_text", "headlines", "show"]
 _WIDTH = 150
 _WIDE = 110
 """Columns from which a table has room for everything."""
+_NARROW = 80
 _LARGEST = 5
 
 
@@ -53,7 +54,7 @@ def show(plan: Plan, screen: Console) -> None:
     for title, table in (
         ("Best layouts" if plan.fits else "Nearest to fitting", _layouts(plan, screen.width < _WIDE)),
         (f"Largest buffers at the peak{_at(plan.best)}", _buffers(plan.best)),
-        ("Exchanges of a step, of one chip", _links(plan.best)),
+        ("Exchanges of a step, of one chip", _links(plan.best, screen.width)),
     ):
         # A title of the table's own would be folded to its width.
         screen.print(f"\n{title}", style="bold", markup=False, soft_wrap=not screen.is_terminal)
@@ -74,6 +75,8 @@ def headlines(plan: Plan) -> list[str]:
     best = plan.best
     lines = [f"{plan.name or 'program'} on {_where(plan)}. Predicted, not run ({plan.evidence})."]
     if best is None:
+        if plan.closest:
+            return [*lines, f"DOES NOT FIT: at best {plan.closest}", *_nothing_helps(plan)]
         reasons = "; ".join(list(dict.fromkeys(why for _, why in plan.refused))[:3])
         return [*lines, f"DOES NOT FIT: no layout could be made. {reasons}"]
     estimate, memory = best.estimate, best.estimate.memory
@@ -97,9 +100,13 @@ def headlines(plan: Plan) -> list[str]:
     lines.extend(bill_line(one) for one in plan.bills)
     if plan.fits and not plan.bills:
         lines.append(f"Cost: no price is listed for {plan.where.chip.name}; write one into pricing.toml")
-    if not plan.fits and not plan.changes:
-        lines.append("No change that was tried makes it fit.")
+    if not plan.fits:
+        lines += _nothing_helps(plan)
     return lines
+
+
+def _nothing_helps(plan: Plan) -> list[str]:
+    return [] if plan.changes else ["No change that was tried makes it fit."]
 
 
 def _at(best: Candidate) -> str:
@@ -200,21 +207,25 @@ def _buffers(best: Candidate) -> Table:
     return made
 
 
-def _links(best: Candidate) -> Table:
-    made = _table("kind", "axes", "link", "times", "sent", "time", "why")
+def _links(best: Candidate, width: int) -> Table:
+    """The exchanges; on a narrow screen without what would cut the others' words."""
+    columns = ["kind", "axes", "link", "times", "sent", "time", "why"]
+    left_out = () if width >= _WIDE else ("link", "times") if width >= _NARROW else ("link", "times", "why")
+    shown = [name for name in columns if name not in left_out]
+    made = _table(*shown)
     for use in sorted(best.estimate.links, key=lambda one: -one.bytes):
-        _row(
-            made,
-            use.kind,
-            ",".join(use.axes),
-            use.link,
-            words.count(use.count),
-            words.size(use.bytes),
-            words.seconds(use.seconds),
-            use.why,
-        )
+        cells = {
+            "kind": use.kind,
+            "axes": ",".join(use.axes),
+            "link": use.link,
+            "times": words.count(use.count),
+            "sent": words.size(use.bytes),
+            "time": words.seconds(use.seconds),
+            "why": use.why,
+        }
+        _row(made, *(cells[name] for name in shown))
     if not best.estimate.links:
-        _row(made, "none", *[""] * 6)
+        _row(made, "none", *[""] * (len(shown) - 1))
     return made
 
 

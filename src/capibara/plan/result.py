@@ -94,6 +94,8 @@ class Plan:
     """Of a checkpoint."""
     refused: tuple[tuple[str, str], ...] = ()
     """Layouts that were ruled out, and why."""
+    closest: str = ""
+    """Where not even the arguments fit: the layout that needs the least, and how much, in words."""
     changes: tuple[Change, ...] = ()
     """What would make it fit, the cheapest first."""
     notes: tuple[str, ...] = ()
@@ -149,6 +151,7 @@ class Plan:
                 "bills": [one.as_dict() for one in self.bills],
                 "layouts": [one.as_dict() for one in self.candidates],
                 "refused": [list(one) for one in self.refused],
+                "closest": self.closest or None,
                 "changes": [dataclasses.asdict(one) for one in self.changes],
                 "state_bytes": self.state_bytes,
                 "calibration": None if self.calibration is None else self.calibration.as_dict(),

@@ -95,7 +95,7 @@ def _file_job(recipe: Recipe) -> Job:
     given = _arguments(_function(module, recipe.shapes, file), recipe)
     args = tuple(given["args"])
     # Traced here, where the program's own mistake can be shown as such.
-    _traces(fn, args, recipe.target)
+    _traces(fn, args, recipe)
     if recipe.train:
         return _training(fn, args, given, recipe)
     for key in ("optimizer", "remat", "accumulate"):
@@ -200,7 +200,9 @@ def _arguments(shapes: Callable[..., Any], recipe: Recipe) -> dict[str, Any]:
     return made
 
 
-def _traces(fn: Callable[..., Any], args: tuple[Any, ...], target: str) -> None:
+def _traces(fn: Callable[..., Any], args: tuple[Any, ...], recipe: Recipe) -> None:
+    import inspect
+
     import jax
 
     try:
@@ -208,4 +210,11 @@ def _traces(fn: Callable[..., Any], args: tuple[Any, ...], target: str) -> None:
     except Exception as error:
         odd = ", ".join(dict.fromkeys(type(one).__name__ for one in jax.tree.leaves(args) if not hasattr(one, "shape")))
         fix = f"\nThe arguments have {odd}: bind what is no array with functools.partial, and plan that." if odd else ""
-        raise TargetError(f"{target} does not trace. {type(error).__name__}: {error}{fix}") from error
+        try:
+            inspect.signature(fn).bind(*args)
+        except (TypeError, ValueError):
+            fix += (
+                f"\nIt is called with what {recipe.shapes}() returns, {len(args)} argument{'s' * (len(args) != 1)}: "
+                f"name the function that fits them, or another for the shapes with --shapes."
+            )
+        raise TargetError(f"{recipe.target} does not trace. {type(error).__name__}: {error}{fix}") from error

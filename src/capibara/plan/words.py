@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-__all__ = ["count", "dollars", "gib", "percent", "seconds", "size"]
+if TYPE_CHECKING:
+    from capibara.parallel.cost.correction import Witness
+    from capibara.parallel.cost.estimate import Estimate
+
+__all__ = ["corrections", "count", "dollars", "gib", "percent", "seconds", "size"]
 
 GiB = 2**30
 MISSING = "-"
@@ -51,3 +56,52 @@ def count(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def corrections(estimate: Estimate, chip: str) -> list[str]:
+    """What measured runs changed in an estimate, which ones, and how far they are from the planned step."""
+    asked = estimate.correction
+    if asked is None:
+        return []
+    heard = [one for one in asked.witnesses if one.weight >= _HARDLY]
+    ignored = len(asked.witnesses) - len(heard)
+    made = []
+    if heard:
+        runs = "; ".join(_witness(one) for one in heard[:_NAMED])
+        more = "" if len(heard) <= _NAMED else f"; and {len(heard) - _NAMED} more"
+        made.append(
+            f"step time corrected from {seconds(asked.predicted_seconds)} to {seconds(estimate.seconds)} by "
+            f"{_runs(len(heard))} on {chip} ({runs}{more}); --uncalibrated leaves the correction out"
+        )
+    if ignored:
+        nearest = min(
+            (one.times for one in asked.witnesses if one.weight < _HARDLY), key=lambda one: abs(math.log(one))
+        )
+        made.append(
+            f"{_runs(ignored)} on {chip} {'says' if ignored == 1 else 'say'} next to nothing about this step: "
+            f"{'it is' if ignored == 1 else 'the nearest is'} {_times(nearest)}, or at odds with the others"
+        )
+    if asked.bytes:
+        way = "more" if asked.bytes > 0 else "less"
+        made.append(f"memory corrected by measured runs on {chip}: {size(abs(asked.bytes))} {way} than predicted")
+    return made
+
+
+_HARDLY = 0.02
+"""A run that counts less than this is said not to count."""
+_NAMED = 3
+
+
+def _runs(many: int) -> str:
+    return f"{many} measured run{'' if many == 1 else 's'}"
+
+
+def _witness(one: Witness) -> str:
+    return f"{one.name}: {seconds(one.seconds)} measured, {_times(one.times)}, counts {one.weight:.2g} of 1"
+
+
+def _times(times: float) -> str:
+    """How long a run is beside the planned step."""
+    if 0.8 < times < 1.25:
+        return "as long as this step"
+    return f"{count(1 / times)} times shorter" if times < 1 else f"{count(times)} times longer"

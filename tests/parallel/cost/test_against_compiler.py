@@ -18,6 +18,7 @@ from capibara.parallel.mesh import MeshConfig
 from capibara.parallel.program import spread
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parents[2] / "benchmarks" / "results"
 ROWS: list[dict[str, Any]] = json.loads((HERE / "compiled_v4.json").read_text(encoding="utf-8"))["rows"]
 RULES = {"batch": "data", "sequence": None, "heads": "model", "mlp": "model", "vocab": "model"}
 # One of each size and kind of layout; the rest run with --slow.
@@ -88,3 +89,17 @@ def test_the_list_is_long_enough_and_has_both_answers() -> None:
     assert len(ROWS) >= 40
     assert {_key(row) for row in ROWS} >= QUICK
     assert 5 < sum("refused_at" in row for row in ROWS) < len(ROWS) - 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slice_name", ["v4-32", "v4-64", "v4-128"])
+def test_the_planners_choice_for_the_smallest_preset(slice_name: str) -> None:
+    """The layout that the planner takes, compiled afterwards; the large presets are within 4 %."""
+    from capibara.plan import plan
+
+    document = json.loads((RESULTS / "2026-11-15-v4-plans-compiled.json").read_text(encoding="utf-8"))
+    row = next(one for one in document["rows"] if (one["preset"], one["slice"]) == ("llama-1b", slice_name))
+    best = plan("llama-1b", on=slice_name, calibrated=False).best
+    assert best is not None
+    assert best.layout.name == row["layout"], "another layout than the one that was compiled"
+    assert best.estimate.memory.total == pytest.approx(row["compiled"], rel=0.1)

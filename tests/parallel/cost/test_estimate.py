@@ -10,9 +10,9 @@ from tests.parallel.cost.programs import Maker, layers
 
 from capibara.hardware.chips import chip
 from capibara.hardware.topology import slice_by_name
-from capibara.parallel.cost.calibration import Calibration
+from capibara.parallel.cost.calibration import Calibration, Run
 from capibara.parallel.cost.efficiency import efficiency_of
-from capibara.parallel.cost.estimate import estimate
+from capibara.parallel.cost.estimate import Estimate, estimate
 from capibara.parallel.mesh import MeshConfig
 from capibara.parallel.program.chip import ChipProgram, Loop
 
@@ -107,8 +107,8 @@ def test_a_pipeline_waits_and_holds_what_is_in_flight() -> None:
     assert piped.bubble_seconds == pytest.approx(flat.seconds * 3 / 8)
     assert piped.link_seconds > 0
     assert piped.seconds == pytest.approx(flat.seconds + piped.bubble_seconds + piped.link_seconds)
-    # Three more microbatches' kept activations of 4 MB.
-    assert piped.memory.temporaries - flat.memory.temporaries == 3 * 4 * 1024 * 1024
+    # Ten more ticks' kept activations of 4 MiB; of what enters the layers, 1 MiB, all microbatches' and all ticks'.
+    assert piped.memory.temporaries - flat.memory.temporaries == (10 * 4 + (8 + 11) * 1) * 1024 * 1024
     more = estimate(_accumulated(16), mesh, V4_32, stages=4, microbatches=16)
     assert more.bubble_seconds / more.seconds < piped.bubble_seconds / piped.seconds
 
@@ -126,16 +126,30 @@ def test_memory_is_held_against_the_chip_or_the_limit() -> None:
     assert found.memory.largest[0][1] >= found.memory.largest[-1][1]
 
 
-def test_a_calibration_changes_what_it_names() -> None:
-    base = estimate(_product(8192), MESH, V4_32)
-    slower = estimate(_product(8192), MESH, V4_32, calibration=Calibration("v4", matrix=1.25))
-    assert slower.seconds == pytest.approx(1.25 * base.seconds, rel=0.01)
-    heavier = estimate(_product(8192), MESH, V4_32, calibration=Calibration("v4", overhead_bytes=1e9))
-    assert heavier.memory.total == base.memory.total + 1e9
-    reduced = layers(rows=4096, exchange="all_reduce")
-    linked = estimate(reduced, MESH, V4_32, calibration=Calibration("v4", links=2.0)).link_seconds
-    # The latency stays.
-    assert 1.5 < linked / estimate(reduced, MESH, V4_32).link_seconds < 2
+def _calibrated(base: Estimate, times: float, more_bytes: float = 0.0) -> Calibration:
+    """Twenty runs of a program, each so much longer and larger than predicted."""
+    total = base.memory.total
+    run = Run(base.seconds_by_bound, base.seconds, times * base.seconds, total, total + more_bytes)
+    return Calibration("v4", (run,) * 20)
+
+
+def test_a_calibration_changes_what_was_measured() -> None:
+    base = estimate(_product(16384), MESH, V4_32)
+    slower = estimate(_product(16384), MESH, V4_32, calibration=_calibrated(base, 1.25, 1e8))
+    assert slower.seconds == pytest.approx(1.25 * base.seconds, rel=0.02)
+    assert slower.low < slower.seconds < slower.high
+    assert slower.mfu == pytest.approx(base.mfu / 1.25, rel=0.02)
+    assert sum(part.seconds for part in slower.parts) > 1.15 * sum(part.seconds for part in base.parts)
+    assert slower.memory.total == pytest.approx(base.memory.total + 1e8, rel=0.01)
+    assert slower.correction is not None
+    assert len(slower.correction.witnesses) == 20
+    reduced = estimate(layers(rows=4096, exchange="all_reduce"), MESH, V4_32)
+    linked = estimate(layers(rows=4096, exchange="all_reduce"), MESH, V4_32, calibration=_calibrated(reduced, 1.5))
+    assert linked.seconds == pytest.approx(1.5 * reduced.seconds, rel=0.03)
+    # A step of 1.5 ms: most of its surplus is read as its start, the rest as slow links and units.
+    assert linked.link_seconds > reduced.link_seconds
+    assert linked.correction is not None
+    assert linked.correction.step_seconds > 0.3e-3
     with pytest.raises(ValueError, match="the chip that it was measured on"):
         estimate(_product(256), MESH, V4_32, calibration=Calibration("h200"))
 
@@ -181,7 +195,7 @@ def test_what_lies_in_the_hosts_memory_is_fetched_and_not_counted() -> None:
     found = estimate(m.program(y), MESH, V4_32)
     size = 4096 * 4096 * 4
     assert found.memory.arguments == size
-    assert found.bound == "links"
+    assert found.bound == "host"
     (use,) = found.links
     assert (use.kind, use.link, use.count, use.bytes) == ("host_to_device", "PCIe", 1, size)
     assert found.seconds > size / 16e9
@@ -235,7 +249,8 @@ def test_a_convolution_of_one_channel_a_group_is_left_to_the_vector_units() -> N
 
 
 def test_a_calibration_takes_no_more_than_there_is() -> None:
-    found = estimate(_product(1024), ONE, chip("h200"), calibration=Calibration("h200", overhead_bytes=-1e12))
+    base = estimate(_product(1024), MESH, V4_32)
+    found = estimate(_product(1024), MESH, V4_32, calibration=_calibrated(base, 1.0, -0.999 * base.memory.total))
     assert found.memory.temporaries == 0.0
     assert found.memory.total == found.memory.arguments
 

@@ -6,7 +6,8 @@ import pytest
 from tests.parallel.cost.programs import Maker, layers
 
 from capibara.parallel.cost.fusion import fuse
-from capibara.parallel.cost.lifetime import Peak, padded_bytes, peak_memory
+from capibara.parallel.cost.lifetime import Peak, peak_memory
+from capibara.parallel.cost.padding import padded_bytes
 from capibara.parallel.program.chip import Buffer, ChipProgram, Loop
 
 MB = 1024 * 1024
@@ -57,7 +58,7 @@ def test_two_products_keep_what_is_between_them() -> None:
     m.product(c, b, d, 1024, 1024, 1024)
     found = _peak(m.program(d))
     assert (found.arguments, found.temporaries) == (8 * MB, 8 * MB)
-    assert {name for name, _ in found.live} == {"b0", "b1", "c", "d"}
+    assert {name for name, _ in found.live} == {f"{one} float32[1024,1024]" for one in ("b0", "b1", "c", "d")}
     assert [size for _, size in found.timeline] == [4 * MB, 8 * MB]
 
 
@@ -119,7 +120,7 @@ def test_a_loop_keeps_its_stack_whole_and_its_carry_in_place() -> None:
 def test_a_gathered_weight_is_there_once() -> None:
     plain, gathered = _peak(layers()), _peak(layers(exchange="all_gather"))
     assert gathered.temporaries == plain.temporaries + 2 * MB
-    assert "gathered" in {name for name, _ in gathered.live}
+    assert "gathered bfloat16[1024,1024]" in {name for name, _ in gathered.live}
 
 
 @pytest.mark.parametrize(("reduced", "worst"), [(False, 12), (True, 16)])
@@ -160,3 +161,17 @@ def test_a_layers_reduced_weight_gradient_comes_last_and_its_operands_wait(reduc
     found = _peak(m.program(end, grads))
     # Whole all the time: the stack of four and the result. On top of it the worst moment of a trip.
     assert found.temporaries == 4 * 4 * MB + 4 * MB + worst * MB
+
+
+@pytest.mark.parametrize(
+    ("chips", "platform", "parts"),
+    [(8, "tpu", 4 + 1), (2, "tpu", 2 + 1), (64, "tpu", 64 + 1), (8, "gpu", 8 + 1)],
+)
+def test_a_product_that_is_reduced_and_scattered_is_made_in_parts(chips: int, platform: str, parts: int) -> None:
+    """On a TPU over up to 32 chips: two parts of the product are made and two sent, beside the chip's own result."""
+    m = Maker()
+    a = m.buffer(4096, 4096, argument=True)
+    whole, mine = m.buffer(4096, 4096), m.buffer(4096 // chips, 4096)
+    m.product(a, a, whole, 4096, 4096, 4096)
+    m.collective("reduce_scatter", ("data",), whole, mine)
+    assert _peak(m.program(mine), platform).temporaries == parts * 64 * MB / chips

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +13,10 @@ from capibara.errors import UnknownNameError
 from capibara.hardware.chips import chip
 from capibara.hardware.topology import Slice, slice_by_grid, slice_by_name
 from capibara.parallel.cost.links import KINDS, exchange, wire
+from capibara.parallel.device_order import slice_box
+from capibara.parallel.grid_order import coordinates
 from capibara.parallel.mesh import MeshConfig
+from capibara.parallel.mesh_wiring import wiring as hops
 
 W = 45e9
 MB = 1e6
@@ -62,6 +68,51 @@ def test_a_split_dimension_is_slower_outside_and_has_no_ring_inside() -> None:
     line, four = slice_by_name("v4-32"), MeshConfig((2, 2, 2, 2), ("a", "b", "c", "d"))
     assert _seconds("all_gather", four, line, ("a",), 8 * MB) == pytest.approx(8 * MB / 2 / (W / 2))
     assert _seconds("all_gather", four, line, ("b",), 8 * MB) == pytest.approx(8 * MB / 2 / W)
+
+
+def sends_on_a_link(mesh: MeshConfig, axis: int, where: Slice) -> float:
+    """On the busiest link and direction, when each place sends to the next along an axis that lies on one dimension.
+
+    The short way round; where both are as long, half each.
+    """
+    grid, wrap = slice_box(where)
+    lines = np.moveaxis(coordinates(mesh.shape, grid, wrap), axis, 0)
+    (dim,) = np.flatnonzero((lines[:-1] != lines[1:]).any(axis=tuple(range(lines.ndim - 1))))
+    used: collections.Counter[tuple[object, ...]] = collections.Counter()
+    for start, end in zip(lines, np.roll(lines, -1, axis=0), strict=True):
+        for here, there in zip(start.reshape(-1, len(grid)), end.reshape(-1, len(grid)), strict=True):
+            onward = int(there[dim] - here[dim]) % grid[dim]
+            for hops, way in ((onward, 1), (grid[dim] - onward, -1)):
+                for hop in range(hops if 2 * hops <= grid[dim] else 0):
+                    at = (int(here[dim]) + way * hop) % grid[dim]
+                    used[*np.delete(here, dim).tolist(), at, way] += 1 if 2 * hops < grid[dim] else 0.5
+    return max(used.values())
+
+
+@pytest.mark.parametrize("length", [4, 8, 12, 16])
+def test_groups_that_share_a_link_are_those_of_the_order_that_is_built(length: int) -> None:
+    """A ring cut in two is folded, so that its halves have the links at both ends; cut in four it is not."""
+    where = slice_by_grid("v4", (4, 4, length))
+    for outer in (2, length // 2):
+        mesh = MeshConfig((outer, length // outer, 4, 4), ("a", "b", "c", "d"))
+        wiring = wire(mesh, where)
+        for axis, name in enumerate("ab"):
+            (segment,) = wiring.inner((name,))
+            if segment.wraps or segment.size == 2:  # of a longer line, nobody sends from the end to the beginning
+                assert segment.sharing == sends_on_a_link(mesh, axis, where), (outer, name)
+                if segment.wraps:
+                    found = hops(mesh, on=where)[name]
+                    assert segment.hops == segment.size // 2 * max(found.max_hops, found.closing_hops)
+
+
+def test_a_folded_ring_gives_both_axes_whole_links() -> None:
+    """8x8 on 4x4x4: each axis has a ring of four, and half of the ring that they share."""
+    cube, mesh = slice_by_grid("v4", (4, 4, 4)), MeshConfig((8, 8), ("a", "b"))
+    for axis in "ab":
+        assert _seconds("all_gather", mesh, cube, (axis,), 8 * MB) == pytest.approx(8 * MB * 7 / 8 / (3 * W))
+        assert _seconds("permute", mesh, cube, (axis,), 8 * MB) == pytest.approx(8 * MB / W)
+    # Where the ends are not linked, the outer half has every second chip, and shares.
+    assert _seconds("permute", MeshConfig((2, 2, 8)), slice_by_name("v4-64"), ("data",), MB) == pytest.approx(2 * MB / W)
 
 
 def test_one_hop_costs_a_link() -> None:

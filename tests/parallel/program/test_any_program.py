@@ -213,7 +213,7 @@ def test_what_a_function_closes_over_is_held_whole_and_once() -> None:
     assert any("closes over 1 MiB" in note for note in made.notes)
     found = estimate(made, MeshConfig((8,), ("data",)), chip("h200"))
     assert found.memory.temporaries >= large.nbytes
-    assert found.memory.largest[0] == ("constant 1024x256", large.nbytes)
+    assert found.memory.largest[0] == ("constant float32[1024,256]", large.nbytes)
 
 
 def test_looked_up_rows_lie_as_their_indices_do() -> None:

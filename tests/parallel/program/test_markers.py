@@ -10,6 +10,7 @@ import pytest
 
 from capibara.parallel import with_sharding_constraint
 from capibara.parallel.program.markers import recording_axes
+from capibara.parallel.program.trace import trace
 
 
 def names_in(jaxpr: Any) -> list[tuple[str | None, ...]]:
@@ -48,3 +49,20 @@ def test_transformations_keep_them() -> None:
         recorded = jax.jit(jax.grad(marked))(x), jax.jvp(marked, (x,), (x,)), jax.vmap(marked)(x[None])
     plain = jax.jit(jax.grad(marked))(x), jax.jvp(marked, (x,), (x,)), jax.vmap(marked)(x[None])
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), recorded, plain))
+
+
+def test_a_marker_is_never_shown_as_an_operation() -> None:
+    """Its result has the name of what it was given, and an exchange that it asks for says so."""
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        hidden = with_sharding_constraint(jnp.tanh(x @ w), ("batch", "mlp"))
+        return (with_sharding_constraint(hidden, ("batch", None)) * hidden).sum()
+
+    shapes = (jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 128), "float32"))
+    traced = trace(jax.grad(program, 1), shapes)
+    names = [value.name for value in traced.values] + [node.title for node in traced.nodes]
+    assert not any("logical_axes" in name for name in names)
+    assert sum(name.startswith("tanh") for name in names) >= 3, "the value, and after each of its constraints"
+    assert any(node.title.startswith("constraint test_markers.py") for node in traced.nodes)
+    assert any(name.endswith("(backward)") for name in names)
+    assert not any("jvp" in name or "transpose(" in name for name in names)

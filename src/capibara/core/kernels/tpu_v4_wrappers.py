@@ -14,7 +14,7 @@ from capibara.kernels.attention import by_level
 from capibara.kernels.draws import Draws
 from capibara.kernels.linalg import levels
 from capibara.kernels.measured import LastKernel
-from capibara.parallel.rules import RULES
+from capibara.parallel.active_rules import current_rules, mesh_axes_of
 
 __all__ = ["TPUv4Kernels"]
 
@@ -70,14 +70,16 @@ class TPUv4Kernels(LayerKernels, Figures):
             the scores, and minus infinity hides.
           dropout_rate: of the probabilities; above 0 it draws the object's next key, or from `rng`.
           causal: a query sees keys up to its own position.
-          sequence_parallel: split the sequence over a mesh axis, named, or True for the active mesh's "sequence".
-            Without such an axis, and with what a split sequence does not take (a mask, dropout, keys of another
+          sequence_parallel: split the sequence over a mesh axis, named, or True for where the rules in force
+            (`capibara.parallel.use_rules`) put a "sequence"; "batch" and "heads" stay where they put them. Without
+            such an axis, and with what a split sequence does not take (a mask, dropout, keys of another
             length), it is plain attention on the same mesh, which is said once. A name that the mesh lacks is an
             error.
           extra: rng, precision for another than the object's, layout ("bhtd" or "bthd"), segment_ids,
             key_segment_ids, window, scale, softcap, query_offset, return_lse.
         """
-        axes = by_level.MeshAxes(RULES["sequence"], RULES["batch"], RULES["heads"])
+        rules = current_rules()
+        axes = by_level.MeshAxes(*(mesh_axes_of(rules.get(name)) for name in ("sequence", "batch", "heads")))
         return self.last.run(
             functools.partial(by_level.attend, self.settings, self.draws, axes),
             keys=("rng",),

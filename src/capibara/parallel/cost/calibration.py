@@ -1,4 +1,4 @@
-"""What a user's own runs say about a chip: factors that correct the cost model, kept in the user's cache folder."""
+"""A user's own runs on a chip, which correct the cost model for programs like them; kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -11,49 +11,59 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capibara.errors import rule_error
 from capibara.hardware.chips import Chip, chip
+from capibara.parallel.cost.correction import Correction, correction, not_the_planned_program
+
+if TYPE_CHECKING:
+    from capibara.parallel.cost.estimate import Estimate
 
 __all__ = ["Calibration", "Fit", "Run", "calibration_path", "fit", "load", "save"]
 
-FORMAT = 1
-# A correction beyond this says that the run was not what was predicted, not that the chip is so much slower.
-_LARGEST = 4.0
-# With fewer runs than this, parts cannot be told apart from each other: all of them get the overall factor.
-_RUNS_FOR_PARTS = 4
-# A run speaks for a part when so much of its predicted time is spent there.
-_DOMINANT = 0.6
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run beside its plan."""
+
+    parts: Mapping[str, float]
+    """Predicted seconds of each bound ("matrix", "vector", "memory", "host", "links"), without any calibration."""
+    predicted_seconds: float
+    measured_seconds: float | None = None
+    predicted_bytes: float | None = None
+    measured_bytes: float | None = None
+    date: str = ""
+    """The day, as 2026-11-15."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        figures = (self.predicted_seconds, self.measured_seconds, self.predicted_bytes, self.measured_bytes)
+        if not all(one is None or (_is_number(one) and one > 0) for one in figures):
+            raise rule_error(
+                "A run has predicted and measured figures above zero",
+                f"predicted {self.predicted_seconds!r} s and {self.predicted_bytes!r} bytes, measured "
+                f"{self.measured_seconds!r} s and {self.measured_bytes!r} bytes",
+                "leave out what was not measured",
+            )
+        if not all(_is_number(one) and one >= 0 for one in self.parts.values()):
+            raise rule_error("A run's parts are seconds from 0 up", repr(self.parts), "store what the plan says")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds measured over seconds predicted, for each unit of one chip; 1.0 leaves the model as it is."""
+    """The runs of one chip. Each prediction for that chip is corrected by those that are like it."""
 
     chip: str
-    matrix: float = 1.0
-    memory: float = 1.0
-    links: float = 1.0
-    overhead_bytes: float = 0.0
-    """Bytes that runs needed beyond the predicted, on every chip."""
-    runs: int = 0
-    dates: tuple[str, ...] = ()
-    """Days of the runs, oldest first."""
-
-    def __post_init__(self) -> None:
-        for name in ("matrix", "memory", "links"):
-            factor = getattr(self, name)
-            if not (isinstance(factor, int | float) and 1 / _LARGEST <= factor <= _LARGEST):
-                raise rule_error(
-                    f"A calibration's {name} is measured over predicted seconds, from {1 / _LARGEST} to {_LARGEST}",
-                    repr(factor),
-                    "check that the run and the plan are of the same program",
-                )
-        if not math.isfinite(self.overhead_bytes):
-            raise rule_error("overhead_bytes is a finite number", repr(self.overhead_bytes), "use 0.0")
+    runs: tuple[Run, ...] = ()
 
     def must_be_for(self, which: Chip) -> None:
         """A ValueError where this calibration is another chip's."""
@@ -64,22 +74,45 @@ class Calibration:
                 f"load the one of {which.name}, or pass none",
             )
 
+    @property
+    def dates(self) -> tuple[str, ...]:
+        """Days of the runs, oldest first."""
+        return tuple(sorted({run.date for run in self.runs if run.date}))
+
+    def correction(self, parts: Mapping[str, float], seconds: float, bytes: float = 0.0) -> Correction:
+        """What the runs say about a step that is predicted to take `seconds`, spent on units as in `parts`."""
+        return correction(self.runs, parts, seconds, bytes)
+
+    def corrected(self, found: Estimate) -> Estimate:
+        """An estimate of the stock model, with what the runs say about a step like it."""
+        asked = self.correction(found.seconds_by_bound, found.seconds, found.memory.total)
+        seconds = asked.seconds(found.seconds_by_bound, found.seconds)
+        ratio = seconds / found.seconds if found.seconds else 1.0
+        factors, links = asked.factors, asked.factors["links"]
+        before = sum(part.seconds for part in found.parts)
+        work = sum(factors[part.bound] * part.seconds for part in found.parts) / before if before else 1.0
+        # Runs may say that programs need less than was predicted, but never less than nothing.
+        temporaries = max(0.0, found.memory.temporaries + asked.bytes)
+        made = replace(
+            found,
+            memory=replace(found.memory, temporaries=temporaries),
+            seconds=seconds,
+            low=found.low * ratio,
+            high=found.high * ratio,
+            compute_seconds=found.compute_seconds * work,
+            bubble_seconds=found.bubble_seconds * work,
+            link_seconds=found.link_seconds * links,
+            exposed_seconds=found.exposed_seconds * links,
+            mfu=found.mfu / ratio,
+            links=tuple(replace(use, seconds=use.seconds * links) for use in found.links),
+            parts=tuple(replace(part, seconds=part.seconds * factors[part.bound]) for part in found.parts),
+            correction=asked,
+        )
+        bounds = {**made.seconds_by_bound, "bubble": made.bubble_seconds}
+        return replace(made, bound=max(bounds, key=lambda one: bounds[one]))
+
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run beside its plan."""
-
-    parts: Mapping[str, float]
-    """Predicted seconds of each bound ("matrix", "vector", "memory", "links"), without any calibration."""
-    predicted_seconds: float
-    measured_seconds: float
-    predicted_bytes: float | None = None
-    measured_bytes: float | None = None
-    date: str = ""
-    """The day, as 2026-11-15."""
 
 
 @dataclass(frozen=True)
@@ -87,80 +120,49 @@ class Fit:
     """A calibration and what it changes."""
 
     calibration: Calibration
+    correction: Correction
+    """Of a step of the runs' median length."""
     error_before: float
-    """Median of |predicted / measured - 1| over the runs, uncorrected."""
+    """Median of |predicted / measured - 1| over the timed runs, uncorrected."""
     error_after: float
+    """The same, each run corrected by all of them."""
+    error_held_out: float | None
+    """The same, each run corrected by the others: what a program that was not run can expect. None with one run."""
     notes: tuple[str, ...] = ()
 
 
-def _clamped(factor: float) -> float:
-    return min(_LARGEST, max(1 / _LARGEST, factor))
-
-
-def _check(run: Run) -> None:
-    if not all(0 < seconds < math.inf for seconds in (run.measured_seconds, run.predicted_seconds)):
-        raise rule_error(
-            "A run has predicted and measured seconds above zero",
-            f"predicted {run.predicted_seconds!r}, measured {run.measured_seconds!r}",
-            "leave out runs that were not timed",
-        )
-
-
 def fit(which: str | Chip, runs: Sequence[Run]) -> Fit:
-    """Factors from runs beside their plans: the median ratio, which one odd run does not move.
-
-    With fewer than four runs all units get one factor; with more, runs that one unit dominates speak for that unit.
-    """
-    name = chip(which).name
-    if not runs:
-        raise rule_error("A calibration needs a run with its plan", "none", "store one with `plan.record(...)`")
-    for run in runs:
-        _check(run)
-    overall = statistics.median(run.measured_seconds / run.predicted_seconds for run in runs)
-    factors = dict.fromkeys(("matrix", "memory", "links"), overall)
-    notes = []
-    if len(runs) >= _RUNS_FOR_PARTS:
-        for part in factors:
-            speaking = [
-                run.measured_seconds / run.predicted_seconds
-                for run in runs
-                if run.parts.get(part, 0.0) >= _DOMINANT * sum(run.parts.values())
-            ]
-            if len(speaking) >= 2:
-                factors[part] = statistics.median(speaking)
-            else:
-                notes.append(f"{part}: no two runs are bound by it, so it has the overall factor")
-    else:
-        notes.append(f"{len(runs)} run{'s' * (len(runs) > 1)}: one factor for everything")
-    for part, factor in factors.items():
-        if factor != _clamped(factor):
-            notes.append(f"{part}: a factor of {factor:.3g} was held at {_clamped(factor):.3g}")
-            factors[part] = _clamped(factor)
-    extra = [
-        run.measured_bytes - run.predicted_bytes
-        for run in runs
-        if run.measured_bytes is not None and run.predicted_bytes is not None
+    """A calibration from runs beside their plans, and how much nearer to them it brings the model."""
+    made = Calibration(chip(which).name, tuple(runs))
+    timed = [run for run in runs if run.measured_seconds is not None]
+    if not timed:
+        raise rule_error("A calibration needs a timed run with its plan", "none", "store one with `plan.record(...)`")
+    notes = [
+        f"{run.name or 'a run'} took {run.measured_seconds:.3g} s where {run.predicted_seconds:.3g} s were predicted: "
+        "it is not a run of what was planned, and is left out"
+        for run in timed
+        if not_the_planned_program(run)
     ]
-    made = Calibration(
-        name,
-        **factors,
-        overhead_bytes=statistics.median(extra) if extra else 0.0,
-        runs=len(runs),
-        dates=tuple(sorted({run.date for run in runs if run.date})),
+    heard = [run for run in timed if not not_the_planned_program(run)]
+    if len(heard) == 1:
+        notes.append("one run: it corrects part of the way, and nothing is left to check it with")
+    middle = sorted(heard or timed, key=lambda run: run.predicted_seconds)[len(heard or timed) // 2]
+    held_out = [_off(run, [other for other in runs if other is not run]) for run in heard]
+    return Fit(
+        made,
+        made.correction(middle.parts, middle.predicted_seconds, middle.predicted_bytes or 0.0),
+        statistics.median(_off(run, ()) for run in timed),
+        statistics.median(_off(run, runs) for run in timed),
+        statistics.median(held_out) if len(heard) > 1 else None,
+        tuple(notes),
     )
-    before = statistics.median(abs(run.predicted_seconds / run.measured_seconds - 1) for run in runs)
-    after = statistics.median(abs(_corrected(run, made) / run.measured_seconds - 1) for run in runs)
-    return Fit(made, before, after, tuple(notes))
 
 
-def _corrected(run: Run, made: Calibration) -> float:
-    """The run's prediction with its parts scaled; what is in no part (launches, bubbles) stays as it is."""
-    scale = {"matrix": made.matrix, "memory": made.memory, "links": made.links, "vector": made.memory}
-    total = sum(run.parts.values())
-    if not total:
-        return run.predicted_seconds * made.matrix
-    weighted = sum(seconds * scale.get(part, 1.0) for part, seconds in run.parts.items())
-    return run.predicted_seconds * weighted / total
+def _off(run: Run, by: Sequence[Run]) -> float:
+    """How far off a run's prediction is, corrected by some runs."""
+    assert run.measured_seconds is not None
+    expected = correction(by, run.parts, run.predicted_seconds, 0.0).seconds(run.parts, run.predicted_seconds)
+    return abs(expected / run.measured_seconds - 1)
 
 
 def calibration_path(which: str | Chip) -> Path:
@@ -201,8 +203,10 @@ def load(which: str | Chip, path: Path | None = None) -> Calibration | None:
     try:
         document = json.loads(raw.decode("utf-8"))
         if document.pop("format") != FORMAT:
-            raise ValueError("written by another version")
-        made = Calibration(**{**document, "dates": tuple(document["dates"])})
+            raise ValueError("another version wrote it")
+        made = Calibration(document.pop("chip"), tuple(Run(**run) for run in document.pop("runs")))
+        if document:
+            raise ValueError(f"it has {', '.join(document)} beside chip and runs")
         made.must_be_for(chip(which))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         aside = path.with_suffix(".corrupt")

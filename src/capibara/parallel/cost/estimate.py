@@ -13,6 +13,7 @@ from capibara.parallel.program.chip import ChipProgram
 
 if TYPE_CHECKING:
     from capibara.parallel.cost.calibration import Calibration
+    from capibara.parallel.cost.correction import Correction
 
 __all__ = ["Estimate", "LinkUse", "Memory", "Part", "estimate"]
 
@@ -72,7 +73,7 @@ class Part:
     bytes: float
     seconds: float
     bound: str
-    """ "matrix", "vector", "memory" or "links"."""
+    """ "matrix", "vector", "memory", or "host" where it is copied from or to the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,13 @@ class Estimate:
     notes: tuple[str, ...]
     exposed_seconds: float = 0.0
     """Of `link_seconds`, what nothing hides."""
+    correction: Correction | None = None
+    """What measured runs changed in it."""
 
     @property
     def seconds_by_bound(self) -> dict[str, float]:
-        """Seconds that each unit decides: "matrix", "vector", "memory" and "links". What a calibration is fitted to."""
-        found = {"matrix": 0.0, "vector": 0.0, "memory": 0.0, "links": self.exposed_seconds}
+        """Seconds that each unit decides: the parts' bounds and "links". What a calibration is fitted to."""
+        found = {"matrix": 0.0, "vector": 0.0, "memory": 0.0, "host": 0.0, "links": self.exposed_seconds}
         for part in self.parts:
             found[part.bound] += part.seconds
         return found
@@ -135,7 +138,7 @@ def estimate(
     from capibara.parallel.cost.fusion import fuse
     from capibara.parallel.cost.lifetime import peak_memory
     from capibara.parallel.cost.links import wire
-    from capibara.parallel.cost.pipeline import bubble_seconds, send_seconds
+    from capibara.parallel.cost.pipeline import send_seconds, staged
     from capibara.parallel.cost.rewrites import hoist_conversions, narrow_operands, sink_constants
     from capibara.parallel.cost.timing import Timer
 
@@ -147,7 +150,9 @@ def estimate(
             "memory_limit is a number of bytes above zero", repr(memory_limit), "leave it out for the chip's"
         )
     chip = where.chip if isinstance(where, Slice) else where
-    table = efficiency_of(chip, calibration)
+    if calibration is not None:
+        calibration.must_be_for(chip)
+    table = efficiency_of(chip)
     wiring = wire(mesh, where, num_slices, table.hop_seconds)
     program = sink_constants(program)
     if chip.platform == "tpu":
@@ -157,29 +162,28 @@ def estimate(
     totals = timer.level(passes)
     peak = peak_memory(program, passes, same, chip.platform)
 
-    in_flight = (min(stages, microbatches) - 1) * peak.stashed
+    piped = staged(program, passes, timer, totals.mid, peak, stages, microbatches)
     limit = float(chip.capacity_bytes) if memory_limit is None else min(memory_limit, float(chip.capacity_bytes))
     memory = Memory(
         peak.arguments,
-        # A calibration may say that programs need less than was predicted, but never less than nothing.
-        max(0.0, peak.temporaries + in_flight + table.reserved_bytes),
+        peak.temporaries + piped.held + table.reserved_bytes,
         limit,
         peak.at,
         peak.live[:5],
         peak.timeline,
         table.memory_margin,
     )
-    bubble = bubble_seconds(passes, timer.loops, totals.mid, stages, microbatches)
+    bubble = piped.bubble
     axis = next((name for name in mesh.axis_names if name in _STAGE_AXES), None)
     sends = send_seconds(program, wiring, axis, stages, microbatches, table.links.mid)
-    seconds = totals.mid + bubble + sends
+    seconds = totals.mid + bubble - piped.saved + sends
     exposed = totals.exposed + sends
     parts = timer.parts()
-    bounds = {"matrix": 0.0, "vector": 0.0, "memory": 0.0, "links": exposed, "bubble": bubble}
+    bounds = {"matrix": 0.0, "vector": 0.0, "memory": 0.0, "host": 0.0, "links": exposed, "bubble": bubble}
     for part in parts:
         bounds[part.bound] += part.seconds
-    share = bubble / totals.mid if totals.mid else 0.0
-    return Estimate(
+    share = (bubble - piped.saved) / totals.mid if totals.mid else 0.0
+    found = Estimate(
         memory=memory,
         seconds=seconds,
         low=min(seconds, totals.fastest * (1 + share)),
@@ -196,3 +200,4 @@ def estimate(
         notes=(*program.notes, *_without_units(program, chip), what_is_predicted(table)),
         exposed_seconds=exposed,
     )
+    return found if calibration is None else calibration.corrected(found)

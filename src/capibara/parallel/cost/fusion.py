@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from capibara.parallel.cost.kinds import CHEAP, DEAR, FREE, IN_PLACE, MATRIX, REDUCES, SLICES, VIEW
 from capibara.parallel.program.chip import Buffer, ChipProgram, Loop, Step
+from capibara.parallel.program.labels import shown
 
 __all__ = ["LoopPass", "Pass", "fuse", "is_kernel"]
 
@@ -333,5 +334,5 @@ def _pass(
     elif any(step.matrix for step in steps):
         kind = "matrix"
     named = next((step for step in steps if step.matrix), last)
-    name = named.name or named.op or named.primitive
+    name = named.name or named.op or shown(named.primitive)
     return Pass(name, steps, tuple(entering), tuple(writes), moved + sum(entering.values()), kind)

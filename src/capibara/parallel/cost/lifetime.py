@@ -1,30 +1,29 @@
 """Peak memory of one chip: which buffers are alive while each pass runs.
 
 Assumptions, each of which a compiler's scheduler follows where it can: passes run in the order of the trace, but one
-whose result is larger than what it frees waits for its first consumer, and on a TPU a layer's weight gradients that are
-reduced over chips come last in its loop; a result takes over memory that its own pass is
+whose result is larger than what it frees waits for its first consumer; a result takes over memory that its own pass is
 the last to read, where the sizes agree and the work is elementwise; a loop's carry stays in place, its stacked outputs
-are whole from the start, its sliced inputs are read where they lie. On a TPU the last two dimensions of a buffer are
-padded to tiles; arguments have jax's row-major layout, a temporary the order that pads least.
+are whole from the start, its sliced inputs are read where they lie.
+
+On a TPU a layer's weight gradients that are reduced over chips come last in its loop, a product that is reduced and
+scattered is made a part at a time, and the last two dimensions of a buffer are padded to tiles: arguments have jax's
+row-major layout, a temporary the order that pads least.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from capibara.parallel.cost.fusion import LoopPass, Pass
 from capibara.parallel.cost.order import put_off, reduced_gradients
+from capibara.parallel.cost.padding import padded_bytes
 from capibara.parallel.program.chip import Buffer, ChipProgram
 
-__all__ = ["Peak", "padded_bytes", "peak_memory"]
+__all__ = ["Peak", "peak_memory"]
 
-_LANES = 128
-_SUBLANES = 8
-_GPU_ALIGNMENT = 256
+_PARTS_AT_ONCE = 4
+_LONGEST_RING = 32
 
 
 @dataclass(slots=True)
@@ -49,43 +48,6 @@ class _Level:
     live: dict[int, float] = field(default_factory=dict)
     timeline: list[tuple[str, float]] = field(default_factory=list)
     stashed: float = 0.0
-
-
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to
-
-
-@functools.lru_cache(maxsize=65536)
-def _padded(shape: tuple[int, ...]) -> float:
-    """Numbers that a TPU stores for an array: the two minor dimensions fill tiles of 8 x 128.
-
-    A second-minor dimension under eight has smaller tiles, down to one row.
-    """
-    if not shape:
-        return 1.0
-    if 0 in shape:
-        return 0.0
-    total = math.prod(shape)
-    if len(shape) == 1:
-        return float(_up(total, _LANES))
-
-    def stored(second: int, minor: int) -> float:
-        rows = min(_SUBLANES, 1 << (shape[second] - 1).bit_length())
-        return total / (shape[second] * shape[minor]) * _up(shape[second], rows) * _up(shape[minor], _LANES)
-
-    return min(stored(second, minor) for second, minor in itertools.permutations(range(len(shape)), 2))
-
-
-def padded_bytes(buffer: Buffer, platform: str) -> float:
-    """Bytes that a buffer takes on the chip; nothing when it lies in the host's memory."""
-    if buffer.host:
-        return 0.0
-    if platform == "tpu":
-        numbers = math.prod(buffer.shape)
-        return buffer.bytes if not numbers else buffer.bytes / numbers * _padded(buffer.shape)
-    if platform == "gpu":
-        return float(_up(math.ceil(buffer.bytes), _GPU_ALIGNMENT))
-    return buffer.bytes
 
 
 class _Walker:
@@ -113,6 +75,8 @@ class _Walker:
         for buffer, index in last_read.items():
             if buffer not in held and buffer not in leaving:
                 dying.setdefault(index, []).append(buffer)
+        if self.tpu:
+            free = {**_windowed(passes, size, leaving), **free}
         found = _Level()
         live: dict[int, float] = {}
         total = 0.0
@@ -232,6 +196,36 @@ class _Walker:
         return self.level(one.body, frozenset(inner), free, leaving, body=True)
 
 
+def _windowed(
+    passes: Sequence[Pass | LoopPass], size: Mapping[int, float], leaving: frozenset[int]
+) -> dict[int, float]:
+    """Partial sums of products that only a reduce_scatter reads, with what they take on a TPU.
+
+    The compiler makes such a product a chip's part at a time and sends each on while the next is made: one part is
+    made and one is on its way, in each of a ring's two directions. Of the steps compiled for v4 those over 2 to 32
+    chips are made so; over 64 the product is made whole and reduced by one exchange.
+    """
+    readers: dict[int, list[Pass | LoopPass]] = {}
+    for one in passes:
+        for buffer in one.reads:
+            readers.setdefault(buffer, []).append(one)
+    found = {}
+    for one in passes:
+        if isinstance(one, LoopPass) or one.kind != "matrix":
+            continue
+        for buffer in one.writes:
+            after = readers.get(buffer, [])
+            if buffer in leaving or len(after) != 1 or isinstance(after[0], LoopPass):
+                continue
+            exchange = after[0].steps[0].collective
+            if exchange is None or exchange.kind != "reduce_scatter":
+                continue
+            part = sum(size[written] for written in after[0].writes)
+            if size[buffer] <= _LONGEST_RING * part:
+                found[buffer] = min(size[buffer], _PARTS_AT_ONCE * part)
+    return found
+
+
 def _until_the_end(one: Pass | LoopPass) -> set[int]:
     """What a pass reads until it ends. A product's operands are; what its epilogue alone reads may be overwritten."""
     if isinstance(one, LoopPass) or one.kind == "op":
@@ -307,8 +301,13 @@ def peak_memory(
     free = {same.get(id, id): cost for id, cost in _taken_over(program, passes, last_read, written).items()}
     leaving = frozenset(same.get(id, id) for id in program.outputs)
     found = walker.level(passes, held, free, leaving)
-    names = [(program.buffers[id].name or f"buffer {id}", size) for id, size in found.live.items() if size]
-    names += [(program.buffers[id].name or f"argument {id}", walker.size[id]) for id in lasting]
+    names = [(_shown(program.buffers[id], f"buffer {id}"), size) for id, size in found.live.items() if size]
+    names += [(_shown(program.buffers[id], f"argument {id}"), walker.size[id]) for id in lasting]
     largest = tuple(sorted(names, key=lambda pair: (-pair[1], pair[0])))
     timeline = tuple((name, size + kept) for name, size in found.timeline or ([("start", 0.0)] if kept else []))
     return Peak(given, found.bytes + kept, found.at, largest, timeline, found.stashed)
+
+
+def _shown(buffer: Buffer, otherwise: str) -> str:
+    """A buffer's name with what one chip has of it."""
+    return f"{buffer.name or otherwise} {buffer.dtype}[{','.join(map(str, buffer.shape))}]"

@@ -2,7 +2,8 @@
 
 `grid_order` says which dimensions of the grid a mesh axis takes, which is where `MeshConfig.build` puts it. Along one
 that wraps, data goes both ways round: two links. Along a line the chip at the end has one. A dimension shared by two
-mesh axes gives its inner part a line of neighbours and its outer part the same wires with others on them.
+mesh axes gives its inner part a line of neighbours and its outer part the same wires with others on them; a ring cut in
+two is folded (`grid_order`), so that its halves meet at both ends.
 Bandwidths are the chips table's, latencies and shares of the peak `efficiency`'s; nothing here was run on a TPU.
 """
 
@@ -38,7 +39,7 @@ class Segment:
     size: int
     wraps: bool
     stride: int = 1
-    """Chips of other groups between two neighbours: so many groups share each wire."""
+    """From a place to the next, in chips: so many groups share each wire (of a folded ring half as many)."""
     switched: bool = False
     """Every chip reaches every other at its full rate (NVLink through switches, or a data centre's network)."""
 
@@ -48,10 +49,22 @@ class Segment:
         return 1 if self.switched or not self.wraps or self.size < 3 else 2
 
     @property
+    def folded(self) -> bool:
+        """The two halves of a ring, side by side: their pairs meet over the links at both ends, half of them at each."""
+        return self.wraps and self.size == 2 and self.stride > 1
+
+    @property
+    def sharing(self) -> float:
+        """Groups on the busiest link, when every place sends to the next."""
+        return self.stride / 2 if self.folded else self.stride
+
+    @property
     def hops(self) -> int:
         """To the chip that is farthest away."""
         if self.switched:
             return 1
+        if self.folded:  # two chips that face each other are an odd number of hops apart
+            return self.stride - 1 + self.stride % 2
         return self.stride * (self.size // 2 if self.wraps else self.size - 1)
 
 
@@ -202,10 +215,10 @@ def _within(wiring: Wiring, kind: str, segments: tuple[Segment, ...], size: floa
     latency = _rounds(kind) * wiring.hop_seconds * sum(segment.hops for segment in segments)
     if all(segment.switched for segment in segments):
         return sent / bandwidth, sent, latency
-    rates = [segment.ways / segment.stride * bandwidth for segment in segments]
+    rates = [segment.ways / segment.sharing * bandwidth for segment in segments]
     if kind == "permute":
         # To a neighbour: one link, and nobody else on it unless a dimension is shared.
-        return size * max(segment.stride for segment in segments) / bandwidth, sent, latency
+        return size * max(segment.sharing for segment in segments) / bandwidth, sent, latency
     if kind == "all_to_all":
         # Half of the chips send half of what they hold across the middle of each dimension.
         cut = max(segment.size * size / 4 / rate for segment, rate in zip(segments, rates, strict=True))

@@ -31,10 +31,18 @@ def op_seconds(
     from capibara.kernels.op import lookup
 
     which = _chip(chip)
-    table = efficiency_of(which, calibration)
+    table = efficiency_of(which)
     kind = which.device_kinds[0] if which.device_kinds else which.name
     call = lookup(op_name).call(*args, target=Target(which.platform, kind), **params)
-    return _work(call, which, table).seconds(table)
+    work = _work(call, which, table)
+    seconds = work.seconds(table)
+    if calibration is None:
+        return seconds
+    calibration.must_be_for(which)
+    parts = work.parts(table)
+    bound = max(parts, key=lambda part: parts[part])
+    # One call has no step around it, whose own cost the runs also tell.
+    return seconds * calibration.correction({bound: seconds}, seconds).factors[bound]
 
 
 def _chip(which: str | Chip) -> Chip:
@@ -47,7 +55,7 @@ def _work(call: Call, which: Chip, table: Efficiency) -> Work:
     fixed, own = table.launch_seconds, None
     if not any(word in call.op.name for word in MATRIX_OPS):
         if call.op.name in ("norm", "norm_grad"):
-            memory *= _wide_rows(call, table)
+            memory *= _wide_rows(call, table) * _waiting(call)
         return Work(0.0, cost.flops / table.vector_flops, memory, fixed, True, None, cost.flops, cost.bytes)
     matrix = cost.flops / matrix_peak(which, cost.dtype)
     if call.op.name.startswith("attention"):
@@ -70,3 +78,13 @@ def _wide_rows(call: Call, table: Efficiency) -> float:
     # The backward pass holds two such rows, so it gives way one size earlier.
     width = call.need("x").shape[-1] + (1 if call.op.name == "norm_grad" else 0)
     return table.kernel_memory.mid / share if width > longest else 1.0
+
+
+def _waiting(call: Call) -> float:
+    """How much longer a norm's backward pass takes where its kernel has few registers left for what it reads."""
+    if call.op.name != "norm_grad" or call.target.platform != "gpu":
+        return 1.0
+    from capibara.kernels.dispatch import select
+    from capibara.kernels.layers.norm.pallas_gpu_grad import waiting
+
+    return waiting(call) if select(call).implementation == "mosaic_gpu" else 1.0

@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
     def parts(self, table: Efficiency, level: str = "mid") -> dict[str, float]:
         """Seconds of each unit alone."""
-        return dict(zip(("matrix", "vector", "memory", "links"), self._units(table, level), strict=True))
+        return dict(zip(("matrix", "vector", "memory", "host"), self._units(table, level), strict=True))
 
     def _units(self, table: Efficiency, level: str) -> tuple[float, float, float, float]:
         memory = getattr(table.kernel_memory if self.kernel else table.memory, level)

@@ -6,14 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
-
 from capibara.parallel.program import loops
 from capibara.parallel.program.factors import Factors, whole
 from capibara.parallel.program.graph import Node, Value
 from capibara.parallel.program.jaxprs import called, dtype_of, holds_function, opened, read
 from capibara.parallel.program.kernel_body import kernel_products
-from capibara.parallel.program.labels import joined, label, line_of
+from capibara.parallel.program.labels import RENAMES_NOTHING, joined, label, line_of
 from capibara.parallel.program.manual import exchange_of
 from capibara.parallel.program.op_calls import marked_call, op_node_parts
 from capibara.parallel.program.primitives import made_of
@@ -53,7 +51,7 @@ class Builder:
         # One array that several functions close over is one constant. It is kept, so that its id stays its own.
         key = (id(const), str(aval), self._inside)
         if key not in self._known:
-            made = self.value(aval, f"constant {'x'.join(map(str, np.shape(const)))}")
+            made = self.value(aval, "constant")
             self.constants.append(made.id)
             self._known[key] = (const, made.id)
         return self._known[key][1]
@@ -289,9 +287,11 @@ class Builder:
             factors = dataclasses.replace(factors, operands=kept, linear=False)
         from_batch = any(self.values[value].from_batch for value in inputs)
         where = self.where(eqn, scope)
+        kept_as = [self.values[value].name for value in inputs] if primitive in RENAMES_NOTHING else []
         outputs = []
         for var in eqn.outvars:
-            outputs.append(self.value(var.aval, f"{primitive} {where}", from_batch).id)
+            named = kept_as[0] if kept_as else f"{primitive} {where}".rstrip()
+            outputs.append(self.value(var.aval, named, from_batch).id)
             env[var] = outputs[-1]
         seen = (factors, tuple((self.values[value].bytes, self.values[value].from_batch) for value in inputs))
         return Node(

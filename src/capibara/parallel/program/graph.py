@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from capibara.parallel.program.labels import shown
+
 if TYPE_CHECKING:
     from capibara.parallel.program.factors import Factors
     from capibara.parallel.program.groups import Groups
@@ -90,6 +92,11 @@ class Node:
     body: Body | None = None
     kind: int = -1
     """Nodes of one kind are split alike when their operands are."""
+
+    @property
+    def title(self) -> str:
+        """What it is and where: for messages."""
+        return f"{shown(self.primitive)} {self.name}".rstrip()
 
 
 @dataclass(frozen=True)

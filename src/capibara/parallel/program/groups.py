@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from capibara.parallel.program.graph import Node, Program
 
-__all__ = ["Group", "Groups", "find_groups"]
+__all__ = ["Group", "Groups", "find_groups", "ties_of"]
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,16 @@ class _Ties:
             self.tie((one, dim + shift), (other, dim))
 
 
-def find_groups(program: Program) -> Groups:
-    """The groups of a program's arguments, numbered in the order of the arguments."""
+def ties_of(program: Program) -> _Ties:
+    """Which dimensions of the program's values are split together."""
     ties = _Ties(program)
     _tie(program.nodes, ties)
+    return ties
+
+
+def find_groups(program: Program) -> Groups:
+    """The groups of a program's arguments, numbered in the order of the arguments."""
+    ties = ties_of(program)
     weights = _weights(program)
     facts: dict[int, dict[str, set[int | str]]] = {}
     _facts(program.nodes, ties, weights, facts)

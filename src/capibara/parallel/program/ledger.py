@@ -51,14 +51,14 @@ class Ledger:
 
     def fetch(self, value: int) -> None:
         number = self.fresh(value, self.at.of[value], "fetched ")
-        self.steps.append(Step("host_to_device", self.program.values[value].name, (value,), (number,)))
+        self.steps.append(Step("host_to_device", f"fetching {self.program.values[value].name}", (value,), (number,)))
         self.held[value] = number
 
     def store(self, buffer: int) -> int:
         number, made = self.next, self.buffers[buffer]
         self.next += 1
         self.buffers[number] = Buffer(number, made.bytes, made.shape, made.dtype, made.name, host=True)
-        self.steps.append(Step("device_to_host", made.name, (buffer,), (number,)))
+        self.steps.append(Step("device_to_host", f"storing {made.name}", (buffer,), (number,)))
         return number
 
     def moved(self, value: int, wanted: Sharding, why: str, node: Node | None = None) -> int:

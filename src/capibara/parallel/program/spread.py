@@ -181,7 +181,7 @@ class _Writer(Ledger):
             )
         )  # fmt: skip
         for value, number, natural in unsettled:
-            why = f"{'partial sums' if partial else 'the result'} of {node.primitive} {node.name}"
+            why = f"{'partial sums' if partial else 'the result'} of {node.title}"
             self.exchange(value, number, natural, of[value], partial, why, node, into=value)
 
     def _operand(self, node: Node, value: int, have: Sharding, want: Sharding, side: tuple[int, ...]) -> int:
@@ -189,11 +189,9 @@ class _Writer(Ledger):
             return self.held[value]
         stuck = [self.at.axes[a] for a, h in enumerate(have) if h >= 0 and want[a] < 0 and side[h] < 0]
         if stuck:
-            what = self.program.values[value].name
-            self.notes[f"{node.primitive} {node.name}: {what} cannot stay split over {', '.join(stuck)}: gathered"] = (
-                None
-            )
-        return self.moved(value, want, f"an operand of {node.primitive} {node.name}", node)
+            where = node.title.removesuffix(" (backward)")
+            self.notes[f"{where}: an operand cannot stay split over {', '.join(stuck)} and is gathered"] = None
+        return self.moved(value, want, f"an operand of {node.title}", node)
 
     def _bytes(self, node: Node, inputs: tuple[Sharding, ...], choice: Choice) -> float | None:
         """Bytes moved, where they are not those of the buffers: a part of an operand, or a count of the node's own."""
@@ -286,7 +284,7 @@ class _Writer(Ledger):
                 tuple(carried),
                 tuple((row, self.held[inner]) for row, (_, inner) in zip(rows, body.sliced, strict=True)),
                 tuple(zip(stacked, made, strict=True)),
-                f"{node.primitive} {node.name}",
+                node.title,
                 node.backward,
             )
         )

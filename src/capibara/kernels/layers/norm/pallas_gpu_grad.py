@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.hopper import load
 from capibara.kernels.layers.norm.pallas_gpu_ring import (
     COMPILER_PARAMS,
+    HELD_COLUMNS,
     THREADS,
     Cut,
     RingConfig,
@@ -34,7 +35,9 @@ from capibara.kernels.layers.norm.rules import sizes, sizes_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 
-SUM_REGISTERS = 128  # of a thread's 255, for the sums of dscale and dbias
+REGISTERS = 255  # of a thread
+SUM_REGISTERS = 128  # of those, for the sums of dscale and dbias
+OTHER_REGISTERS = 24  # addresses, counters, a row's statistics; predicted, not read from a compiled kernel
 
 
 def candidates(call: Call) -> Sequence[RingConfig]:
@@ -55,6 +58,30 @@ def refuses(call: Call) -> str | None:
     if sums and columns > most:
         return f"it keeps the sums for {' and '.join(sums)} in registers, of up to {most} columns; not {columns}"
     return None
+
+
+def waiting(call: Call) -> float:
+    """How much longer a row takes for want of registers; 1 where there are enough. Predicted.
+
+    A row is looked at twice, once for the two sums along it and once for dx. A look keeps the memory busy when a piece
+    of each operand can be on its way in registers, beside what stays in them: the sums over rows, a scale that is held,
+    and, in the first look, the sums along the row. With fewer it waits for the rest. Inferred from what was measured on
+    an H200, not seen in a compiled kernel: layer norm has twice RMS norm's sums and partial sums, which costs it 2 % at
+    4096 columns, where registers are left over, and 26 % at 8192, where they are not.
+    """
+    x = call.need("x")
+    cut = cut_row(x.shape[-1], x.dtype.itemsize)
+    assert cut is not None  # refuses has seen to it
+    each = cut.columns / THREADS
+    piece = each / cut.pieces
+    sums = each * sum(call[name] is not None for name in ("scale", "bias"))
+    scale = call["scale"]
+    held = each * scale.dtype.itemsize / 4 if scale is not None and cut.columns <= HELD_COLUMNS else 0.0
+    free = REGISTERS - OTHER_REGISTERS - sums - held
+    along = piece * (2 if call.params["kind"] == "layer" else 1)
+    first = 2 * piece / max(free - along, 1.0)
+    second = (2 if call["d_sum"] is None else 3) * piece / max(free, 1.0)
+    return (max(first, 1.0) + max(second, 1.0)) / 2
 
 
 def _program(
