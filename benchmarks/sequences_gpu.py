@@ -98,6 +98,17 @@ def agree(arrays: Sequence[Any], outs: dict[str, Any]) -> dict[str, Any]:
     return {"relative_difference_to_peer": {who: float(np.linalg.norm(x - peer) / size) for who, x in found.items()}}
 
 
+def with_gradients(fn: Any) -> Any:
+    """(cotangent, *operands) to the gradients of all operands, x's first, which is what is compared, and the result,
+    so that the forward pass is not left out."""
+
+    def both(flow: Any, *operands: Any) -> Any:
+        y, pull = jax.vjp(fn, *operands)
+        return *pull(flow), y
+
+    return both
+
+
 def state_spaces(small: bool) -> list[Row]:
     batch, steps, channels, states = (2, 64, 128, 4) if small else (8, 4096, 2048, 16)
 
@@ -125,12 +136,17 @@ def state_spaces(small: bool) -> list[Row]:
             {"dispatch": selective_scan, "xla": by("xla"), "mosaic_gpu": by("mosaic_gpu"), "associative_scan": plain},
             moved, "GB/s",
             "8x associative_scan, memory independent of states", agree, ours=OURS),
+        Row("ssm", f"{size}, forward and backward", lambda: [normal(5, (batch, steps, channels), bf16), *draw()],
+            {who: with_gradients(fn) for who, fn in (
+                ("dispatch", selective_scan), ("xla", by("xla")), ("mosaic_gpu", by("mosaic_gpu")),
+                ("associative_scan", plain))},
+            1.0, "ms", "", agree, ours=OURS),
     ]  # fmt: skip
 
-    return [*made, dual(small)]
+    return [*made, *dual(small)]
 
 
-def dual(small: bool) -> Row:
+def dual(small: bool) -> list[Row]:
     heads, width, states, chunk = (2, 16, 16, 32) if small else (32, 64, 128, 128)
     batch, steps = (1, 64) if small else (8, 4096)
 
@@ -169,10 +185,22 @@ def dual(small: bool) -> Row:
     # A chunk's scores, their use, its state made and its state used.
     work = 2.0 * batch * steps * heads * (chunk * states + chunk * width + 2 * states * width)
     size = f"state space dual {batch}x{steps}, {heads} heads of {width}, {states} states, bfloat16"
-    return Row("ssm", size, draw_dual,
-            {"dispatch": state_space_dual, "xla": by("xla", state_space_dual),
-             "mosaic_gpu": by("mosaic_gpu", state_space_dual), "chunked einsum": chunked},
-            work, "TFLOP/s", "300", agree, ours=OURS)  # fmt: skip
+    programs = {
+        "dispatch": state_space_dual, "xla": by("xla", state_space_dual),
+        "mosaic_gpu": by("mosaic_gpu", state_space_dual), "chunked einsum": chunked,
+    }  # fmt: skip
+
+    return [
+        Row("ssm", size, draw_dual, programs, work, "TFLOP/s", "300", agree, ours=OURS),
+        Row("ssm", f"{size}, with gradient", lambda: [normal(5, (batch, steps, heads, width), bf16), *draw_dual()],
+            {who: with_gradients(fn) for who, fn in programs.items()}, 3 * work, "TFLOP/s", "", agree, ours=OURS),
+    ]  # fmt: skip
+
+
+def in_planes(transform: Callable[[Any], Any], re: Any, im: Any) -> tuple[Any, Any]:
+    """A transform of complex64 arrays on planes of any type."""
+    made = transform(lax.complex(re.astype(f32), im.astype(f32)))
+    return made.real.astype(re.dtype), made.imag.astype(im.dtype)
 
 
 def transforms(small: bool) -> list[Row]:
@@ -197,12 +225,14 @@ def transforms(small: bool) -> list[Row]:
                 {"dispatch": fft, "bfloat16": functools.partial(fft, precision="bfloat16"), "jnp.fft": jnp.fft.fft},
                 moved, "GB/s", aim, check, ours=("dispatch", "bfloat16"))
         )  # fmt: skip
-        made.append(
-            Row("fft", f"fft {size}, planes", lambda s=shape: [normal(0, s), normal(1, s)],
-                {"dispatch": functools.partial(fft_planes, precision="bfloat16"),
-                 "jnp.fft": lambda re, im: (lambda y: (y.real, y.imag))(jnp.fft.fft(lax.complex(re, im)))},
-                moved, "GB/s")
-        )  # fmt: skip
+        for kind in (f32, bf16):
+            made.append(
+                Row("fft", f"fft {size}, planes in {jnp.dtype(kind).name}",
+                    lambda s=shape, kind=kind: [normal(0, s, kind), normal(1, s, kind)],
+                    {"dispatch": functools.partial(fft_planes, precision="bfloat16"),
+                     "jnp.fft": lambda re, im: in_planes(jnp.fft.fft, re, im)},
+                    moved * jnp.dtype(kind).itemsize / 4, "GB/s", "1.3x" if length == 2**18 else "")
+            )  # fmt: skip
     return made
 
 

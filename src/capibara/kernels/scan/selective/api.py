@@ -10,7 +10,16 @@ from capibara.errors import rule_error
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Gradient, Implementation, Op, describe, register
 from capibara.kernels.operands import as_array
-from capibara.kernels.scan.selective import gradient, mesh, pallas_gpu, pallas_tpu, rules, xla
+from capibara.kernels.scan.selective import (
+    gradient,
+    mesh,
+    pallas_gpu,
+    pallas_gpu_grad,
+    pallas_tpu,
+    pallas_tpu_grad,
+    rules,
+    xla,
+)
 from capibara.kernels.scan.selective.cases import CASES, GRAD_CASES
 from capibara.kernels.scan.selective.reference import advance, gated, reference, reference_grad, step_sizes, wide_type
 
@@ -28,6 +37,7 @@ SELECTIVE_SCAN_GRAD = Op(
     cost=rules.cost_grad,
     tolerance=rules.tolerance_grad,
     batch=mesh.batch_grad,
+    partition=mesh.PARTITION_GRAD,
     cases=GRAD_CASES,
 )
 
@@ -54,7 +64,12 @@ for _made in (
     Implementation("reference", reference, rank=lambda call: -1),
 ):
     SELECTIVE_SCAN.implement(_made)
-for _made in (xla.GRAD_IMPLEMENTATION, Implementation("reference", reference_grad, rank=lambda call: -1)):
+for _made in (
+    xla.GRAD_IMPLEMENTATION,
+    pallas_tpu_grad.GRAD_IMPLEMENTATION,
+    pallas_gpu_grad.GRAD_IMPLEMENTATION,
+    Implementation("reference", reference_grad, rank=lambda call: -1),
+):
     SELECTIVE_SCAN_GRAD.implement(_made)
 
 

@@ -65,8 +65,9 @@ def grad_case(case: Case) -> Case:
     assert initial is not None
     params = dict(case.params)
     d_final = (x[0], *initial) if params.pop("return_final_state", False) else None
-    # The forward op's cases are tested and benchmarked with their gradients, which run these programs.
-    tags = case.tags - {"bench", "test"}
+    # The forward op's cases are tested and benchmarked with their gradients, which run these programs. What a device
+    # makes of its shards is no part of the result: some gradients are sums over the devices.
+    tags = case.tags - {"bench", "test", "shard"}
     return Case(
         case.name, (*case.shapes, x, d_final), case.dtype, params, tags, {**case.dtypes, 10: "float32"}, case.draw
     )

@@ -1,7 +1,8 @@
 """The batching rule and the mesh rule of the selective scan.
 
 vmap is a larger batch, unless what all of a batch share differs from element to element. On a mesh the batch and the
-channels are split; time and N are whole on every device, and nothing is exchanged.
+channels are split; time and N are whole on every device. Forward nothing is exchanged; backward the gradients of what
+devices share are summed over them: A, D and dt_bias over the batch's, B and C over the channels'.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from capibara.kernels.batching import one_by_one
 from capibara.kernels.dispatch import run
 from capibara.kernels.op import Call, Op, Partition, Prefer
+from capibara.kernels.scan.selective.reference import wide_type
 
 SHARED = ("A", "D", "dt_bias")
 TERMS = {
@@ -53,4 +55,29 @@ def rule(call: Call) -> str:
     return f"{given} -> b t d" + (", b d n" if call.params["return_final_state"] else "")
 
 
-PARTITION = Partition(rule, replicated=lambda call: ("t", "n"), logical={"b": "batch", "d": "mlp"})
+def rule_grad(call: Call) -> str:
+    terms = {**TERMS, "d_out": TERMS["x"], "d_final": TERMS["initial_state"]}
+    present = [n for n, x in zip(call.op.operands, call.args, strict=True) if x is not None]
+    made = (TERMS[n] for n in present if n in TERMS)
+    return f"{', '.join(terms[n] for n in present)} -> {', '.join(made)}"
+
+
+def local_grad(
+    op: Op, arrays: tuple[Any, ...], params: dict[str, Any], axes: dict[str, tuple[str, ...]], prefer: Prefer
+) -> tuple[Any, ...]:
+    """One device's batch and channels, and the sums over those of others, in float32 or wider."""
+    made = run(op, arrays, params, prefer=prefer, local=True)
+
+    def summed(name: str, x: Any) -> Any:
+        absent = {"b", "d"} - set(TERMS[name].split())
+        over = tuple(a for factor in sorted(absent) for a in axes.get(factor, ()))
+        if x is None or not over:
+            return x
+        return jax.lax.psum(x.astype(wide_type(x)), over).astype(x.dtype)
+
+    return tuple(summed(name, x) for name, x in zip(TERMS, made, strict=True))
+
+
+_LOGICAL = {"b": "batch", "d": "mlp"}
+PARTITION = Partition(rule, replicated=lambda call: ("t", "n"), logical=_LOGICAL)
+PARTITION_GRAD = Partition(rule_grad, replicated=lambda call: ("t", "n"), local=local_grad, logical=_LOGICAL)

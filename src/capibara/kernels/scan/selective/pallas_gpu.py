@@ -98,7 +98,7 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def _softplus(v: Any) -> Any:
+def softplus(v: Any) -> Any:
     """max(v, 0) + log(1 + e) for e = exp(-|v|), by the series of 2·atanh(e / (2 + e)): exact also where e is small."""
     e = jnp.exp2(-LOG2E * jnp.abs(v))
     s = e / (2.0 + e)
@@ -159,7 +159,7 @@ def _program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
             if bias is not None:
                 delta = delta + bias
             if plan.softplus:
-                delta = _softplus(delta)
+                delta = softplus(delta)
             if inside is not None:  # past the end a step must leave the state as it is
                 delta = delta * inside
             fed = delta * x

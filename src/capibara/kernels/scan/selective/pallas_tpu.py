@@ -44,13 +44,13 @@ class ChannelsConfig:
             raise rule_error(f"channels is a multiple of {LANES}", self, "use channels=512")
 
 
-def _up(number: int, unit: int) -> int:
+def round_up(number: int, unit: int) -> int:
     return math.ceil(number / unit) * unit
 
 
 def candidates(call: Call) -> Sequence[ChannelsConfig]:
     n = sizes_of(call)
-    width, states = _up(n.channels, LANES), _up(n.states, SUBLANES)
+    width, states = round_up(n.channels, LANES), round_up(n.states, SUBLANES)
     made = []
     for channels in (512, 256, 128):
         # Two of each block: x, dt, z and y; A and the states in float32, and B and C.
@@ -60,7 +60,7 @@ def candidates(call: Call) -> Sequence[ChannelsConfig]:
     return made
 
 
-def refuses(call: Call) -> str | None:
+def refuses_operands(call: Call) -> str | None:
     n = sizes_of(call)
     if 0 in (n.batch, n.time):
         return "x is empty"
@@ -69,7 +69,11 @@ def refuses(call: Call) -> str | None:
             return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
     if n.states > MOST_STATES:
         return f"the states of a channel stay in registers, up to {MOST_STATES}; N is {n.states}"
-    return None if candidates(call) else "no block fits the core's VMEM"
+    return None
+
+
+def refuses(call: Call) -> str | None:
+    return refuses_operands(call) or (None if candidates(call) else "no block fits the core's VMEM")
 
 
 def _body(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -> None:
@@ -121,8 +125,8 @@ def pallas_tpu(
     """The forward pass as one Pallas call; see the module's text."""
     batch, time, channels = x.shape
     states = A.shape[1]
-    more_time, more_channels = _up(time, LANES) - time, _up(channels, LANES) - channels
-    more_states = _up(states, SUBLANES) - states
+    more_time, more_channels = round_up(time, LANES) - time, round_up(channels, LANES) - channels
+    more_states = round_up(states, SUBLANES) - states
     width = config.channels
 
     def wide(v: jax.Array) -> jax.Array:

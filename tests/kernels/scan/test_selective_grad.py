@@ -1,0 +1,102 @@
+"""The backward kernels of the selective scan: what every op must pass does not ask for their races, mesh and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from capibara.kernels import explain, interpret, target
+from capibara.kernels.check import check_output, expected
+from capibara.kernels.scan import selective_scan
+from capibara.kernels.scan.selective.api import OPERANDS, SELECTIVE_SCAN_GRAD
+from capibara.kernels.scan.selective.cases import ALL, grad_case, make_case
+
+NONE: frozenset[str] = frozenset()
+CHIPS = {"pallas_tpu": ("tpu", "TPU v4"), "mosaic_gpu": ("gpu", "NVIDIA H200")}
+
+
+def test_emulated_without_races() -> None:
+    """Two blocks of time, the second of a few steps, and every operand."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    case = grad_case(make_case("own", 1, 130, 4, 3, NONE, dtype="float32", **ALL))
+    wanted = expected(SELECTIVE_SCAN_GRAD, case.arrays(), case.params)
+    with interpret(detect_races=True):
+        made = SELECTIVE_SCAN_GRAD(*case.arrays(), implementation="pallas_tpu", **case.params)
+    result = check_output(made, wanted)
+    assert result.ok, result.why
+    state = interpret_pallas_call.races
+    assert state is not None
+    assert not state.races_found
+
+
+SPECS = {
+    "x": P("data", None, "model"), "dt": P("data", None, "model"), "A": P("model"), "B": P("data"), "C": P("data"),
+    "D": P("model"), "z": P("data", None, "model"), "dt_bias": P("model"), "initial_state": P("data", "model"),
+}  # fmt: skip
+
+
+def test_gradients_over_a_mesh() -> None:
+    """Split by batch and channels: sums over devices where several share an operand, and nothing gathered."""
+    case = make_case("mesh", 4, 5, 8, 3, NONE, dtype="float32", **ALL)
+    given = dict(zip(OPERANDS, case.arrays(), strict=True))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:8])
+    placed = {n: jax.device_put(x, NamedSharding(mesh, SPECS[n])) for n, x in given.items()}
+
+    def loss(o: dict[str, Any], name: str) -> Any:
+        y, last = selective_scan(**o, dt_softplus=True, return_final_state=True, implementation=name)
+        return (y * y).sum() + last.sum()
+
+    with interpret("hlo"):
+        program = jax.jit(jax.grad(lambda o: loss(o, "pallas_tpu"))).lower(placed).compile()
+        found = program(placed)
+    wanted = jax.jit(jax.grad(lambda o: loss(o, "xla")))(given)
+    assert "all-gather" not in program.as_text()
+    assert "all-reduce" in program.as_text()
+    for name in given:
+        assert found[name].sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), found[name].ndim), name
+        # Sums of at most 20 numbers, of size up to about 100, in another order.
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-4, err_msg=name)
+
+
+def _largest(jaxpr: Any) -> int:
+    """Elements of the largest array anywhere in a traced program."""
+    found = [int(np.prod(v.aval.shape)) for e in jaxpr.eqns for v in e.outvars]
+    inner = [_largest(sub) for e in jaxpr.eqns for sub in jaxprs_in_params(e.params)]
+    return max([0, *found, *inner])
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_no_array_has_time_and_states(name: str) -> None:
+    time, channels, states = 8192, 128, 16
+    shapes = make_case("long", 1, time, channels, states, NONE, D=False).args()[:5]
+
+    def loss(*operands: Any) -> Any:
+        return selective_scan(*operands, implementation=name).astype(jnp.float32).sum()
+
+    with target(*CHIPS[name]):
+        traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*shapes)
+    # A state a chunk of 32 steps is half as large as an operand.
+    assert time * channels <= _largest(traced.jaxpr) < time * channels * 2
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", CHIPS)
+def test_dispatch_takes_the_kernel_forward_and_backward(name: str) -> None:
+    shapes = make_case("own", 2, 64, 256, 16, NONE, **ALL).args()
+
+    def loss(*operands: Any) -> Any:
+        x, dt, A, B, C, D, z, bias, initial = operands
+        y = selective_scan(x, dt, A, B, C, D, z=z, dt_bias=bias, initial_state=initial, dt_softplus=True)
+        return y.astype(jnp.float32).sum()
+
+    with target(*CHIPS[name]):
+        found = explain(jax.grad(loss), *shapes).selections
+    assert {s.call.op.name: s.implementation for s in found} == {"selective_scan": name, "selective_scan_grad": name}
