@@ -16,13 +16,22 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=32",
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        # A program is split into 32 modules to be compiled at once: for small ones on few cores that is more work in
+        # all, a third of the time to compile.
+        "--xla_cpu_parallel_codegen_split_count=1",
         # Fused loops straight to LLVM instead of through MLIR: a third of the time to compile. Later versions do not
         # know this flag, and stop at what they do not know; they compile as they always do.
         *(["--xla_cpu_use_fusion_emitters=false"] if metadata.version("jaxlib").startswith("0.10.") else []),
     ]
 )
 
+import hypothesis
 import pytest
+
+# The same examples in every run: what is green stays green until the code changes. To draw others:
+# --hypothesis-profile=default.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +51,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     found[marker] = reason()
                 if found[marker]:
                     item.add_marker(pytest.mark.skip(reason=str(found[marker])))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there when the first test starts stays to the end: the collector need not walk through it again.
+
+    Tracing makes many objects and few cycles of them, so it also looks less often.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def _thin_out_newest(items: list[pytest.Item]) -> None:
