@@ -26,22 +26,141 @@ def test_a_decoder_of_its_own_is_the_same_in_stages(axes: dict[str, int]) -> Non
     assert_close(found, jax.jit(jax.value_and_grad(loss))(params, batch), TERMS)
 
 
-def test_results_with_rows_come_back_in_order_and_others_are_combined() -> None:
-    def several(batch: Any, params: Any) -> dict[str, Any]:
-        found = scores(params, batch)
-        size = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params["layers"]))
-        return {"scores": found, "turned": found.transpose(1, 0, 2), "sums": found.sum((0, 1)), "size": size}
+def _several(batch: Any, params: Any) -> dict[str, Any]:
+    found = scores(params, batch)
+    size = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params["layers"]))
+    right = jnp.sum(jnp.argmax(found, -1) == batch["targets"])
+    return {
+        "scores": found,
+        "turned": found.transpose(1, 0, 2),
+        "sums": found.sum((0, 1)),
+        "size": size,
+        "right": right,
+        "largest": jnp.max(found),
+    }
 
+
+def test_results_with_rows_come_back_in_order_and_others_are_those_of_all_rows() -> None:
     params, batch = init(), tokens()
+    expected = jax.jit(_several)(batch, params)
     with jax.set_mesh(mesh_of(pipeline=2)):
-        run = pipelined(several, microbatches=4, batch=(0,), combine="sum")
-        mean = pipelined(several, microbatches=4, batch=0)
-        found, averaged = jax.jit(run)(batch, params), jax.jit(mean)(batch, params)
-    expected = jax.jit(several)(batch, params)
-    # What is made of the layers alone is made in every microbatch, as a penalty of the parameters in a mean loss is.
-    expected["size"], sums = averaged["size"], expected["sums"]
-    assert_close({**found, "size": found["size"] / 4}, expected, TERMS * VOCAB)
-    assert_close(averaged["sums"], sums / 4, TERMS * VOCAB)
+        found = jax.jit(pipelined(_several, microbatches=4, batch=(0,)))(batch, params)
+        summed = jax.jit(pipelined(_several, microbatches=4, batch=0, combine="sum"))(batch, params)
+        averaged = jax.jit(pipelined(_several, microbatches=4, batch=0, combine="mean"))(batch, params)
+    assert_close(found, expected, TERMS * VOCAB)
+    assert found["right"].dtype == expected["right"].dtype
+    assert found["right"] == expected["right"]
+    # By hand: what is made of the layers alone is made in every microbatch.
+    assert_close([summed["sums"], summed["size"] / 4], [expected["sums"], expected["size"]], TERMS * VOCAB)
+    assert_close([averaged["sums"] * 4, averaged["size"]], [expected["sums"], expected["size"]], TERMS * VOCAB)
+
+
+def _token_losses(params: Any, batch: Any) -> Any:
+    found = scores(params, batch)
+    return jax.nn.logsumexp(found, -1) - jnp.take_along_axis(found, batch["targets"][..., None], axis=-1)[..., 0]
+
+
+def _masked_mean(params: Any, batch: Any) -> Any:
+    return jnp.sum(_token_losses(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def _divided_first(params: Any, batch: Any) -> Any:
+    return jnp.sum(_token_losses(params, batch) * batch["mask"] / jnp.sum(batch["mask"]))
+
+
+def _perplexity_and_penalty(params: Any, batch: Any) -> Any:
+    return jnp.exp(jnp.mean(_token_losses(params, batch))) + jnp.sum(params["unembed"] ** 2)
+
+
+def _of_rows_alone(params: Any, batch: Any) -> Any:
+    losses = _token_losses(params, batch)
+    return jnp.sum(losses / losses.shape[0])
+
+
+def _statistics_before(params: Any, batch: Any) -> Any:
+    start = jnp.asarray(params["embed"])[batch["inputs"]]
+    start = start - start.mean(0)
+
+    def layer(carry: Any, w: Any) -> tuple[Any, None]:
+        x, number = carry
+        return (x + jnp.tanh(x @ w["up"]) @ w["down"] / (1 + number), number + 1), None
+
+    x, number = jax.lax.scan(layer, (start, 0), params["layers"])[0]
+    # The table is read again, and so is what was made before the layers, of all rows.
+    return jnp.mean((x * start @ params["embed"].T) ** 2) * number
+
+
+@pytest.mark.parametrize(
+    "fn", [_masked_mean, _divided_first, _perplexity_and_penalty, _of_rows_alone, _statistics_before]
+)
+def test_numbers_of_all_rows_are_exact_where_microbatches_weigh_differently(fn: Any) -> None:
+    params, batch = init(), tokens()
+    # Every fourth row, one microbatch of four, has nearly all of its tokens masked.
+    batch["mask"] = batch["mask"] * np.where(np.arange(ROWS) % 4 == 0, 1e-3, 1.0).astype(np.float32)[:, None]
+    mesh = mesh_of(pipeline=2, data=2)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(pipelined(fn, microbatches=4)))(*placed(mesh, params, batch))
+    assert_close(found, jax.jit(jax.value_and_grad(fn))(params, batch), TERMS)
+
+
+def _with_layer(change: Any, after: Any = jnp.mean) -> Any:
+    def fn(params: Any, batch: Any) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            return x + jnp.tanh(change(x) @ w["up"]) @ w["down"], None
+
+        return after(jax.lax.scan(layer, jnp.asarray(params["embed"])[batch["inputs"]], params["layers"])[0])
+
+    return fn
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _dropped(x: Any) -> Any:
+    return x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+
+
+def _numbered(x: Any) -> Any:
+    return x * jnp.arange(x.shape[0], dtype=jnp.float32)[:, None, None]
+
+
+def _contrast(x: Any) -> Any:
+    return jnp.mean(jax.nn.log_softmax(x[:, 0] @ x[:, 0].T))
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (_with_layer(lambda x: jnp.cumsum(x, 0)), "cumsum .*in the loop over layers, in which rows meet"),
+        (_with_layer(lambda x: jnp.sort(x, 0)), "sort .*in the loop over layers, in which rows meet"),
+        (_with_layer(lambda x: x[::-1]), "rev .*in the loop over layers, in which rows meet"),
+        (_with_layer(lambda x: x + x[:1]), "slice .*in the loop over layers, in which rows meet"),
+        (_with_layer(_dropped), "random numbers for each row .*in the loop over layers"),
+        (_with_layer(_numbered), "a row's number in the batch .*in the loop over layers"),
+        (_with_layer(lambda x: x / x.shape[0]), "the number 16.0 for all rows and 8.0 for a microbatch"),
+        (_with_layer(_same, lambda x: jnp.mean(_numbered(x))), "a row's number in the batch .*after its layers"),
+        (_with_layer(_same, lambda x: jnp.mean(_dropped(x))), "random numbers for each row .*after its layers"),
+        (_with_layer(_same, lambda x: jnp.var(x)), "brings back to the rows what was made of all"),
+        (_with_layer(_same, lambda x: jnp.prod(x)), "reduce_prod, in which rows meet.*combine="),
+        (_with_layer(_same, lambda x: jnp.mean(jnp.roll(x, 1, 0) * x)), "after the loop over layers, which mixes rows"),
+        (_with_layer(_same, _contrast), r"one dimension of what is made of it. Got \(16, 16\)"),
+        (_with_layer(_same, lambda x: x.sum() if x.shape[0] > 8 else x.mean()), "the same to a microbatch as to all"),
+    ],
+)
+def test_what_needs_other_rows_is_refused_and_not_wrong(fn: Any, said: str) -> None:
+    with jax.set_mesh(mesh_of(pipeline=2)), pytest.raises(ValueError, match=said):
+        jax.eval_shape(pipelined(fn, microbatches=2), init(), tokens())
+
+
+def test_how_microbatches_become_one_can_be_said_by_hand() -> None:
+    params, batch = init(), tokens()
+    fn = _with_layer(_same, jnp.var)
+    with jax.set_mesh(mesh_of(pipeline=2)):
+        found = jax.jit(pipelined(fn, microbatches=4, combine="mean"))(params, batch)
+    # Rows of one chip go to different microbatches: every fourth.
+    parts = [fn(params, jax.tree.map(lambda leaf, n=n: leaf[n::4], batch)) for n in range(4)]
+    assert_close(found, np.mean(parts), TERMS)
 
 
 def test_the_scan_may_be_inside_of_a_jit() -> None:
@@ -117,7 +236,7 @@ def _backwards(params: Any, batch: Any) -> Any:
         (lambda p, b: jnp.mean(jnp.asarray(p["embed"])[b["inputs"]]), "a function with no such scan"),
         (_recurrent, "a scan of 8 steps along the batch"),
         (_counted, "a scan of 3 steps that takes slices of no argument"),
-        (_normalised, r"rows of a batch one by one.*reduce_sum.*reduces over the rows"),
+        (_normalised, r"rows of a batch one by one.*reduce_sum.*in the loop over layers, in which rows meet"),
         (_backwards, "a scan of 4 steps that runs backwards"),
         (jax.grad(loss), "whose stacked outputs another scan takes, as a gradient's does"),
     ],

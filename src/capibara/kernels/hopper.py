@@ -68,8 +68,11 @@ def store_to_memory(ref: Any, value: Any) -> None:
         ref[...] = value
 
 
+HIDDEN_STEPS = 1 << 20
+
+
 def hidden_zero(step: Any, stage: int = 0) -> Any:
-    """0, for a step of a loop below 2^20, that no compiler knows to be 0, and that depends on the step.
+    """0, for a step of a loop below HIDDEN_STEPS, that no compiler knows to be 0, and that depends on the step.
 
     Added to an index of shared memory that does not change in a loop, it keeps what wgmma is told of that operand, two
     registers for each instruction, from being made before the loop, all at once, and spilled. Stages of their own keep
@@ -85,7 +88,7 @@ def hidden_zero(step: Any, stage: int = 0) -> Any:
         from jaxlib.mlir.dialects import llvm
 
         i32 = ir.IntegerType.get_signless(32)
-        how = f"shr.u32 $0, $1, {20 + stage};"
+        how = f"shr.u32 $0, $1, {HIDDEN_STEPS.bit_length() - 1 + stage};"
         made: Any = llvm.inline_asm(i32, [step.registers.item()], how, "=r,r", has_side_effects=True)
         return FragmentedArray.splat(made, (), is_signed=True)
 

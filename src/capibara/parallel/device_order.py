@@ -129,7 +129,8 @@ def _on_grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
         return _object_array(devices).reshape(shape)
     parts = [part for axis in grid_parts(shape, found.shape, found.wrap) for part in axis]
     if any(part.size < found.shape[part.dim] for part in parts):
-        # Right, but two mesh axes then share links: said, so that nobody has to find out by measuring.
+        # Right, but two mesh axes then have the links of one dimension between them: said, so that nobody has to find
+        # out by measuring.
         _log.warning("mesh %s splits a hardware axis of the grid %s", _text(shape), _text(found.shape[1:]))
     places = coordinates(shape, found.shape, found.wrap).reshape(-1, len(found.shape))
     return _object_array([found.devices[tuple(map(int, place))] for place in places]).reshape(shape)

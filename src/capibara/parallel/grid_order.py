@@ -108,9 +108,7 @@ _Choice: TypeAlias = tuple[int, tuple[tuple[float, ...], ...], tuple[tuple[int, 
 @functools.lru_cache(maxsize=1024)
 def _assigned(sizes: tuple[int, ...], grid: tuple[int, ...], wrap: tuple[bool, ...]) -> tuple[tuple[Part, ...], ...]:
     @functools.cache
-    def best(
-        axis: int, left: tuple[int, ...]
-    ) -> tuple[int, tuple[tuple[float, ...], ...], tuple[tuple[int, ...], ...]]:
+    def best(axis: int, left: tuple[int, ...]) -> _Choice:
         """The best way to give what is `left` to mesh axis `axis` and those before it: cut parts, costs, choices."""
         if axis < 0:
             return 0, (), ()

@@ -1,10 +1,11 @@
 """Runs the Hopper attention kernels on the CPU, forward and backward, for their arithmetic and synchronisation.
 
 Not for their layouts. Each warpgroup is a thread and every operation is carried out at once, by numpy: single
-operations of JAX would each be compiled first. Barriers count arrivals and phases as the hardware does; a wait that
-never ends, or that could mistake one phase for another, fails. Shared memory starts as NaN. Copies by TMA fill with
-zeros past the end when they read and drop what lies past it when they write, except along an axis that is a single
-tile, which its descriptor does not have; other loads and stores must stay inside.
+operations of JAX would each be compiled first. Only copies out of shared memory are put off until they are waited for.
+Barriers count arrivals and phases as the hardware does; a wait that never ends, or that could mistake one phase for
+another, fails. Shared memory starts as NaN. Copies by TMA fill with zeros past the end when they read and drop what
+lies past it when they write, except along an axis that is a single tile, which its descriptor does not have; other
+loads and stores must stay inside.
 """
 
 from __future__ import annotations
@@ -277,6 +278,20 @@ def _to_smem(source: Ref, target: Ref, barrier: _Barriers) -> None:
 
 def _to_gmem(source: Ref, target: Ref, reduction_op: str | None = None) -> None:
     assert reduction_op in (None, "add")
+    _here.leaving.append((source, target, reduction_op))
+
+
+def _wait_to_gmem(under_way: int, wait_read_only: bool = False) -> None:
+    """No more than the last `under_way` copies of this warpgroup may still read shared memory; the others read it now.
+
+    So they are as late as they may be, and what was written before they had left goes out with them.
+    """
+    del wait_read_only  # what a copy has read is also written here
+    while len(_here.leaving) > under_way:
+        _leave(*_here.leaving.pop(0))
+
+
+def _leave(source: Ref, target: Ref, reduction_op: str | None) -> None:
     value = source.read()
     # One number a row leaves without a descriptor.
     clip = len(source.shape) > 1
@@ -339,10 +354,11 @@ def _run_grid(body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_thread
         program = _Program(dict(zip(grid_names, place, strict=True)))
 
         def warpgroup(index: int, program: _Program = program) -> None:
-            _here.program, _here.warpgroup = program, index
+            _here.program, _here.warpgroup, _here.leaving = program, index, []
             try:
                 with np.errstate(all="ignore"):  # NaN, infinity and wrapping integers are among what is tested
                     body(*refs)
+                assert not _here.leaving, "the program ended before its copies had left shared memory"
             except Exception as error:  # noqa: BLE001 (raised again below, when the others have stopped)
                 program.failed.append(error)
 
@@ -393,7 +409,7 @@ def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, **_: Any) -> Callable[.
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Registers, fences and waits for stores: every operation here is done when it returns."""
+    """Registers and fences: every operation here is done when it returns."""
 
 
 @contextlib.contextmanager
@@ -405,7 +421,7 @@ def emulated() -> Iterator[None]:
         copy_smem_to_gmem=_to_gmem, transpose_ref=lambda ref, axes: ref.read().transpose(axes), commit_smem=_nothing,
         # Each its own memory: nothing here sees that one lies in another's place.
         RefUnion=lambda *specs: specs,
-        set_max_registers=_nothing, wait_smem_to_gmem=_nothing, layout_cast=lambda x, layout: x,
+        set_max_registers=_nothing, wait_smem_to_gmem=_wait_to_gmem, layout_cast=lambda x, layout: x,
         load=lambda ref, *_, **__: ref.read(), store=lambda ref, value, optimized: ref.write(value),
         wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
         broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),

@@ -19,9 +19,10 @@ from capibara.compile.kernels import implementation_program
 from capibara.kernels import prng, target
 from capibara.kernels.attention import pallas_gpu_blocks as blocks
 from capibara.kernels.attention import pallas_gpu_grad_operands as operands
+from capibara.kernels.attention import pallas_gpu_grad_steps as grad_steps
 from capibara.kernels.attention.api import ATTENTION_GRAD
 from capibara.kernels.attention.pallas_gpu_grad import candidates, default_config, mosaic_gpu_grad, refuses
-from capibara.kernels.attention.pallas_gpu_grad_steps import HopperGradConfig
+from capibara.kernels.attention.pallas_gpu_grad_steps import HopperGradConfig, Steps
 from capibara.kernels.attention.pallas_gpu_tile import Band
 from capibara.kernels.op import Call
 
@@ -314,3 +315,27 @@ def test_one_chips_program_lowers(name: str) -> None:
     result = lower_for(fn, args, "cuda")
     assert result.ok, result.error
     assert result.custom_calls
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "right", "length", "group", "hidden"),
+    [
+        (128, 0, 4096, 8, True),
+        (64, 0, 4096, 8, False),
+        (128, None, 4096, 8, False),
+        # The zero is a visit's number shifted by 20 bits: a visit past those would read another block of keys.
+        (128, 0, 64 * 2**14, 64, True),
+        (128, 0, 64 * 2**14, 65, False),
+    ],
+)
+def test_a_hidden_zero_is_zero_at_every_visit(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, right: int | None, length: int, group: int, hidden: bool
+) -> None:
+    monkeypatch.setattr(grad_steps, "hidden_zero", lambda done, stage: done >> 20 + stage)
+    steps = Steps(
+        HopperGradConfig(block_q=64), tile=128, keys=length, length=length, group=group, offset=0, left=None,
+        right=right, scale=1.0, softcap=None, physical="bhtd",
+    )  # fmt: skip
+    last = np.int32(group * steps.count - 1)
+    assert [int(zero) for zero in steps.zeros(head_dim, last, 3)] == [0, 0, 0]
+    assert isinstance(steps.zeros(head_dim, last, 1)[0], np.int32) is hidden

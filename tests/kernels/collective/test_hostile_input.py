@@ -113,10 +113,34 @@ def test_a_state_that_does_not_fit_says_so() -> None:
 def test_the_codec_takes_whole_blocks_and_keys() -> None:
     with pytest.raises(ValueError, match=r"block is a positive whole number.*Got 256.0"):
         collective.encode_int8(X, block=256.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unbiased_key is a JAX key"):
+    with pytest.raises(ValueError, match="unbiased_key is one JAX key"):
         _on_four(lambda x: collective.compressed_all_reduce(x, "a", unbiased_key=3)[0], X)
 
 
 def test_two_names_for_a_gather_are_one_too_many() -> None:
     with pytest.raises(ValueError, match="use_ring_algorithm=True and implementation='xla'"):
         TpuV4CollectiveOps().optimized_all_gather(X, use_ring_algorithm=True, implementation="xla")
+
+
+def test_nothing_is_exchanged_as_nothing() -> None:
+    """XLA's own scatter and gather refuse an axis of no length."""
+
+    def each(x: jax.Array, w: jax.Array, beside: jax.Array) -> Any:
+        both = ("a", "b")
+        return beside, (
+            collective.reduce_scatter(x, both),
+            collective.all_gather(x, both),
+            collective.all_gather(x, both, axis=1, tiled=False),
+            collective.all_gather_matmul(x, w, both),
+            collective.matmul_reduce_scatter(x, w, both),
+            collective.hierarchical_all_reduce(x, inner_axis="a", outer_axis="b"),
+        )
+
+    for rows in (0, 4):
+        run = jax.jit(jax.shard_map(each, mesh=_mesh(2, 2), in_specs=P(), out_specs=P(), check_vma=False))
+        # Something is beside them: XLA stops at a shard_map that reads none of its operands.
+        _, made = run(jnp.zeros((rows, 0)), jnp.zeros((0, 5)), jnp.ones(3))
+        assert [y.shape for y in made] == [
+            (rows // 4, 0), (4 * rows, 0), (rows, 4, 0), (4 * rows, 5), (rows // 4, 5), (rows, 0),
+        ]  # fmt: skip
+        assert all(not y.any() for y in made)

@@ -147,3 +147,26 @@ def test_another_chips_file_is_not_taken(tmp_path: Path) -> None:
     path = save(Calibration("v4"), tmp_path / "h200.json")
     with pytest.warns(UserWarning, match="the chip that it was measured on"):
         assert load("h200", path) is None
+
+
+def test_a_run_has_units_that_the_model_has() -> None:
+    with pytest.raises(ValueError, match=r"Unknown unit of a run's parts 'warp'.*'matrix'"):
+        Run({"warp": 1.0}, 1.0, 1.3)
+    with pytest.raises(ValueError, match="parts are seconds from 0 up"):
+        Run([1.0], 1.0, 1.3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="figures above zero"):
+        Run({"matrix": 1.0}, True, 1.3)
+
+
+def test_a_run_that_is_there_twice_is_held_out_once() -> None:
+    same = _run(1.3)
+    found = fit("h200", [same] * 20)
+    # Nineteen that say the same are left: what they say is met nearly, as by all twenty.
+    assert found.error_held_out == pytest.approx(found.error_after, abs=0.01)
+
+
+@pytest.mark.parametrize(("one", "other"), [(1.3, 0.7), (3.9, 0.26), (1.0, 3.9)])
+def test_two_runs_that_contradict_each_other_leave_the_time_between_them(one: float, other: float) -> None:
+    both = [_run(one), _run(other)]
+    assert min(one, other) < _expected(both) < max(one, other)
+    assert _expected(both) == pytest.approx(_expected(both[::-1])), "whichever came first"

@@ -82,10 +82,10 @@ def sends_on_a_link(mesh: MeshConfig, axis: int, where: Slice) -> float:
     for start, end in zip(lines, np.roll(lines, -1, axis=0), strict=True):
         for here, there in zip(start.reshape(-1, len(grid)), end.reshape(-1, len(grid)), strict=True):
             onward = int(there[dim] - here[dim]) % grid[dim]
-            for hops, way in ((onward, 1), (grid[dim] - onward, -1)):
-                for hop in range(hops if 2 * hops <= grid[dim] else 0):
+            for away, way in ((onward, 1), (grid[dim] - onward, -1)):
+                for hop in range(away if 2 * away <= grid[dim] else 0):
                     at = (int(here[dim]) + way * hop) % grid[dim]
-                    used[*np.delete(here, dim).tolist(), at, way] += 1 if 2 * hops < grid[dim] else 0.5
+                    used[*np.delete(here, dim).tolist(), at, way] += 1 if 2 * away < grid[dim] else 0.5
     return max(used.values())
 
 
@@ -93,13 +93,13 @@ def sends_on_a_link(mesh: MeshConfig, axis: int, where: Slice) -> float:
 def test_groups_that_share_a_link_are_those_of_the_order_that_is_built(length: int) -> None:
     """A ring cut in two is folded, so that its halves have the links at both ends; cut in four it is not."""
     where = slice_by_grid("v4", (4, 4, length))
-    for outer in (2, length // 2):
-        mesh = MeshConfig((outer, length // outer, 4, 4), ("a", "b", "c", "d"))
+    for cut in {(2, length // 2), (length // 2, 2), (2, 2, length // 4)}:
+        mesh = MeshConfig((*cut, 4, 4), tuple("abcde"[: len(cut) + 2]))
         wiring = wire(mesh, where)
-        for axis, name in enumerate("ab"):
-            (segment,) = wiring.inner((name,))
-            if segment.wraps or segment.size == 2:  # of a longer line, nobody sends from the end to the beginning
-                assert segment.sharing == sends_on_a_link(mesh, axis, where), (outer, name)
+        for axis, name in enumerate(mesh.axis_names[: len(cut)]):
+            for segment in wiring.inner((name,)):  # none of an axis of one
+                if segment.wraps or segment.size == 2:  # along a longer line nobody sends from the end to the beginning
+                    assert segment.sharing == sends_on_a_link(mesh, axis, where), (cut, name)
                 if segment.wraps:
                     found = hops(mesh, on=where)[name]
                     assert segment.hops == segment.size // 2 * max(found.max_hops, found.closing_hops)
@@ -112,7 +112,8 @@ def test_a_folded_ring_gives_both_axes_whole_links() -> None:
         assert _seconds("all_gather", mesh, cube, (axis,), 8 * MB) == pytest.approx(8 * MB * 7 / 8 / (3 * W))
         assert _seconds("permute", mesh, cube, (axis,), 8 * MB) == pytest.approx(8 * MB / W)
     # Where the ends are not linked, the outer half has every second chip, and shares.
-    assert _seconds("permute", MeshConfig((2, 2, 8)), slice_by_name("v4-64"), ("data",), MB) == pytest.approx(2 * MB / W)
+    open_ended = MeshConfig((2, 2, 8), ("a", "b", "c"))
+    assert _seconds("permute", open_ended, slice_by_name("v4-64"), ("a",), 8 * MB) == pytest.approx(16 * MB / W)
 
 
 def test_one_hop_costs_a_link() -> None:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
 from capibara.kernels.attention.pallas_gpu_config import HEADS_TOGETHER, check_order
-from capibara.kernels.hopper import LOG2E, hidden_zero
+from capibara.kernels.hopper import HIDDEN_STEPS, LOG2E, hidden_zero
 
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
 LAYOUT = plgpu.Layout.WGMMA
@@ -84,10 +84,13 @@ class Steps:
 
         Where position masks, the program has a loop with a mask and one without, and so twice as much is made before
         them. On an H200 that made the causal backward 1.04 to 1.08 times as fast at head_dim 128 and 1.16 times at
-        256; without a mask it cost 7 %, at 64 2 %.
+        256; without a mask it cost 7 %, at 64 2 %. Programs with too many visits for it (a million queries of 64 heads
+        that share their keys) go without.
         """
         spilled = head_dim > 64 and (self.left is not None or self.right is not None)
-        return [hidden_zero(done, stage) if spilled else 0 for stage in range(count)]
+        if not spilled or self.group * self.count > HIDDEN_STEPS:
+            return [0] * count
+        return [hidden_zero(done, stage) for stage in range(count)]
 
     @property
     def count(self) -> int:

@@ -160,7 +160,7 @@ def permute(
     A device that none of the pairs sends to has zeros. Devices count along several axes as along one, the last fastest.
     """
     x = as_array("permute", "x", x)
-    names, devices = read_axes("permute", axis_name)
+    names, devices = read_axes("permute", axis_name, on_global=False)
     if (shift is None) == (pairs is None):
         raise rule_error("permute takes shift or pairs", f"shift={shift} and pairs={pairs}", "pass one of them")
     if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int)):

@@ -16,24 +16,30 @@ AxisName = str | tuple[str, ...]
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
-def read_axes(who: str, axis_name: Any) -> tuple[tuple[str, ...], int]:
-    """(the names as a tuple, how many devices they have together), for a call inside shard_map."""
+def read_axes(
+    who: str, axis_name: Any, keyword: str = "axis_name", *, on_global: bool = True
+) -> tuple[tuple[str, ...], int]:
+    """(the names as a tuple, how many devices they have together), for a call inside shard_map.
+
+    `on_global` says that without a name the function takes global arrays, which is then part of the advice.
+    """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
         raise rule_error(
-            f"axis_name of {who} is the name of a mesh axis, or a tuple of different names",
+            f"{keyword} of {who} is the name of a mesh axis, or a tuple of different names",
             repr(axis_name),
-            "pass the names that shard_map has taken, or None for global arrays",
+            "pass names that shard_map has taken" + (", or None for global arrays" if on_global else ""),
         )
     try:
         return names, lax.axis_size(names)
     except NameError as error:
         bound = jax.sharding.get_abstract_mesh().manual_axes
         raise rule_error(
-            f"{who} with axis_name is called inside jax.shard_map over those axes"
+            f"{who} with {keyword} is called inside jax.shard_map over those axes"
             + (f" (here {', '.join(map(repr, bound))})" if bound else ""),
-            f"axis_name={axis_name!r} where no axis has that name",
-            "call it inside jax.shard_map, or leave axis_name out for global arrays over the active mesh",
+            f"{keyword}={axis_name!r} where no axis has that name",
+            "call it inside jax.shard_map"
+            + (", or leave axis_name out for global arrays over the active mesh" if on_global else ""),
         ) from error
 
 
@@ -71,6 +77,8 @@ def neighbours(devices: int, by: int) -> list[tuple[int, int]]:
 
 def gather_known(x: Any, names: tuple[str, ...]) -> Any:
     """All devices' x along its first axis, known to shard_map as the same on every one of them."""
+    if not x.size:  # XLA gathers no empty axis
+        return jnp.zeros((lax.axis_size(names) * x.shape[0], *x.shape[1:]), x.dtype)
     # An axis that vmap names has no such marks.
     marked = set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
     return lax.all_gather(x, names, tiled=True, **({"to": "invarying"} if marked else {}))

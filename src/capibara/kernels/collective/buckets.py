@@ -162,7 +162,7 @@ def bucketed_all_reduce(
         makes the next one. Off, they go one after another.
     """
     op = read_reduction(op)
-    names, devices = read_axes("bucketed_all_reduce", axis_name)
+    names, devices = read_axes("bucketed_all_reduce", axis_name, on_global=False)
     plan = plan_buckets(tree, bucket_bytes)
     for bucket in plan.buckets:
         check_reducible("bucketed_all_reduce", jax.ShapeDtypeStruct(plan.shapes[bucket.members[0]], bucket.dtype), op)

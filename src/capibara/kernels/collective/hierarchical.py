@@ -45,8 +45,8 @@ def hierarchical_all_reduce(
 
 
 def _two(who: str, inner_axis: Any, outer_axis: Any) -> tuple[tuple[str, ...], int]:
-    inner, devices = read_axes(who, inner_axis)
-    outer, _ = read_axes(who, outer_axis)
+    inner, devices = read_axes(who, inner_axis, "inner_axis", on_global=False)
+    outer, _ = read_axes(who, outer_axis, "outer_axis", on_global=False)
     if set(inner) & set(outer):
         raise rule_error(
             "An axis is inside the groups or between them", f"{inner_axis!r} and {outer_axis!r}", "name different axes"

@@ -29,7 +29,7 @@ def reduce_scatter(x: Any, *, axis_name: Axes, devices: int, op: str, axis: int)
     """Device i has part i, along `axis`, of what `all_reduce` gives."""
     x = vary_over(x, axis_name)
     if op in ("sum", "mean"):
-        total = lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)
+        total = _scattered(x, axis_name, devices, axis)
         return total if op == "sum" else _divided(total, devices)
     # XLA scatters sums only: every device gets the others' candidates for its part, and takes the best of them.
     parts = x.reshape(*x.shape[:axis], devices, x.shape[axis] // devices, *x.shape[axis + 1 :])
@@ -39,7 +39,7 @@ def reduce_scatter(x: Any, *, axis_name: Axes, devices: int, op: str, axis: int)
 
 def all_gather(x: Any, *, axis_name: Axes, devices: int, axis: int, tiled: bool) -> Any:
     """Every device's x, one after the other along `axis` (tiled), or stacked on a new axis there."""
-    return lax.all_gather(vary_over(x, axis_name), axis_name, axis=axis, tiled=tiled)
+    return _gathered(vary_over(x, axis_name), axis_name, devices, axis, tiled)
 
 
 def all_to_all(x: Any, *, axis_name: Axes, devices: int, split_axis: int, concat_axis: int) -> Any:
@@ -56,7 +56,7 @@ def permute(x: Any, *, axis_name: Axes, devices: int, pairs: tuple[tuple[int, in
 def all_gather_matmul(x: Any, w: Any, *, axis_name: Axes, devices: int) -> Any:
     """all_gather(x, rows) @ w."""
     x, w = vary_over(x, axis_name), vary_over(w, axis_name)
-    whole = lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
+    whole = _gathered(x, axis_name, devices, x.ndim - 2, tiled=True)
     return product(whole, w).astype(jnp.result_type(x, w))
 
 
@@ -64,7 +64,19 @@ def matmul_reduce_scatter(x: Any, w: Any, *, axis_name: Axes, devices: int) -> A
     """Device i has part i of the rows of the sum, over the devices, of x @ w."""
     x, w = vary_over(x, axis_name), vary_over(w, axis_name)
     made = product(x, w).astype(jnp.result_type(x, w))
-    return lax.psum_scatter(made, axis_name, scatter_dimension=x.ndim - 2, tiled=True)
+    return _scattered(made, axis_name, devices, x.ndim - 2)
+
+
+def _scattered(x: Any, axis_name: Axes, devices: int, axis: int) -> Any:
+    if not x.size:  # XLA scatters and gathers no empty axis
+        return lax.slice_in_dim(x, 0, x.shape[axis] // devices, axis=axis)
+    return lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)
+
+
+def _gathered(x: Any, axis_name: Axes, devices: int, axis: int, tiled: bool) -> Any:
+    if not x.size:
+        return (jnp.concatenate if tiled else jnp.stack)([x] * devices, axis=axis)
+    return lax.all_gather(x, axis_name, axis=axis, tiled=tiled)
 
 
 def product(x: Any, w: Any) -> Any:

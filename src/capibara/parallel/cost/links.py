@@ -50,7 +50,7 @@ class Segment:
 
     @property
     def folded(self) -> bool:
-        """The two halves of a ring, side by side: their pairs meet over the links at both ends, half of them at each."""
+        """The two halves of a ring, side by side: pairs meet over the links at both ends, half of them at each."""
         return self.wraps and self.size == 2 and self.stride > 1
 
     @property

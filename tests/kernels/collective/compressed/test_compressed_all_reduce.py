@@ -123,6 +123,16 @@ def test_an_exact_axis_inside_a_compressed_one() -> None:
     assert np.abs(np.asarray(flat) - pieces.sum(0)).max() > 2 * bound
 
 
+def test_a_bucket_of_empty_leaves() -> None:
+    x = {"none": np.ones((4, 0, 3), np.float32), "w": np.ones((4, 5), np.float32)}
+    for how in ({"axis_name": BOTH}, {"axis_name": "data", "inner_axis": "chip"}):
+        got, _, metrics = _reduce(x, mesh=_mesh(2, 2), bucket_bytes=1, return_metrics=True, **how)  # a bucket a leaf
+        assert got["none"].shape == (0, 3)
+        # Ones are 127 whole steps, but for float32: two codings of four roundings each.
+        np.testing.assert_allclose(got["w"], 4.0, rtol=8 * 2.0**-24)
+        assert int(metrics.non_finite) == 0
+
+
 def test_one_device_is_exact() -> None:
     x = np.random.default_rng(4).standard_normal((1, 100)).astype(np.float32)
     got, _ = _reduce(x, "data", mesh=_mesh(1))
@@ -208,5 +218,11 @@ def test_bad_input_says_what_to_do() -> None:
         _reduce(x, BOTH, mesh=_mesh(4, 2), inner_axis="chip")
     with pytest.raises(ValueError, match="has no derivative"):
         jax.grad(lambda x: _reduce(x, "data", mesh=mesh)[0].sum())(x)
-    with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
+    with pytest.raises(ValueError, match=r"with inner_axis .*Got inner_axis='fast'.*Fix: call it inside"):
+        _reduce(x, "data", mesh=mesh, inner_axis="fast")
+    # It takes no global arrays, so that is no advice.
+    with pytest.raises(ValueError, match=r"Fix: call it inside jax\.shard_map\.$"):
         compressed_all_reduce(x, "data")
+    for bad in ([], [1.0, -1.0]):
+        with pytest.raises(ValueError, match="block_maxima has a magnitude for each device"):
+            error_bound(bad)

@@ -106,8 +106,12 @@ def test_bad_states_say_what_to_do() -> None:
         _step(8)({"a": x}, feedback_state({"b": x[0]}, 8))
     with pytest.raises(ValueError, match=r"float32 of shape \(1, 4\)"):
         _step(8)(x, feedback_state(x[0], 16))
+    with pytest.raises(ValueError, match=r"float32 of shape \(1, 4\)\. Got 0\.5"):
+        jax.vmap(lambda x: compressed_all_reduce(x, "data", state=0.5), axis_name="data")(x)
     with pytest.raises(ValueError, match="devices is a positive whole number"):
         feedback_state(x[0], 0)
+    with pytest.raises(ValueError, match="leading axis of one row a device"):
+        redistribute({"w": 3.0}, 2)
 
 
 def test_training_on_32_devices_ends_within_one_percent_of_exact_training() -> None:

@@ -20,9 +20,10 @@ from capibara.kernels.collective.axes import AxisName, gather_known, read_axes, 
 from capibara.kernels.collective.buckets import BUCKET_BYTES, one_after_another, plan_buckets
 from capibara.kernels.collective.compressed.codec import Encoded, decode_int8, encode_int8, seed_of
 from capibara.kernels.collective.compressed.feedback import check_state
+from capibara.kernels.collective.compressed.pallas_tpu_bodies import LANES
 from capibara.kernels.collective.compressed.rules import check_block, check_compressible, check_sum
 
-LANES = 128
+WHO = "compressed_all_reduce"
 REGISTER = 8 * LANES  # numbers of a TPU's vector register
 
 
@@ -88,8 +89,8 @@ def compressed_all_reduce(
     op = read_reduction(op)
     check_sum(op)
     check_block(block)
-    outer, devices = read_axes("compressed_all_reduce", axis_name)
-    inner, inner_devices = ((), 1) if inner_axis is None else read_axes("compressed_all_reduce", inner_axis)
+    outer, devices = read_axes(WHO, axis_name, on_global=False)
+    inner, inner_devices = ((), 1) if inner_axis is None else read_axes(WHO, inner_axis, "inner_axis", on_global=False)
     if set(inner) & set(outer):
         raise rule_error(
             "inner_axis and axis_name are different axes", (inner_axis, axis_name), "name the fast axis as inner_axis"
@@ -148,6 +149,8 @@ def _reduce(x: jax.Array, way: _Way, key: Any) -> _Reduced:
     """One bucket, float32 [n]: its sum, and what this device did not send."""
     parts = way.devices * way.inner_devices
     count = x.size
+    if not count:  # XLA scatters no empty array
+        return _Reduced(jnp.zeros(0), jnp.zeros(0), jnp.zeros((), jnp.int32), jnp.zeros(2))
     x = vary_over(jnp.pad(x, (0, -count % _whole(count, parts, way.block))), (*way.outer, *way.inner))
     length = x.size
     if way.inner_devices > 1:

@@ -126,8 +126,8 @@ def seed_of(key: Any) -> jax.Array:
     """Two words from a JAX key."""
     try:
         return jax.random.bits(key, (2,), jnp.uint32)
-    except TypeError as error:
-        raise rule_error("unbiased_key is a JAX key", repr(key), "pass jax.random.key(...)") from error
+    except (TypeError, ValueError) as error:  # no key, or an array of them
+        raise rule_error("unbiased_key is one JAX key", repr(key), "pass jax.random.key(...)") from error
 
 
 ENCODE_INT8.public = encode_int8

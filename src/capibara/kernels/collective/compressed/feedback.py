@@ -44,6 +44,8 @@ def redistribute(state: Any, devices: int) -> Any:
     _check_devices(devices)
 
     def spread(kept: Any) -> jax.Array:
+        if not jnp.ndim(kept):
+            raise rule_error("A state has a leading axis of one row a device", repr(kept), "pass feedback_state's")
         total = jnp.asarray(kept).sum(0, keepdims=True)
         return jnp.broadcast_to(total / devices, (devices, *total.shape[1:]))
 
@@ -59,10 +61,11 @@ def check_state(state: Any, tree: Any) -> None:
             f"The state is a tree like the gradients, {wanted}", given, "make it with feedback_state(gradients)"
         )
     for kept, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(tree), strict=True):
-        if jnp.shape(kept) != (1, *jnp.shape(leaf)) or kept.dtype != jnp.float32:
+        array = hasattr(kept, "dtype") and hasattr(kept, "shape")
+        if not array or kept.shape != (1, *jnp.shape(leaf)) or kept.dtype != jnp.float32:
             raise rule_error(
                 f"Inside shard_map the state of a leaf {jnp.shape(leaf)} is float32 of shape {(1, *jnp.shape(leaf))}",
-                describe(kept),
+                describe(kept) if array else repr(kept),
                 "make it with feedback_state(gradients, devices) and split its first axis over the all-reduce's axes",
             )
 
@@ -79,6 +82,8 @@ def error_bound(block_maxima: Any, *, unbiased: bool = False) -> float:
     0.0315
     """
     maxima = [float(a) for a in block_maxima]
+    if not maxima or min(maxima) < 0:
+        raise rule_error("block_maxima has a magnitude for each device", maxima, "pass each device's abs(x).max()")
     # A step is never below the smallest normal float32, and subnormal numbers, a step at most, count as zeros.
     steps = [max(a / 127, 2.0**-126) for a in (*maxima, math.fsum(maxima))]
     share = (1.0 if unbiased else 0.5) + 2.0**-15

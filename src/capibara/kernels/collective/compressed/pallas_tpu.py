@@ -1,9 +1,11 @@
 """The codec for the TPU, in Pallas (Mosaic): each number through VMEM once, in the order that it has in memory.
 
-A matrix is taken as it is, in tiles of 32 rows, what a packed register of int8 holds; the scales of 128 blocks are a
-register of lanes, and the tiles that fill one follow each other. One line of numbers is taken as rows of 128, which is
-the order it has. All other steps of the grid may run in any order, so both cores of a v4 chip have half. Two leading
-axes or more are one where that moves nothing, else the numbers are laid out as a line.
+A matrix of eight rows or more is taken as it is, in tiles of 32 rows, what a packed register of int8 holds; the scales
+of 128 blocks are a register of lanes, and the tiles that fill one follow each other. One line of numbers is taken as
+rows of 128, which is the order it has. All other steps of the grid may run in any order, so both cores of a v4 chip
+have half. Two leading axes or more are one where that leaves the float32 numbers where they are. What is left, a matrix
+of few rows among it, is laid out as a line first, which XLA writes out register by register. So calls for which
+anything is copied are taken by name only (`in_order`).
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from capibara.kernels.collective.compressed import pallas_tpu_bodies as bodies
 from capibara.kernels.collective.compressed.pallas_tpu_bodies import LANES, PART, TURN
 from capibara.kernels.collective.compressed.rules import block_of
 from capibara.kernels.context import current_interpret
-from capibara.kernels.op import Call, Implementation
+from capibara.kernels.op import Call, Implementation, describe
 from capibara.kernels.transforms import out_struct
 
 SUBLANES = 8
+COMPILED = 256  # the largest block that the TPU compiler was asked about
 LIVE = 6  # copies of a part, 32 bits a number, that may be alive at once: values, steps, draws, codes, masks
 
 
@@ -45,35 +48,54 @@ class TileConfig:
 
 
 def in_rows(shape: Sequence[int]) -> bool:
-    """Whether the numbers are taken as a matrix: its tiles are whole, and leading axes are one without a copy."""
+    """Whether the numbers are taken as a matrix: rows fill a register, and leading axes are one in float32's tiles."""
     return len(shape) > 1 and math.prod(shape[:-1]) >= SUBLANES and (len(shape) == 2 or shape[-2] % SUBLANES == 0)
 
 
-def candidates(call: Call) -> Sequence[TileConfig]:
-    numbers, block = call.args[0], block_of(call)
+def in_order(shape: Sequence[int]) -> bool:
+    """Whether numbers and codes stay where they are: as a matrix, or as the one line that they are.
+
+    Codes lie in tiles of 32 rows, so rows under a leading axis are one with it, without a copy, where they fill those.
+    """
+    whole_tiles = len(shape) == 2 or (len(shape) > 2 and shape[-2] % PART == 0)
+    return math.prod(shape[:-1]) == 1 or (in_rows(shape) and whole_tiles)
+
+
+def _numbers(call: Call) -> jax.ShapeDtypeStruct:
+    """What is encoded, or its codes."""
+    numbers = call.args[0]
     assert numbers is not None
+    return numbers
+
+
+def candidates(call: Call) -> Sequence[TileConfig]:
+    numbers, block = _numbers(call), block_of(call)
     wide = numbers.dtype.itemsize if "seed" in call.op.operands else 4
-    # Of numbers in a line, a turn of the loop is copied twice.
-    free = vmem.limit(call) - 4 * LIVE * PART * block - (0 if in_rows(numbers.shape) else 2 * 4 * TURN * block)
-    # Two of every tile are kept: numbers, codes, and scales, which a line has in one row of eight.
-    most = free // (2 * (wide + 1) * block + 2 * 8 * 4)
+    free = vmem.limit(call) - 4 * LIVE * PART * block
+    # Two of every tile are kept: numbers, codes, and scales.
+    each = 2 * (wide + 1) * block
+    if in_rows(numbers.shape):
+        free -= 2 * 4 * PART * LANES
+    else:  # a turn of the loop is copied twice, and scales are one row of eight
+        free -= 2 * 4 * TURN * block
+        each += 2 * 4 * SUBLANES
+    most = free // each
     tiled = math.ceil(numbers.size // block / TURN) * TURN
     # Half a mebibyte of numbers hides what a step of the grid costs.
     return [TileConfig(n) for n in (512, 1024, 256, 128) if n <= min(most, tiled)]
 
 
 def refuses(call: Call) -> str | None:
-    numbers, block = call.args[0], block_of(call)
-    assert numbers is not None
+    numbers, block = _numbers(call), block_of(call)
     for name, given in zip(call.op.operands, call.args, strict=True):
         if given is not None and given.dtype.name not in ("bfloat16", "float32", "int8", "uint32", "int32"):
             return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
     if str(call.params.get("out_dtype", "float32")) not in ("bfloat16", "float32"):
         return f"a TPU's vector units make bfloat16 and float32, not {call.params['out_dtype']}"
-    if block % LANES or numbers.shape[-1] % block:
-        return (
-            f"a block is a row of whole registers, of {LANES} lanes; blocks of {block} of {numbers.shape[-1]} are not"
-        )
+    if block % LANES:
+        return f"a block fills whole registers, of {LANES} lanes; this one has {block} values"
+    if numbers.shape[-1] % block:
+        return f"it takes whole blocks; the last of {describe(numbers)} in blocks of {block} is shorter"
     if not numbers.size:
         return "there are no numbers"
     if not candidates(call):
@@ -194,15 +216,32 @@ def decode(codes: jax.Array, scales: jax.Array, *, config: TileConfig, block: in
     return _as_given(numbers, codes.shape)
 
 
+def _rank(call: Call) -> int:
+    """Above XLA's 10 by the TPU compiler's own count for 64 MiB, where nothing has to be moved for the kernel.
+
+    XLA's form moves nine times the bytes to encode and over four times to decode. Two rows, which are moved, take more
+    bundles than XLA's form already for 65 blocks (1,641 and 959), and so do the codes of [8, 8, 512] (248 and 166).
+    Neither has been timed on a TPU. Of larger blocks none was compiled.
+    """
+    return 15 if block_of(call) <= COMPILED and in_order(_numbers(call).shape) else 5
+
+
+def _remark(call: Call) -> str:
+    if not in_order(_numbers(call).shape):
+        return f"{describe(_numbers(call))} would be copied into another order for the kernel"
+    if block_of(call) > COMPILED:
+        return f"the TPU compiler was asked about blocks of up to {COMPILED}"
+    return "by the TPU compiler's count it moves each number once, and XLA's form several times"
+
+
 def _implementation(fn: Any) -> Implementation:
     return Implementation(
         "pallas_tpu",
         fn,
         platforms=("tpu",),
         refuses=refuses,
-        # Above XLA's 10 by the TPU compiler's own count for 64 MiB: XLA's form moves nine times the bytes to encode and
-        # over four times to decode. Neither has been timed on a TPU. Of larger blocks none was compiled.
-        rank=lambda call: 15 if block_of(call) <= 256 else 5,
+        rank=_rank,
+        remark=_remark,
         kernel=True,
         config_type=TileConfig,
         default_config=lambda call: candidates(call)[0],
