@@ -24,6 +24,7 @@ ORDER = [
     ["train", "serve"],
     ["fleet", "plan", "migrate"],
     ["cli", "jax", "core", "config", "vq"],
+    ["__main__"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 

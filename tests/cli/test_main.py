@@ -46,6 +46,12 @@ def test_version() -> None:
     assert made.stdout == f"capibara {__version__}\n"
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "capibara", "--version"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ, check=True)
+    assert made.stdout.strip() == f"capibara {__version__}"
+
+
 def test_no_arguments_shows_the_commands() -> None:
     made = runner.invoke(app, [])
     for command in ("kernels", "tour"):

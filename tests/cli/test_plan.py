@@ -50,7 +50,9 @@ def test_a_loss_of_a_file_is_planned(target: str, tmp_path: Path) -> None:
     assert (tmp_path / "plan.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_json_and_what_does_not_fit(target: str) -> None:
+def test_json_and_what_does_not_fit(target: str, tmp_path: Path) -> None:
+    # What a program prints is not part of the document.
+    (tmp_path / "program.py").write_text(f"{PROGRAM}\nprint('loaded')\n", encoding="utf-8")
     made = runner.invoke(app, ["plan", target, *ONE, "--on", "h200", "--memory-limit", "0.001", "--json"])
     assert made.exit_code == 3, made.output
     document = json.loads(made.stdout)

@@ -264,6 +264,12 @@ def test_bad_input_says_the_rule(asked: dict[str, Any], said: str) -> None:
         pipelined(loss, **asked)(params, tokens())
 
 
+@pytest.mark.parametrize(("extra", "said"), [(np.arange(8), r"\(16, 8\), \(8,\)"), (1.0, r"\(16, 8\), \(\)")])
+def test_every_array_of_a_batch_has_its_rows(extra: Any, said: str) -> None:
+    with jax.set_mesh(mesh_of(pipeline=2)), pytest.raises(ValueError, match=f"same number of rows.*{said}"):
+        pipelined(loss, microbatches=2)(init(), {**tokens(), "positions": extra})
+
+
 def test_remat_and_float32_sums_reach_the_stages() -> None:
     params, batch = init(dtype=jnp.bfloat16), tokens(dtype=jnp.bfloat16)
     mesh = mesh_of(pipeline=2)

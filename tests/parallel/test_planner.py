@@ -260,6 +260,5 @@ def test_where_the_moments_lie_is_said() -> None:
 def test_a_loss_of_other_batches_is_told_what_it_was_given() -> None:
     with pytest.raises(TypeError) as raised:
         optimize_sharding_strategy(_decoder(), (32, 512), (4, 8), loss=lambda params, batch: batch["tokens"].sum())
-    assert raised.value.__notes__ == [
-        "The loss was given int32 tokens of input_shape (32, 512); pass batch= where it takes others."
-    ]
+    told = "The loss was given int32 tokens of input_shape (32, 512); pass batch= where it takes others."
+    assert told in raised.value.__notes__  # beside jax's own

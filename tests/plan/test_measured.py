@@ -108,3 +108,26 @@ def test_the_file_that_a_run_writes(tmp_path: Path) -> None:
         read_measured(file)
     with pytest.raises(ValueError, match="No such file"):
         read_measured(tmp_path / "gone.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step_seconds": float("nan")},
+        {"step_seconds": 0.0},
+        {"peak_bytes": -1.0},
+        {"step_seconds": True},
+        {"step_seconds": "2"},
+        {"parts": {"warp": 1.0}},
+        {"parts": [1.0]},
+        {"chip": "tpu_v99"},
+    ],
+)
+def test_a_line_with_no_figures_is_left_out_and_not_the_other_runs(make_plan: Make, change: dict[str, object]) -> None:
+    kept = make_plan().record(step_seconds=2.5)
+    line = json.loads(measured_path().read_text())
+    measured_path().write_text(json.dumps({**line, **change}) + "\n" + json.dumps(line) + "\n")
+    with pytest.warns(UserWarning, match="line 1 of .* is left out"):
+        (one,) = calibrate()
+    assert one.runs == (kept,)
+    assert one.fit is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +91,8 @@ def plan(
     kept = None if measured is None else read_measured(measured)
     if html is not None and not html.resolve().parent.is_dir():
         raise rule_error("--html writes into a folder that is there", str(html), f"make {html.parent} first")
-    with output.progress(quiet=json) as bar:
+    # What a user's file prints while it is loaded and traced is not the report, and would break --json.
+    with output.progress(quiet=json) as bar, contextlib.redirect_stdout(sys.stderr):
         task = bar.add_task("reading the program", total=None)
         made = make(
             recipe,

@@ -222,8 +222,9 @@ def run(
             chosen_target = context.target_of(device)
     manual = local or (traced and bool(jax.sharding.get_abstract_mesh().manual_axes))
     # TPU's compiler does not split kernels itself: there the layout must be known now, over all axes that no shard_map
-    # around has taken.
-    where = placement.placement(arrays) if chosen_target.platform == "tpu" and not local else None
+    # around has taken. On Explicit axes it is in the operands' types, which a kernel cannot be traced with.
+    by_layout = not local and (chosen_target.platform == "tpu" or placement.on_explicit_axes(arrays))
+    where = placement.placement(arrays) if by_layout else None
     # With their types: 1 is True to a dictionary, and not to an op's check.
     parameters = tuple((name, _kind(value), value) for name, value in params.items())
     key = (
@@ -285,6 +286,8 @@ def _build(selection: Selection, manual: bool, where: placement.Placement | None
     split: bool | placement.Placement = False
     if impl.kernel and context.current_interpret().mode != "machine":
         split = where if where is not None else call.target.platform != "tpu" and not manual
+    elif impl.needs_local_types and where is not None and where.explicit:
+        split = where
     eager, traced = transforms.kernel(
         call, impl, selection.config, split=split, pinned=selection.pinned, asked_config=selection.asked_config
     )

@@ -52,6 +52,11 @@ class Placement:
     """Mesh axes whose use is not known: those of type Auto, inside of jit."""
     rules: tuple[tuple[str, tuple[str, ...]], ...]
 
+    @property
+    def explicit(self) -> bool:
+        """Whether the operands' types say how they lie."""
+        return AxisType.Explicit in self.mesh.axis_types
+
     def split(
         self, call: Call, operands: Sequence[Sequence[tuple[str, ...]]], whole: Sequence[str], sizes: Mapping[str, int]
     ) -> Split:
@@ -106,13 +111,24 @@ def placement(arrays: Sequence[Any]) -> Placement | None:
     return Placement(mesh, specs, free, tuple(table))
 
 
+def on_explicit_axes(arrays: Sequence[Any]) -> bool:
+    """Whether any of these operands lies on mesh axes of type Explicit: its type then says how."""
+    for x in arrays:
+        if x is None:
+            continue
+        sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            return True
+    return False
+
+
 def needs_layout(call: Call, where: Placement | None) -> str | None:
-    """Why a kernel cannot be split on this TPU mesh: nobody can tell how the operands lie. None when it can."""
+    """Why a kernel cannot be split on this mesh: nobody can tell how the operands lie. None when it can."""
     if where is None or not where.free or (call.op.partition is not None and call.op.partition.logical):
         return None
     return (
-        "on a TPU mesh whose axes are of type Auto nothing says how these operands lie, and the TPU compiler does not "
-        "split kernels itself; call it inside shard_map, or on mesh axes of type Explicit"
+        "on mesh axes of type Auto nothing says how these operands lie, and a kernel is split before it is compiled on "
+        "a TPU and beside axes of type Explicit; call it inside shard_map, or on mesh axes of type Explicit"
     )
 
 

@@ -19,7 +19,7 @@ from capibara.parallel.program.jaxprs import scan_parts
 
 __all__ = ["LayerScan", "find_layers"]
 
-# Calls that only group equations: a scan inside of them is as good as one outside.
+# Calls that only group equations: a scan or a sum inside of them is as good as one outside.
 _TRANSPARENT = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
 
@@ -167,21 +167,14 @@ def _is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
-def _holds_scan(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive.name == "scan" or (_inner(equation) is not None and _holds_scan(_inner(equation).jaxpr))
-        for equation in jaxpr.eqns
-    )
-
-
 def _inner(equation: Any) -> Any:
     key = _TRANSPARENT.get(equation.primitive.name)
     return None if key is None else equation.params[key]
 
 
 def _inlined(closed: Any) -> Any:
-    """The same function with the calls opened that hold a scan."""
-    if not any(_inner(eqn) is not None and _holds_scan(_inner(eqn).jaxpr) for eqn in closed.jaxpr.eqns):
+    """The same function with the calls opened that only group equations."""
+    if all(_inner(equation) is None for equation in closed.jaxpr.eqns):
         return closed
     return _inlined(jax.make_jaxpr(lambda *args: _run(closed, args))(*closed.in_avals))
 
@@ -192,7 +185,7 @@ def _run(closed: Any, args: Sequence[Any]) -> list[Any]:
     for equation in jaxpr.eqns:
         given = [atom.val if _is_literal(atom) else values[atom] for atom in equation.invars]
         inner = _inner(equation)
-        if inner is not None and _holds_scan(inner.jaxpr):
+        if inner is not None:
             made = core.jaxpr_as_fun(inner)(*given)
         else:
             names = list(dict.fromkeys(atom for atom in equation.invars if not _is_literal(atom)))

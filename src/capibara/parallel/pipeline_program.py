@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
+from capibara.parallel.after_layers import AfterLayers
 from capibara.parallel.batch_mixing import check_rows_stay_apart
-from capibara.parallel.layer_scan import LayerScan, find_layers
+from capibara.parallel.layer_scan import find_layers
+from capibara.parallel.microbatch_twin import Twins, check_layers_do_not_count, rows_of
 from capibara.parallel.pipeline_automatic import along
 from capibara.parallel.pipeline_schedule import Schedule, check_layers, in_microbatches, rows_again
-from capibara.parallel.pipeline_stages import mesh_of, run_stages
+from capibara.parallel.pipeline_stages import mesh_of, run_stages, wide
 
-__all__ = ["COMBINE", "pipelined"]
+__all__ = ["COMBINE", "pipelined", "why_not_pipelined"]
 
 COMBINE = ("mean", "sum")
-"""What the function's result of all rows is of its results of the microbatches, where it has no rows itself."""
+"""What a result without rows is of the microbatches' results, where a user says so."""
 
 
 def pipelined(
@@ -29,7 +31,7 @@ def pipelined(
     batch: int | Sequence[int] = 1,
     axis: str = "pipeline",
     mesh: Any = None,
-    combine: str = "mean",
+    combine: str | None = None,
     remat: bool = False,
     float32_sums: bool = False,
     form: str | None = None,
@@ -42,12 +44,15 @@ def pipelined(
     is neither repeated on every stage, nor does one hold what it makes of more than one microbatch.
 
     Args:
-      fn: any function of arrays; the numbered arguments are its batch. Rows do not meet before the scan is over.
+      fn: any function of arrays; the numbered arguments are its batch. Rows may meet before the scan, and after it in
+        sums, but not in it.
       microbatches: parts that the rows are cut into, a multiple of the stages. More of them wait less.
       batch: which arguments are the batch, arrays [rows, ...]. By default the second, as in `loss(params, batch)`.
       axis: the mesh axis of the stages; the stacked parameters lie there by `PartitionSpec(axis)`.
       mesh: a mesh with the axis; the one in force (`jax.set_mesh`) by default. Its other axes stay automatic.
-      combine: of a result without rows: "mean", where it is a mean over rows (a loss), or "sum".
+      combine: None takes a result without rows apart where rows meet in it: sums over rows are added up over the
+        microbatches, and what is made of them (a masked mean's division, a perplexity) is done once. It is refused
+        where rows meet in another way. Then "mean" or "sum" says what it is of the microbatches' own results.
       remat: keep of a stage only what entered it, one microbatch a tick, and compute the rest again.
       float32_sums: add up the layers' gradients over microbatches in float32 whatever the parameters' type, which
         takes memory for a float32 form of a stage's parameters.
@@ -65,7 +70,7 @@ def pipelined(
     """
     if not callable(fn):
         raise rule_error("A function is run as a pipeline", repr(fn), "pass loss(params, batch) or the like")
-    if combine not in COMBINE:
+    if combine is not None and combine not in COMBINE:
         raise unknown_name("way to combine microbatches", combine, COMBINE)
     numbers = (batch,) if isinstance(batch, int) else tuple(batch)
 
@@ -74,9 +79,8 @@ def pipelined(
         found = mesh_of(mesh, axis)
         schedule = Schedule(found.shape[axis], microbatches)
         _check_batch(args, numbers)
-        cut = _Cut(fn, args, numbers, microbatches)
+        cut, tail = _cut(fn, args, numbers, microbatches, combine)
         check_layers(cut.part.equation.params["length"], schedule)
-        check_rows_stay_apart(fn, args, numbers)
         carries, extras = run_stages(
             cut.stage,
             cut.stacked,
@@ -90,9 +94,32 @@ def pipelined(
             float32_sums=float32_sums,
             form=form,
         )
-        return cut.finish(carries, extras, schedule, found, axis, microbatches if combine == "mean" else 1)
+        return cut.finish(tail, carries, extras, schedule, found, axis, combine)
 
     return run
+
+
+def why_not_pipelined(fn: Callable[..., Any], args: Sequence[Any], batch: Sequence[int] = (1,)) -> str:
+    """Why `pipelined` would refuse the function, whatever the mesh, from shapes alone; "" where it would not."""
+
+    def cut(*args: Any) -> None:
+        _cut(fn, args, tuple(batch), 2, None)
+
+    try:
+        jax.eval_shape(cut, *args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _cut(
+    fn: Callable[..., Any], args: tuple[Any, ...], batch: tuple[int, ...], count: int, combine: str | None
+) -> tuple[_Cut, AfterLayers]:
+    """The call in its parts, of which each microbatch can pass alone; an error says why not."""
+    cut = _Cut(fn, args, batch, count)
+    check_rows_stay_apart(fn, args, batch, after=combine is None and count > 1)
+    check_layers_do_not_count(cut.whole, cut.part)
+    return cut, AfterLayers(Twins(cut.whole, cut.part, one_program=combine is None), by_hand=combine is not None)
 
 
 class _Cut:
@@ -107,10 +134,8 @@ class _Cut:
         shapes = tuple(jax.eval_shape(lambda tree: tree, one) for one in parts)
         self.trace = functools.partial(find_layers, fn, shapes, batch)
         whole, self.part = find_layers(fn, args, batch), self.trace()
-        self.results = jax.eval_shape(fn, *args)
-        each = jax.tree.leaves(jax.eval_shape(fn, *parts))
-        self.places = [_rows_of(*pair) for pair in zip(jax.tree.leaves(self.results), each, strict=True)]
-        self.numbers = [leaf for leaf, place in zip(each, self.places, strict=True) if place is None]
+        self.whole = whole
+        self.results = jax.tree.structure(jax.eval_shape(fn, *args))
 
         self.leaves = jax.tree.leaves(args)
         self.rows = [leaf for n, one in enumerate(args) for leaf in jax.tree.leaves(rows.get(n, one))]
@@ -131,49 +156,48 @@ class _Cut:
         consts = [own[n] if n in own else next(rest) for n in range(len(layers.consts))]
         return jax.lax.scan(lambda one, w: layers.layer(consts, one, w), carry, weights)
 
-    def finish(self, carries: Any, extras: Any, schedule: Schedule, mesh: Any, axis: str, over: int) -> Any:
-        """What comes after the loop: a microbatch of every stage at a time. `over` divides what has no rows."""
-        layers, tail = self.part, _Tail(self.part)
-        given = dict(zip(layers.arguments, self.leaves, strict=True))
-        fixed = {layers.arguments[n]: self.leaves[n] for n in tail.arguments}
-        fixed.update(zip(tail.made, layers.compute(tail.made, given), strict=True))
+    def finish(
+        self,
+        tail: AfterLayers,
+        carries: Any,
+        extras: Any,
+        schedule: Schedule,
+        mesh: Any,
+        axis: str,
+        combine: str | None,
+    ) -> Any:
+        """What comes after the loop: a microbatch of every stage at a time, and once what is made of all of them."""
+        layers, whole = tail.layers, dict(zip(self.whole.arguments, self.leaves, strict=True))
+        ends, ended = [*layers.results, *layers.extras], [*carries, *extras]
+        fixed = dict(zip(tail.fixed, tail.twins.compute(tail.fixed, whole), strict=True))
 
         def one(done: Any, rows: Any) -> tuple[Any, Any]:
-            values = {**fixed, **dict(zip([*layers.results, *layers.extras], done, strict=True))}
+            values = {**fixed, **dict(zip(ends, done, strict=True))}
             values.update({layers.arguments[n]: value for n, value in zip(tail.rows, rows, strict=True)})
-            made = _pairs(layers.compute(layers.outputs, values), self.places)
-            return [leaf for leaf, place in made if place is None], [leaf for leaf, place in made if place is not None]
+            made = layers.compute([*tail.joined, *tail.made], values)
+            return [*map(wide, made[: len(tail.joined)])], made[len(tail.joined) :]
 
         def on_all_stages(totals: Any, mine: Any) -> tuple[Any, Any]:
             # Nothing of it is kept for a backward pass: scores over a vocabulary are the largest arrays of a model.
-            sums, stacks = jax.vmap(jax.checkpoint(one, prevent_cse=False), spmd_axis_name=axis)(*mine)
-            return jax.tree.map(lambda total, more: total + more.sum(0), totals, sums), stacks
+            parts, stacks = jax.vmap(jax.checkpoint(one, prevent_cse=False), spmd_axis_name=axis)(*mine)
+            return along(tail.join(totals, parts), mesh, axis), stacks
 
         parts = jax.tree.map(
-            lambda leaf: _by_turn(leaf, schedule, mesh, axis), ([*carries, *extras], [self.rows[n] for n in tail.rows])
+            lambda leaf: _by_turn(leaf, schedule, mesh, axis), (ended, [self.rows[n] for n in tail.rows])
         )
-        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.numbers]
-        sums, stacks = jax.lax.scan(on_all_stages, zeros, parts)
-        totals, rows = iter(sums), iter(stacks)
-        made = [next(totals) / over if place is None else _in_order(next(rows), place) for place in self.places]
-        return jax.tree.unflatten(jax.tree.structure(self.results), made)
-
-
-class _Tail:
-    """What the function does after its loop reads beside the loop's results."""
-
-    def __init__(self, layers: LayerScan) -> None:
-        _, sources = layers.needed(layers.stacked)
-        # What is made of the stacked parameters, a norm of all of them for one, is made outside, where none is whole.
-        of_stacks = layers.made_of(sources)
-        fixed = [var for var in of_stacks if not layers.depends(var)]
-        _, read = layers.needed(layers.outputs, [*layers.results, *layers.extras, *fixed])
-        self.made = [var for var in read if var in of_stacks and not layers.depends(var)]
-        rest = [n for n, var in enumerate(layers.arguments) if var in read and var not in of_stacks]
-        self.rows = [n for n in rest if layers.depends(layers.arguments[n])]
-        """Flat arguments of the batch."""
-        self.arguments = [n for n in rest if n not in self.rows]
-        """Flat arguments that are parameters."""
+        nothing = along(tail.nothing(schedule.stages), mesh, axis)
+        totals, stacks = jax.lax.scan(on_all_stages, nothing, parts)
+        totals = tail.join_stages(totals)
+        if combine is None:
+            whole.update({tail.twins.of[var]: total for var, total in _pairs(tail.joined, totals)})
+            # What has no rows is the same for every microbatch.
+            whole.update({tail.twins.of[v]: leaf[0] for v, leaf in _pairs(ends, ended) if tail.twins.rows(v) is None})
+            totals = tail.twins.compute(tail.numbers, whole)
+        elif combine == "mean":
+            totals = [total / schedule.microbatches for total in totals]
+        numbers, rows = iter(totals), iter(stacks)
+        made = [next(numbers) if place is None else _in_order(next(rows), place) for place in tail.places]
+        return jax.tree.unflatten(self.results, made)
 
 
 def _pairs(one: Iterable[Any], other: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -190,21 +214,9 @@ def _in_order(leaf: Any, place: int) -> Any:
     return rows_again(jnp.swapaxes(leaf, 0, 1).reshape(-1, *leaf.shape[2:]), place)
 
 
-def _rows_of(whole: Any, part: Any) -> int | None:
-    """The dimension of the rows, which is longer of all rows than of a microbatch's; None where there is none."""
-    found = [dim for dim, sizes in enumerate(zip(whole.shape, part.shape, strict=True)) if sizes[0] != sizes[1]]
-    if len(found) > 1:
-        raise rule_error(
-            "The rows of a batch are one dimension of what is made of it",
-            f"{whole.shape} of all rows and {part.shape} of a microbatch",
-            "keep them apart from other dimensions",
-        )
-    return found[0] if found else None
-
-
 def _fed(value: Any, whole: Any, part: Any, count: int) -> Any:
     """What each microbatch has of a value: its rows, or where it has none the value."""
-    place = _rows_of(whole.aval, part.aval)
+    place = rows_of(whole.aval, part.aval)
     if place is None:
         return jnp.broadcast_to(value, (count, *jnp.shape(value)))
     return in_microbatches(value, count, place)
@@ -216,3 +228,10 @@ def _check_batch(args: Sequence[Any], batch: Sequence[int]) -> None:
             raise rule_error(
                 "`batch` numbers arguments", f"{number} of {len(args)} arguments", f"use 0 to {len(args) - 1}"
             )
+    shapes = [jnp.shape(leaf) for number in batch for leaf in jax.tree.leaves(args[number])]
+    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
+        raise rule_error(
+            "Every array of a batch has the same number of rows, its first dimension",
+            f"shapes {', '.join(map(str, dict.fromkeys(shapes))) or 'of no array'}",
+            "give each the rows as its first dimension, and pass the rest as another argument",
+        )

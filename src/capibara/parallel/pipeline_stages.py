@@ -23,7 +23,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.parallel.pipeline_automatic import along, looks_up, own_ticks, run_automatic
 from capibara.parallel.pipeline_schedule import Schedule, check_layers, in_microbatches, rows_again
 
-__all__ = ["FORMS", "mesh_of", "pipeline", "run_stages"]
+__all__ = ["FORMS", "mesh_of", "pipeline", "run_stages", "wide"]
 
 logger = logging.getLogger("capibara.parallel")
 
@@ -142,8 +142,8 @@ def run_stages(
         return done, jax.tree.map(lambda leaf: own_ticks(leaf, here, schedule), beside)
 
     types, weight_types = jax.tree.map(lambda leaf: leaf.dtype, ((aside, whole), stacked))
-    aside, whole = jax.tree.map(_wide, (aside, whole))
-    stacked = jax.tree.map(_wide, stacked) if float32_sums else stacked
+    aside, whole = jax.tree.map(wide, (aside, whole))
+    stacked = jax.tree.map(wide, stacked) if float32_sums else stacked
     split, everywhere = PartitionSpec(axis), PartitionSpec()
     mapped = jax.shard_map(
         on_one_stage,
@@ -193,7 +193,15 @@ def _shapes(tree: Any, cut: int) -> Any:
 
 
 def _automatic(
-    stage: Any, stacked: Any, feed: Any, aside: Any, whole: Any, schedule: Schedule, mesh: Any, axis: str, wide: bool
+    stage: Any,
+    stacked: Any,
+    feed: Any,
+    aside: Any,
+    whole: Any,
+    schedule: Schedule,
+    mesh: Any,
+    axis: str,
+    float32_sums: bool,
 ) -> tuple[Any, Any]:
     stages, types = schedule.stages, jax.tree.map(lambda leaf: leaf.dtype, stacked)
 
@@ -201,7 +209,7 @@ def _automatic(
         return stage(jax.tree.map(_typed_again, weights, types), *rest)
 
     def by_stage(leaf: Any) -> Any:
-        leaf = _wide(leaf) if wide else leaf
+        leaf = wide(leaf) if float32_sums else leaf
         if schedule.rounds == 1:
             return leaf.reshape(stages, -1, *leaf.shape[1:])
         return jnp.moveaxis(leaf.reshape(schedule.rounds, stages, -1, *leaf.shape[2:]), 1, 0)
@@ -263,8 +271,8 @@ def _from_the_last(leaf: Any, axis: str, here: Any, stages: int) -> Any:
     return mine
 
 
-def _wide(leaf: Any) -> Any:
-    """What every stage reads gets a gradient that is added up over them: in float32, whatever the type."""
+def wide(leaf: Any) -> Any:
+    """What is added up over stages or microbatches, or has a gradient that is: in float32 where it was narrower."""
     narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     return leaf.astype(jnp.float32) if narrow else leaf
 

@@ -51,9 +51,8 @@ class ShardingStrategy:
 
     def explain(self) -> str:
         """All of it, a line a parameter."""
-        chosen = "".join(f", {name} {value}" for name, value in self.choices.items())
         lines = [
-            f"{self.name}, for {self.target}{chosen}",
+            f"{self.name}, for {self.target}",
             f"predicted: {self.bytes_per_chip / GiB:.2f} GiB a chip, {self.step_seconds * 1e3:.3g} ms a step",
             f"input: {self.input_spec}",
             *(f"{path}: {words}" for path, words in self.why.items()),
@@ -118,7 +117,14 @@ def optimize_sharding_strategy(
         from capibara.parallel.training_step import training_job
 
         data = jax.ShapeDtypeStruct(shape, "int32") if batch is None else batch
-        job = training_job(loss, model_params, data, optimizer=optimizer)
+        try:
+            job = training_job(loss, model_params, data, optimizer=optimizer)
+        except Exception as error:
+            if batch is None:
+                error.add_note(
+                    f"The loss was given int32 tokens of input_shape {shape}; pass batch= where it takes others."
+                )
+            raise
     best = search(job, where, target=target, memory_limit=limit, mesh=mesh, top=1, offload=False, model=model).require()
     state = None if loss is None else job.build()[1][1]
     return _strategy(model_params, best, mesh, target, (*job.notes, *notes), state)

@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
-from capibara.parallel.batch_mixing import where_rows_meet
 from capibara.parallel.job import Job, guessed_tokens
-from capibara.parallel.layer_scan import find_layers
 from capibara.parallel.optimizers import optimizer_named
-from capibara.parallel.pipeline_program import pipelined
+from capibara.parallel.pipeline_program import pipelined, why_not_pipelined
 from capibara.parallel.remat import POLICIES, checkpoint_scans, outermost_scans
 
 __all__ = ["training_job", "training_step"]
@@ -142,7 +140,7 @@ def training_job(
         not_smaller=MappingProxyType(refused),
         notes=notes,
         staged=staged,
-        why_no_stages=functools.cache(lambda: _why_no_stages(loss, shapes, inputs)),
+        why_no_stages=functools.cache(lambda: why_not_pipelined(loss, (shapes, inputs))),
     )
 
 
@@ -181,16 +179,6 @@ def _check_loss(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Non
         raise rule_error(
             "A loss gives one real number", str(found), "return the mean alone: lambda params, batch: loss(...)[0]"
         )
-
-
-def _why_no_stages(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> str:
-    """Why the loss cannot run as a pipeline; "" where it can."""
-    try:
-        find_layers(loss, (params, batch), (1,))
-    except ValueError as error:
-        return str(error)
-    met = where_rows_meet(loss, (params, batch), (1,))
-    return f"{met} mixes rows of the batch inside of the loop over layers" if met else ""
 
 
 def _rows(batch: Any) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from capibara.plan.compiled import LEVELS, Compiled, compile_layout, partition_layout
     from capibara.plan.measured import calibrate, measurements
     from capibara.plan.preset import Preset, load_preset, preset_names
+    from capibara.plan.program import Program
     from capibara.plan.result import Candidate, Plan
     from capibara.plan.target import Recipe, TargetError, load_job
 
@@ -25,6 +26,7 @@ _HOME = {
     "Compiled": "compiled",
     "Plan": "result",
     "Preset": "preset",
+    "Program": "program",
     "Recipe": "target",
     "TargetError": "target",
     "calibrate": "measured",
@@ -43,6 +45,7 @@ __all__ = [
     "Compiled",
     "Plan",
     "Preset",
+    "Program",
     "Recipe",
     "TargetError",
     "calibrate",

@@ -6,10 +6,11 @@ Two compilers can be asked. `compile_layout` asks the TPU's for a slice that is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
     from capibara.parallel.layout import Layout
     from capibara.parallel.program.chip import Collective
 
-__all__ = ["LEVELS", "Compiled", "compile_layout", "lower_layout", "partition_layout"]
+__all__ = [
+    "LEVELS",
+    "Compiled",
+    "compile_layout",
+    "jitted_layout",
+    "lower_layout",
+    "partition_layout",
+    "surroundings",
+]
 
 LEVELS = {
     "analytic": "analytic: predicted from the program, nothing compiled",
@@ -173,15 +182,34 @@ def _compiled(level: str, evidence: str, job: Job, layout: Layout, devices: Call
 
 
 def lower_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = True) -> Any:
-    """The job's function lowered for `mesh` with its arguments where the layout puts them.
+    """The job's function lowered for `mesh` with its arguments where the layout puts them."""
+    jitted, shaped = jitted_layout(job, layout, mesh, host_memory=host_memory)
+    with surroundings(layout, mesh):
+        return jitted.lower(*shaped)
 
-    Outputs that can take a donated argument's memory lie like that argument; the compiler places the others.
-    Without `host_memory` arguments that the layout keeps with the host stay on the device (the CPU has one memory).
+
+@contextlib.contextmanager
+def surroundings(layout: Layout, mesh: Mesh) -> Iterator[None]:
+    """The mesh and the rules that a laid out program is traced under."""
+    import jax
+
+    from capibara.parallel.rules import current_rules, use_rules
+
+    # A name that the layout says nothing of stays whole, as it does in the cost model.
+    rules = {**dict.fromkeys(current_rules()), **layout.rules}
+    with use_rules(rules), jax.set_mesh(mesh):
+        yield
+
+
+def jitted_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = True) -> tuple[Any, tuple[Any, ...]]:
+    """The job's function under jit for `mesh`, and its arguments' shapes with the shardings of the layout.
+
+    It is traced inside of `surroundings`. Outputs that can take a donated argument's memory lie like that argument; the
+    compiler places the others. Without `host_memory` arguments that the layout keeps with the host stay on the device
+    (the CPU has one memory).
     """
     import jax
     from jax.sharding import NamedSharding
-
-    from capibara.parallel.rules import current_rules, use_rules
 
     fn, args = job.built(dict(layout.choices), layout.stages)
     leaves, tree = jax.tree.flatten(tuple(args))
@@ -202,14 +230,12 @@ def lower_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = Tr
     run = _fetching(
         fn, tree, {index: NamedSharding(mesh, layout.specs[index], memory_kind="device") for index in hosted}
     )
-    # A name that the layout says nothing of stays whole, as it does in the cost model.
-    rules = {**dict.fromkeys(current_rules()), **layout.rules}
-    with use_rules(rules), jax.set_mesh(mesh):
+    with surroundings(layout, mesh):
         results, results_tree = jax.tree.flatten(jax.eval_shape(fn, *args))
         taken = _replaced(results, leaves, _donated(job, args))
         placed = [None if index is None else sharding(index) for index in taken]
-        jitted = jax.jit(run, donate_argnums=job.donate, out_shardings=jax.tree.unflatten(results_tree, placed))
-        return jitted.lower(*jax.tree.unflatten(tree, shaped))
+    jitted = jax.jit(run, donate_argnums=job.donate, out_shardings=jax.tree.unflatten(results_tree, placed))
+    return jitted, jax.tree.unflatten(tree, shaped)
 
 
 def _donated(job: Job, args: Sequence[Any]) -> list[int]:

@@ -162,6 +162,9 @@ def measurements(chip: str | None = None) -> tuple[Measurement, ...]:
             continue
         try:
             one = Measurement(**json.loads(line))
+            # A figure that is none, or a chip that nobody knows: one line is left out, and not the other runs.
+            chip_by_name(one.chip)
+            _as_run(one)
         except (ValueError, TypeError) as error:
             warnings.warn(f"line {number} of {path} is left out: it cannot be read ({error})", stacklevel=2)
             continue
@@ -178,7 +181,7 @@ def calibrate(chip: str | None = None, *, save: bool = True) -> tuple[Calibrated
     if not kept:
         raise rule_error(
             "A calibration is made from runs beside their plans",
-            f"none kept in {measured_path()}",
+            f"none kept{'' if chip is None else f' of {chip}'} in {measured_path()}",
             "keep one with plan.record(step_seconds=...), or capibara plan TARGET --on ... --measured FILE",
         )
     answers = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from capibara.parallel.job import Job
     from capibara.parallel.layout import Layout
     from capibara.plan.measured import Measurement
+    from capibara.plan.program import Program
 
 __all__ = ["Candidate", "Change", "Plan"]
 
@@ -78,7 +80,7 @@ class Change:
     usd_per_billion_tokens: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Does it fit, how fast, what does it cost; print it, or read its parts."""
 
@@ -101,7 +103,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     date: str = ""
     planning_seconds: float = 0.0
-    job: Job | None = field(default=None, repr=False, compare=False)
+    job: Job | None = field(default=None, compare=False)
     calibration: Calibration | None = None
     """What corrected the model, where a correction was kept for this chip."""
 
@@ -148,6 +150,7 @@ class Plan:
                 "tokens": self.tokens,
                 "tokens_per_second": self.tokens_per_second,
                 "mfu": None if best is None else best.estimate.mfu,
+                "arguments": self._argument_names(),
                 "bills": [one.as_dict() for one in self.bills],
                 "layouts": [one.as_dict() for one in self.candidates],
                 "refused": [list(one) for one in self.refused],
@@ -161,10 +164,35 @@ class Plan:
             }
         )
 
+    def _argument_names(self) -> list[str]:
+        """Of each flat argument, in the order of a layout's specs: "args[0]['w']"."""
+        if self.job is None or self.best is None:
+            return []
+        from jax.tree_util import keystr, tree_leaves_with_path
+
+        layout = self.best.layout
+        _, args = self.job.built(dict(layout.choices), layout.stages)
+        return [f"args{keystr(path)}" for path, _ in tree_leaves_with_path(tuple(args))]
+
     def __str__(self) -> str:
         from capibara.plan.report import as_text
 
         return as_text(self)
+
+    def __repr__(self) -> str:
+        """A line, for prompts and notebooks: the parts hold a timeline and every op."""
+        best = "no layout" if self.best is None else self.best.layout.name
+        fits = "fits" if self.fits else "does not fit"
+        return f"<Plan of {self.name or 'a program'} on {self.where.name}: {fits}, {best} ({self.level}); print it>"
+
+    def program(self, devices: Sequence[Any] | None = None) -> Program:
+        """The step that was planned, ready to run with its arguments where the best layout puts them.
+
+        `devices` are as many as the plan's chips, the attached ones by default.
+        """
+        from capibara.plan.program import program_of
+
+        return program_of(self, devices)
 
     def save_html(self, path: str | Path) -> Path:
         """One self-contained page: the figures, a memory timeline, a roofline chart, the layouts."""

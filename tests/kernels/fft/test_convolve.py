@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import fft
 from capibara.kernels.fft.rules import tolerance_of
@@ -90,6 +92,24 @@ def test_a_nan_stays_in_its_signal() -> None:
     for made in (got, slope):
         assert np.isnan(made[0, 1]).any()
         assert np.isfinite(np.delete(made.reshape(8, 21), 1, axis=0)).all()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_inside_shard_map_a_shared_filters_gradient_is_summed(precision: str) -> None:
+    """Over the devices that have parts of the batch, which the type of its gradient must say."""
+    x, h = _normal(4, 2, 6), _normal(2, 3)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+    def local(x: Any, h: Any) -> Any:
+        return jax.lax.psum((fft.fft_convolve(x, h, precision=precision) ** 2).sum(), "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    dx, dh = jax.jit(jax.grad(mapped, argnums=(0, 1)))(x, h)
+    whole = jax.grad(lambda x, h: (fft.fft_convolve(x, h) ** 2).sum(), argnums=(0, 1))(x, h)
+    bound = 2 * _bound(8, precision)  # a filter and its gradient, one after the other
+    assert _error(dx, np.asarray(whole[0])) < bound
+    assert _error(dh, np.asarray(whole[1])) < bound
 
 
 def test_vmap_and_type() -> None:

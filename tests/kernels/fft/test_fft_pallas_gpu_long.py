@@ -146,18 +146,23 @@ def _error(got: Any, wanted: Any) -> float:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("n", "signals", "inverse", "kind"),
+    ("n", "signals", "programs", "inverse", "kind"),
     [
-        (1 << 14, 6, True, "float32"), (1 << 15, 2, False, "bfloat16"), (1 << 16, 1, False, "float32"),
-        (1 << 17, 2, True, "bfloat16"), (1 << 18, 1, True, "float32"),
+        (1 << 14, 6, 20, True, "float32"), (1 << 15, 4, 4, False, "bfloat16"), (1 << 16, 1, 20, False, "float32"),
+        (1 << 17, 2, 20, True, "bfloat16"), (1 << 18, 1, 20, True, "float32"),
     ],
 )  # fmt: skip
-def test_two_passes(n: int, signals: int, inverse: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every small radix and type, both directions, several signals, tiles that do not divide among the warpgroups."""
+def test_two_passes(
+    n: int, signals: int, programs: int, inverse: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every small radix and type, both directions, several signals, tiles that do not divide among the warpgroups.
+
+    With four programs a warpgroup has the first pass of four signals, beyond its two stages.
+    """
     re, im = jnp.asarray(np.random.default_rng(n).standard_normal((2, signals, n)), kind)
 
     def kernel() -> Any:
-        made = two_passes(re, im, programs=20, inverse=inverse, scale=0.5)
+        made = two_passes(re, im, programs=programs, inverse=inverse, scale=0.5)
         assert {plane.dtype.name for plane in made} == {kind}
         return made
 

@@ -79,7 +79,7 @@ def _store_same() -> Callable[..., None]:
             before = written.setdefault(id(dst.array), np.zeros(dst.array.shape, bool))
             again, old = before[inside].copy(), dst.array[inside].copy()
             before[inside] = True
-            emulator._to_gmem(src, dst)
+            emulator._leave(src, dst, None)  # at once: groups of copies are not counted here
             np.testing.assert_array_equal(dst.array[inside][again], old[again], "a result is written twice")
 
     return copy

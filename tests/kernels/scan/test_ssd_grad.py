@@ -72,6 +72,24 @@ def test_a_mesh_splits_batch_and_heads(groups: int) -> None:
     assert "all-reduce" in text
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("name", ["xla", "pallas_tpu", "reference"])
+def test_a_mesh_of_explicit_axes(name: str) -> None:
+    """Layouts are types there: of heads in groups, of both kinds of chunks, and of a kernel's operands."""
+    case = grad_case(make_case("mesh", 2, 5, 4, 3, 2, 4, NONE, dtype="float32", **ALL))
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
+    rows, state = P("data", None, "model"), P("data", "model")
+    specs = (rows, rows, rows, rows, rows, P("model"), state, rows, state)
+    arrays = case.arrays()
+    with jax.set_mesh(mesh), interpret("hlo"):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        made = jax.jit(lambda *given: SSD_GRAD(*given, implementation=name))(*placed)
+    result = check_output(made, expected(SSD_GRAD, arrays, case.params))
+    assert result.ok, result.why
+    assert made[0].sharding.spec[2] == "model"
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_vmap_is_a_larger_batch(skip: bool) -> None:
     """With D it is not: D's gradient is a sum over the batch of each element alone."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import target
 from capibara.kernels.check import check_output, expected
@@ -67,6 +69,25 @@ def test_gradient_emulated(case: Case, config: GradConfig) -> None:
         jax.block_until_ready(out)
     result = check_output(out, expected(SSD_GRAD, arrays, case.params))
     assert result.ok, result.why
+
+
+@pytest.mark.newest
+def test_gradient_lowers_on_explicit_axes() -> None:
+    """A kernel is traced with one device's shapes: with a sharded type its references could not be indexed."""
+    case = grad_case(make_case("mesh", 2, 70, 4, 64, 2, 64, NONE, **ALL))
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
+    rows, state = P("data", None, "model"), P("data", "model")
+    specs = (rows, rows, rows, rows, rows, P("model"), state, rows, state)
+    given = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(case.args(), specs, strict=True)
+    ]
+    with target("gpu", "NVIDIA H200"), jax.set_mesh(mesh):
+        traced = jax.jit(lambda *given: SSD_GRAD(*given, implementation="mosaic_gpu")).trace(*given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 3
+    assert "all_reduce" in text  # of D, over the batch
 
 
 def test_gradient_says_why_not() -> None:

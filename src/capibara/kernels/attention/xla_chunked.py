@@ -75,6 +75,7 @@ IMPLEMENTATION = Implementation(
     xla_chunked,
     rank=lambda call: 5,
     own_gradient=True,
+    needs_local_types=True,
     config_type=ChunkConfig,
     default_config=default_config,
     candidates=candidates,

@@ -127,6 +127,7 @@ IMPLEMENTATION = Implementation(
     xla_chunked_grad,
     rank=lambda call: 5,
     own_gradient=True,
+    needs_local_types=True,
     config_type=ChunkConfig,
     default_config=default_config,
     candidates=candidates,

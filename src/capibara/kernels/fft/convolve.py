@@ -23,6 +23,7 @@ from capibara.kernels.fft.plan import smooth_length
 from capibara.kernels.fft.rules import PRECISIONS
 from capibara.kernels.op import describe
 from capibara.kernels.operands import as_array
+from capibara.kernels.transforms import vary_alike
 
 Planes = tuple[jax.Array, jax.Array]
 
@@ -57,7 +58,8 @@ def fft_convolve(
         )  # fmt: skip
     if x.size == 0:
         return x
-    return _convolve(precision, x, h[:, : x.shape[2]])
+    # Outside of the gradient's rule: inside shard_map the filter's gradient is then summed over the axes that split x.
+    return _convolve(precision, *vary_alike((x, h[:, : x.shape[2]])))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

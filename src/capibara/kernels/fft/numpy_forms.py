@@ -37,10 +37,11 @@ def fft(
       how: any of
         precision: "float32", or "bfloat16": matrix products of bfloat16 numbers with float32 sums, to a relative error
           of about 2^-8 times the root of the number of radices (`plan`). On Hopper a kernel gains by it from 2^16 to
-          2^18 points; else, on a GPU, cuFFT's float32 is faster for complex arrays and runs instead. `fft_planes` and
-          `fft_convolve` have kernels that gain at other lengths.
+          2^18 points where there are 2^23 numbers or more; else, on a GPU, cuFFT's float32 is faster for complex arrays
+          and runs instead. `fft_planes` and `fft_convolve` have kernels that gain at other lengths.
         factors: the radices to use, for implementations that take them; see `plan`.
-        implementation: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "reference"); a refusal is an error.
+        implementation: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "mosaic_gpu_long", "mosaic_gpu_pairs",
+          "reference"); a refusal is an error.
         config: that implementation's choices.
 
     The gradient is the transform the other way. On a mesh every other axis may be sharded and nothing is gathered; for

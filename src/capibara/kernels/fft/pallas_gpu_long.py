@@ -185,8 +185,7 @@ def _rank(call: Call) -> float:
 
 
 def _rank_pairs(call: Call) -> float:
-    plane = call.need("re")
-    return 26 if plane.dtype != BF16 and faster(plane.shape, "complex64") else 20.5
+    return 26 if faster(call.need("re").shape, "complex64") else 20.5
 
 
 def _remark(call: Call) -> str:

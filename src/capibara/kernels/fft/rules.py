@@ -131,8 +131,9 @@ def cost_irfft(call: Call) -> Cost:
 def tolerance_of(lengths: tuple[int, ...], precision: Any) -> float:
     """The relative error that a right result stays under.
 
-    In bfloat16 each product rounds the data and the matrix, each by up to 2^-9: independent errors, so 2^-8 times the
-    root of the number of products, and as much again for the worst of many points. In float32 a product's sum over a
+    In bfloat16 each product rounds the data and the matrix, each by up to 2^-8 and 0.4 of that in the root mean square:
+    independent errors, so less than 2^-8 times the root of the number of products, and twice that for the worst of many
+    points. In float32 a product's sum over a
     radix loses the root of its length, and the factors a few roundings more. A length with a large prime goes by a
     longer transform there and back, whose errors on up to twice as many points fall on its own.
     """

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, unknown_name
 from capibara.hardware.chips import Chip, chip
-from capibara.parallel.cost.correction import Correction, correction, not_the_planned_program
+from capibara.parallel.cost.correction import UNITS, Correction, correction, not_the_planned_program
 
 if TYPE_CHECKING:
     from capibara.parallel.cost.estimate import Estimate
@@ -50,12 +50,15 @@ class Run:
                 f"{self.measured_seconds!r} s and {self.measured_bytes!r} bytes",
                 "leave out what was not measured",
             )
-        if not all(_is_number(one) and one >= 0 for one in self.parts.values()):
+        if not isinstance(self.parts, Mapping) or not all(_is_number(one) and one >= 0 for one in self.parts.values()):
             raise rule_error("A run's parts are seconds from 0 up", repr(self.parts), "store what the plan says")
+        for unit in self.parts:
+            if unit not in UNITS:
+                raise unknown_name("unit of a run's parts", unit, UNITS)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,13 @@ def fit(which: str | Chip, runs: Sequence[Run]) -> Fit:
     ]
     heard = [run for run in timed if not not_the_planned_program(run)]
     if len(heard) == 1:
-        notes.append("one run: it corrects part of the way, and nothing is left to check it with")
+        notes.append("one run: nothing is left to check its correction with")
     middle = sorted(heard or timed, key=lambda run: run.predicted_seconds)[len(heard or timed) // 2]
-    held_out = [_off(run, [other for other in runs if other is not run]) for run in heard]
+    held_out = [
+        _off(run, [other for place, other in enumerate(runs) if place != mine])
+        for mine, run in enumerate(runs)
+        if any(run is one for one in heard)
+    ]
     return Fit(
         made,
         made.correction(middle.parts, middle.predicted_seconds, middle.predicted_bytes or 0.0),

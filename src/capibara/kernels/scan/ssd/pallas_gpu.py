@@ -66,16 +66,18 @@ def refuses(call: Call) -> str | None:
     return None
 
 
+def by_chunk(v: jax.Array, chunks: int) -> jax.Array:
+    """[batch, time, heads] as [batch, heads, chunks, steps] in float32; zeros past the end."""
+    padded = jnp.pad(v.astype(jnp.float32), ((0, 0), (0, chunks * CHUNK - v.shape[1]), (0, 0)))
+    return padded.mT.reshape(v.shape[0], v.shape[2], chunks, CHUNK)
+
+
 def _vectors(log_decay: jax.Array, dt: jax.Array | None, chunks: int) -> jax.Array:
     """[batch, heads, chunks, 5, steps]: what the body names SUMS, POWERS, TO_END, STEPS, COLUMN_SUMS."""
 
-    def cut(v: jax.Array) -> jax.Array:
-        padded = jnp.pad(v.astype(jnp.float32), ((0, 0), (0, chunks * CHUNK - v.shape[1]), (0, 0)))
-        return padded.mT.reshape(v.shape[0], v.shape[2], chunks, CHUNK)
-
-    wholes, parts = running_sums(cut(log_decay) * LOG2E, -1)
+    wholes, parts = running_sums(by_chunk(log_decay, chunks) * LOG2E, -1)
     sums, after = wholes + parts, (wholes[..., -1:] - wholes) + (parts[..., -1:] - parts)
-    steps = jnp.ones_like(sums) if dt is None else cut(dt)
+    steps = jnp.ones_like(sums) if dt is None else by_chunk(dt, chunks)
     return jnp.stack([sums, jnp.exp2(sums), jnp.exp2(after) * steps, steps, sums], -2)
 
 

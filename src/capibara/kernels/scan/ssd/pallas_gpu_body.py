@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,6 +65,19 @@ def program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
         "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     }
 
+    def compute(smem: dict[str, Any], warpgroup: Any) -> None:
+        small = plgpu.WGMMAAccumulatorRef((CHUNK, SLICE), jnp.float32)
+        state = plgpu.WGMMAAccumulatorRef((states, SLICE), jnp.float32)
+        pl.run_scoped(functools.partial(_compute, plan, refs, smem, warpgroup), small, small, state)
+
+    fetch_and_compute(scratch, functools.partial(_fetch, plan, refs), compute)
+
+
+def fetch_and_compute(
+    scratch: dict[str, Any], fetch: Callable[[dict[str, Any]], None], compute: Callable[[dict[str, Any], Any], None]
+) -> None:
+    """With shared memory by name: `compute` by the first two warpgroups, told which it is, and `fetch` by the third."""
+
     def scoped(*made: Any) -> None:
         smem = dict(zip(scratch, made, strict=True))
         warpgroup = lax.axis_index("warpgroup")
@@ -71,14 +85,12 @@ def program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
         @pl.when(warpgroup == 2)
         def _() -> None:
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            _fetch(plan, refs, smem)
+            fetch(smem)
 
         @pl.when(warpgroup < 2)
         def _() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            body = functools.partial(_compute, plan, refs, smem, warpgroup)
-            small = plgpu.WGMMAAccumulatorRef((CHUNK, SLICE), jnp.float32)
-            pl.run_scoped(body, small, small, plgpu.WGMMAAccumulatorRef((states, SLICE), jnp.float32))
+            compute(smem, warpgroup)
             plgpu.wait_smem_to_gmem(0)
 
     pl.run_scoped(scoped, *scratch.values(), collective_axes="warpgroup")
@@ -179,11 +191,18 @@ def _compute(
 
 def launch(operands: dict[str, Any], outs: dict[str, Any], plan: Plan) -> list[Any]:
     """The kernel over (batch, pairs of slices)."""
+    return launch_over({"batch": plan.batch, "pair": plan.slices // 2}, program, operands, outs, plan)
+
+
+def launch_over(
+    grid: dict[str, int], body: Callable[..., None], operands: dict[str, Any], outs: dict[str, Any], plan: Any
+) -> list[Any]:
+    """`body`, told the names of its references, in three warpgroups for each place of the grid."""
     return plgpu.kernel(
-        functools.partial(program, plan=plan, names=(*operands, *outs)),
+        functools.partial(body, plan=plan, names=(*operands, *outs)),
         out_type=list(outs.values()),
-        grid=(plan.batch, plan.slices // 2),
-        grid_names=("batch", "pair"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=3,
         thread_name="warpgroup",
         # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.

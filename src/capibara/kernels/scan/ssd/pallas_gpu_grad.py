@@ -22,6 +22,7 @@ from capibara.kernels.op import Call, Implementation
 from capibara.kernels.scan.ssd import pallas_gpu_grad_body as body
 from capibara.kernels.scan.ssd import pallas_gpu_states as sweep
 from capibara.kernels.scan.ssd.decays import running_sums
+from capibara.kernels.scan.ssd.pallas_gpu import by_chunk
 from capibara.kernels.scan.ssd.pallas_gpu import refuses as refuses_forward
 from capibara.kernels.scan.ssd.pallas_gpu_body import CHUNK, SLICE
 from capibara.kernels.scan.ssd.rules import Sizes, sizes_of
@@ -71,12 +72,6 @@ def parts_of_a_group(n: Sizes, programs: int) -> int:
     return next(fitting, slices)
 
 
-def _by_chunk(v: jax.Array, chunks: int) -> jax.Array:
-    """[batch, time, heads] as [batch, heads, chunks, steps] in float32; zeros past the end."""
-    padded = jnp.pad(v.astype(f32), ((0, 0), (0, chunks * CHUNK - v.shape[1]), (0, 0)))
-    return padded.mT.reshape(v.shape[0], v.shape[2], chunks, CHUNK)
-
-
 def mosaic_gpu_grad(
     x: jax.Array, log_decay: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array | None, D: jax.Array | None,
     initial_state: jax.Array | None, d_out: jax.Array, d_final: jax.Array | None = None, *, config: GradConfig,
@@ -99,10 +94,10 @@ def mosaic_gpu_grad(
     def in_slices(v: jax.Array) -> jax.Array:
         return over_time(v).reshape(n.batch, length, slices, SLICE)
 
-    wholes, parts = running_sums(_by_chunk(log_decay, chunks) * LOG2E, -1)
+    wholes, parts = running_sums(by_chunk(log_decay, chunks) * LOG2E, -1)
     powers = jnp.exp2(wholes + parts)
     after = jnp.exp2((wholes[..., -1:] - wholes) + (parts[..., -1:] - parts))
-    steps = jnp.ones_like(powers) if dt is None else _by_chunk(dt, chunks)
+    steps = jnp.ones_like(powers) if dt is None else by_chunk(dt, chunks)
     to_end, decay = after * steps, powers[..., -1:]
     skip = jnp.zeros(n.heads, f32) if D is None else D.astype(f32)
     skips = jnp.broadcast_to(skip[:, None, None], powers.shape)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.hopper import load, store_to_memory, swizzled
-from capibara.kernels.scan.ssd.pallas_gpu_body import CHUNK, LAYOUT, SLICE, UNSEEN
+from capibara.kernels.scan.ssd.pallas_gpu_body import CHUNK, LAYOUT, SLICE, UNSEEN, launch_over
 
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
 SQUARE = (CHUNK, CHUNK)
@@ -298,13 +298,4 @@ def _store_shared(ref: Any, sums: Any) -> None:
 
 def launch(operands: dict[str, Any], outs: dict[str, Any], plan: GradPlan) -> list[Any]:
     """The kernel over (batch, parts of groups, chunks)."""
-    return plgpu.kernel(
-        functools.partial(program, plan=plan, names=(*operands, *outs)),
-        out_type=list(outs.values()),
-        grid=(plan.batch, plan.parts, plan.chunks),
-        grid_names=("batch", "part", "chunk"),
-        num_threads=3,
-        thread_name="warpgroup",
-        # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*operands.values())
+    return launch_over({"batch": plan.batch, "part": plan.parts, "chunk": plan.chunks}, program, operands, outs, plan)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.hopper import load, store_to_memory, swizzled
-from capibara.kernels.scan.ssd.pallas_gpu_body import CHUNK, COMPUTE_REGISTERS, FETCH_REGISTERS, LAYOUT, SLICE
+from capibara.kernels.scan.ssd.pallas_gpu_body import CHUNK, LAYOUT, SLICE, fetch_and_compute, launch_over
 
 WEIGHTS, DECAYS, VECTORS = 0, 1, 2  # one number a row of `right`, and what is left of a state after the chunk
 
@@ -58,23 +58,11 @@ def program(*given: Any, plan: SweepPlan, names: tuple[str, ...]) -> None:
         "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     }
 
-    def scoped(*made: Any) -> None:
-        smem = dict(zip(scratch, made, strict=True))
-        warpgroup = lax.axis_index("warpgroup")
+    def compute(smem: dict[str, Any], warpgroup: Any) -> None:
+        state = plgpu.WGMMAAccumulatorRef((plan.states, SLICE), jnp.float32)
+        pl.run_scoped(functools.partial(_compute, plan, refs, smem, warpgroup), state)
 
-        @pl.when(warpgroup == 2)
-        def _() -> None:
-            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            _fetch(plan, refs, smem)
-
-        @pl.when(warpgroup < 2)
-        def _() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            body = functools.partial(_compute, plan, refs, smem, warpgroup)
-            pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((plan.states, SLICE), jnp.float32))
-            plgpu.wait_smem_to_gmem(0)
-
-    pl.run_scoped(scoped, *scratch.values(), collective_axes="warpgroup")
+    fetch_and_compute(scratch, functools.partial(_fetch, plan, refs), compute)
 
 
 def _fetch(plan: SweepPlan, refs: dict[str, Any], smem: dict[str, Any]) -> None:
@@ -132,13 +120,4 @@ def _compute(plan: SweepPlan, refs: dict[str, Any], smem: dict[str, Any], mine: 
 
 def launch(operands: dict[str, Any], outs: dict[str, Any], plan: SweepPlan) -> list[Any]:
     """The kernel over (batch, pairs of slices)."""
-    return plgpu.kernel(
-        functools.partial(program, plan=plan, names=(*operands, *outs)),
-        out_type=list(outs.values()),
-        grid=(plan.batch, plan.slices // 2),
-        grid_names=("batch", "pair"),
-        num_threads=3,
-        thread_name="warpgroup",
-        # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*operands.values())
+    return launch_over({"batch": plan.batch, "pair": plan.slices // 2}, program, operands, outs, plan)

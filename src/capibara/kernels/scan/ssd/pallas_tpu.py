@@ -28,8 +28,10 @@ from capibara.kernels.scan.ssd.pallas_tpu_lines import (
     SUMS,
     TO_END,
     WHOLES,
+    Lines,
     heads_first,
     lines_of,
+    product,
     refuses_operands,
 )
 from capibara.kernels.scan.ssd.rules import sizes_of
@@ -56,21 +58,8 @@ def _body(*given: Any, names: tuple[str, ...], has_steps: bool) -> None:
         state[...] = refs["initial_state"][...] if "initial_state" in refs else jnp.zeros_like(state)
 
     x, b, c = refs["x"][...], refs["B"][...], refs["C"][...]
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-
-    def product(left: Any, right: Any, over: tuple[int, int]) -> Any:
-        axes = (((over[0],), (over[1],)), ((), ()))
-        return lax.dot_general(left, right, axes, precision=precision, preferred_element_type=jnp.float32)
-
-    lines = refs["lines"][...]
-    columns = lines.T  # [steps, lines]
-
-    def along(line: int) -> Any:
-        return lines[line : line + 1]
-
-    def down(line: int) -> Any:
-        return columns[:, line : line + 1]
-
+    lines = Lines(refs["lines"])
+    along, down = lines.along, lines.down
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     between = (down(WHOLES) - along(WHOLES)) + (down(PARTS) - along(PARTS))
     weights = jnp.exp(jnp.where(row >= column, between, -jnp.inf))
@@ -83,7 +72,7 @@ def _body(*given: Any, names: tuple[str, ...], has_steps: bool) -> None:
     if "D" in refs:
         y = y + refs["D"][0:1, 0:1] * wide
     refs["y"][...] = y.astype(x.dtype)
-    after = jnp.exp(along(SUMS)[:, CHUNK - 1 :]) * before + product(b, (wide * down(TO_END)).astype(x.dtype), (0, 0))
+    after = lines.decay * before + product(b, (wide * down(TO_END)).astype(x.dtype), (0, 0))
     state[...] = after
     if "final" in refs:
 

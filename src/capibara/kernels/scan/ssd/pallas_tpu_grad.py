@@ -43,7 +43,8 @@ def vmem_bytes(n: Sizes) -> int:
     """Of the second kernel, the larger: two of each block and what is kept, all as in float32, and squares."""
     width, states = (math.ceil(size / 128) * 128 for size in (n.width, n.states))
     blocks = CHUNK * (3 * width + 4 * states) + 3 * width * states + 3 * LINES * CHUNK
-    kept = n.heads // n.groups // parts_of_a_group(n) * n.width * states + 2 * CHUNK * (CHUNK + states)
+    rows = math.ceil(n.width / 8) * 8  # of a register
+    kept = n.heads // n.groups // parts_of_a_group(n) * rows * states + 2 * CHUNK * (CHUNK + states)
     return 4 * (2 * blocks + kept + 10 * CHUNK * CHUNK + 4 * CHUNK * (width + states))
 
 

@@ -13,38 +13,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from capibara.kernels.scan.ssd.pallas_tpu_lines import AFTER, CHUNK, LINES, PARTS, STEPS, SUMS, TO_END, WHOLES
+from capibara.kernels.scan.ssd.pallas_tpu_lines import (
+    AFTER,
+    CHUNK,
+    LINES,
+    PARTS,
+    STEPS,
+    SUMS,
+    TO_END,
+    WHOLES,
+    Lines,
+    product,
+)
 
 # The lines of the result: of pairs around a step, of x·dy, through the chunk, onward from the chunk's start, outward to
 # its end without dt, and the gradient of dt.
 PAIRS, SKIPS, THROUGH, ONWARD, OUTWARD, D_STEPS = 0, 1, 2, 3, 4, 5
-
-
-def product(left: Any, right: Any, over: tuple[int, int]) -> Any:
-    """Summed in float32 over these axes; float32 operands are multiplied exactly, not by faster passes."""
-    exact = left.dtype == jnp.float32
-    axes = (((over[0],), (over[1],)), ((), ()))
-    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-    return lax.dot_general(left, right, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
-class Lines:
-    """A chunk's numbers a step, as lanes and as rows."""
-
-    def __init__(self, ref: Any) -> None:
-        self._lines = ref[...]
-        self._columns = self._lines.T  # [steps, lines]
-
-    def along(self, line: int) -> Any:
-        return self._lines[line : line + 1]
-
-    def down(self, line: int) -> Any:
-        return self._columns[:, line : line + 1]
-
-    @property
-    def decay(self) -> Any:
-        """[1, 1]: of the whole chunk."""
-        return jnp.exp(self.along(SUMS)[:, CHUNK - 1 :])
 
 
 def states_body(*given: Any, names: tuple[str, ...]) -> None:

@@ -1,4 +1,5 @@
-"""What the TPU kernels of state space duality, forward and backward, are given beside x, B and C, and what they refuse.
+"""What the TPU kernels of state space duality share, forward and backward: what they are given beside x, B and C, how
+they read and multiply it, and what they refuse.
 
 A chunk is 128 steps, the lanes of a register. What a step has one number of comes as a line of lanes, eight lines a
 register; a kernel turns them once where its rows need them.
@@ -6,9 +7,12 @@ register; a kernel turns them once where its rows need them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from capibara.kernels.op import Call
 from capibara.kernels.scan.ssd.decays import running_sums
@@ -52,3 +56,30 @@ def lines_of(log_decay: jax.Array, dt: jax.Array | None, chunks: int) -> jax.Arr
     after = jnp.exp((wholes[..., -1:] - wholes) + (parts[..., -1:] - parts))
     lines = jnp.stack([wholes, parts, wholes + parts, steps, after * steps, after], -2)
     return jnp.pad(lines, ((0, 0), (0, 0), (0, 0), (0, LINES - USED), (0, 0)))
+
+
+def product(left: Any, right: Any, over: tuple[int, int]) -> Any:
+    """Summed in float32 over these axes; float32 operands are multiplied exactly, not by faster passes."""
+    exact = left.dtype == jnp.float32
+    axes = (((over[0],), (over[1],)), ((), ()))
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    return lax.dot_general(left, right, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+class Lines:
+    """A chunk's numbers a step, as lanes and as rows."""
+
+    def __init__(self, ref: Any) -> None:
+        self._lines = ref[...]
+        self._columns = self._lines.T  # [steps, lines]
+
+    def along(self, line: int) -> Any:
+        return self._lines[line : line + 1]
+
+    def down(self, line: int) -> Any:
+        return self._columns[:, line : line + 1]
+
+    @property
+    def decay(self) -> Any:
+        """[1, 1]: of the whole chunk."""
+        return jnp.exp(self.along(SUMS)[:, CHUNK - 1 :])

@@ -14,7 +14,10 @@ from capibara.kernels.transforms import vary_like
 
 def per_head(v: jax.Array, heads: int) -> jax.Array:
     """[..., groups, N] as [..., heads, N]: the heads of a group follow each other and share its rows."""
-    return jnp.repeat(v, heads // v.shape[-2], axis=-2)
+    *batch, groups, states = v.shape
+    # Not jnp.repeat, which does not know how its result lies on mesh axes of type Explicit.
+    spread = jnp.broadcast_to(v[..., None, :], (*batch, groups, heads // groups, states))
+    return spread.reshape(*batch, heads, states)
 
 
 def advance(h: Any, x: Any, log_decay: Any, B: Any, C: Any, dt: Any) -> tuple[Any, Any]:
