@@ -55,6 +55,12 @@ def failing():
 
 def nothing():
     return None
+
+def needy(batch):
+    return shapes(batch)
+
+def strange(rows):
+    return shapes(rows)
 """
 
 
@@ -122,6 +128,8 @@ def test_a_file_that_cannot_be_loaded(tmp_path: Path) -> None:
         ({"target": "{file}:loss", "shapes": "nothing"}, "NoneType"),
         ({"target": "{file}:loss", "shapes": "miscounted"}, "whole number from 1 up. Got 'many'"),
         ({"target": "{file}:bound", "shapes": "static"}, "have str: bind what is no array with functools.partial"),
+        ({"target": "{file}:loss", "shapes": "needy"}, "without batch. Fix: give --batch N"),
+        ({"target": "{file}:loss", "shapes": "strange"}, "without rows. Fix: give its parameters defaults"),
         ({"target": "{file}:loss", "sequence": 4}, "a function of \\(batch\\)"),
         ({"target": "{file}:loss", "remat": "full"}, "add --train"),
         ({"target": "{file}:predict", "shapes": "named", "train": True}, "sets roles itself"),

@@ -1,4 +1,4 @@
-"""What a correction says of itself."""
+"""Figures in words, and what a correction says of itself."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ def _with_runs(make_plan: Make, *runs: Run) -> list[str]:
     """What is said of a step of 2 s."""
     made = make_plan().candidates[0].estimate
     return words.corrections(Calibration("v4", runs).corrected(made), "tpu_v4")
+
+
+def test_small_memory_keeps_its_digits() -> None:
+    assert words.gib(14.58 * 2**30) == "14.58 GiB"
+    assert words.gib(0.5 * 2**30) == "0.50 GiB"
+    assert words.gib(3.5 * 2**20) == "3.5 MiB"
+    assert words.gib(0) == "0.00 GiB"
 
 
 def test_a_correction_says_which_runs_it_rests_on_and_how_far_they_are(make_plan: Make) -> None:

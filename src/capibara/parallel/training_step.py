@@ -176,9 +176,9 @@ def _check_loss(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Non
             )
     found = jax.eval_shape(loss, params, batch)
     if not isinstance(found, jax.ShapeDtypeStruct) or found.shape or not jnp.issubdtype(found.dtype, jnp.floating):
-        raise rule_error(
-            "A loss gives one real number", str(found), "return the mean alone: lambda params, batch: loss(...)[0]"
-        )
+        alone = isinstance(found, jax.ShapeDtypeStruct)
+        fix = "loss(...).mean()" if alone and found.shape else "loss(...)[0]"
+        raise rule_error("A loss gives one real number", str(found), f"return the mean alone: {fix}")
 
 
 def _rows(batch: Any) -> int:

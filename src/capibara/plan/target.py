@@ -171,6 +171,11 @@ def _function(module: Any, name: str, file: str) -> Callable[..., Any]:
     return found
 
 
+def _must_be_given(parameter: inspect.Parameter) -> bool:
+    free = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not free
+
+
 def _arguments(shapes: Callable[..., Any], recipe: Recipe) -> dict[str, Any]:
     asked = {key: getattr(recipe, key) for key in ("batch", "sequence") if getattr(recipe, key) is not None}
     takes = inspect.signature(shapes).parameters
@@ -181,6 +186,14 @@ def _arguments(shapes: Callable[..., Any], recipe: Recipe) -> dict[str, Any]:
                 f"a function of ({', '.join(takes)})",
                 f"give it a parameter {key}, or leave --{key} out",
             )
+    missing = [name for name, one in takes.items() if name not in asked and _must_be_given(one)]
+    if missing:
+        fix = " ".join(f"--{name} N" for name in missing if name in ("batch", "sequence"))
+        raise rule_error(
+            f"{recipe.shapes}() is called with --batch and --sequence, where they are given, and nothing else",
+            f"{recipe.shapes}({', '.join(takes)}) without {', '.join(missing)}",
+            f"give {fix}" if fix else "give its parameters defaults",
+        )
     try:
         made = shapes(**asked)
     except Exception as error:

@@ -16,7 +16,10 @@ MISSING = "-"
 
 
 def gib(value: float | None) -> str:
-    return MISSING if value is None else f"{value / GiB:.2f} GiB"
+    """Bytes in GiB, to compare in a column; what would be 0.0 something of them, in its own unit."""
+    if value is None or 0 < value < GiB / 10:
+        return size(value)
+    return f"{value / GiB:.2f} GiB"
 
 
 def size(value: float | None) -> str:
