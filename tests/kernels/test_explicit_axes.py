@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import attention
-from capibara.kernels.scan import linear_recurrence, selective_scan, state_space_dual
+from capibara.kernels.scan import gated_linear_attention, linear_recurrence, selective_scan, state_space_dual
 
 BATCH, TIME = 4, 6
 ROWS = P("data")
@@ -40,8 +40,13 @@ def _dual(x: Any, dt: Any, A: Any, B: Any, C: Any) -> Any:
     return state_space_dual(x, jax.nn.softplus(dt), -jnp.exp(A), B, C)
 
 
+def _gated(q: Any, k: Any, v: Any, decay: Any) -> Any:
+    return gated_linear_attention(q, k, v, -jnp.exp(decay))
+
+
 CALLS: dict[str, tuple[Callable[..., Any], list[np.ndarray], tuple[P, ...]]] = {
     "attention": (_attended, _numbers(*[(BATCH, TIME, 2, 8)] * 3), (ROWS,) * 3),
+    "gated_linear_attention": (_gated, _numbers(*[(BATCH, TIME, 2, 3)] * 4), (ROWS,) * 4),
     "linear_recurrence": (_faded, _numbers(*[(BATCH, TIME, 3)] * 2), (ROWS,) * 2),
     "selective_scan": (
         _selected,
@@ -71,10 +76,34 @@ def test_values_and_gradients_are_those_of_one_device(name: str, active: bool) -
     else:
         made = jax.jit(both)(*placed)
     assert made[0].sharding.is_equivalent_to(NamedSharding(mesh, ROWS), made[0].ndim)
-    for got, right in zip(jax.tree.leaves(made), jax.tree.leaves(jax.jit(both)(*arrays)), strict=True):
+    _assert_close(made, jax.jit(both)(*arrays))
+
+
+def _assert_close(made: Any, wanted: Any) -> None:
+    for got, right in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
         # The same sums in another order: of TIME steps and, for what all rows share, BATCH rows of products of 8 terms.
         bound = BATCH * TIME * 8 * np.finfo(np.float32).eps * np.abs(right).max()
         assert np.abs(np.asarray(got) - np.asarray(right)).max() <= bound
+
+
+def _mapped(x: Any, dt: Any, A: Any, B: Any, C: Any) -> Any:
+    """Over x alone: the mapped axis would be folded into the batch, which the devices share."""
+    return jax.vmap(lambda one: _selected(one, dt, A, B, C))(jnp.stack([x, x / 2]))
+
+
+def _specified(x: Any, dt: Any, A: Any, B: Any, C: Any) -> Any:
+    return selective_scan(x, jax.nn.softplus(dt), -jnp.exp(A), B, C, implementation="reference")
+
+
+@pytest.mark.parametrize("fn", [_mapped, _specified], ids=["vmap", "reference"])
+def test_vmap_and_the_reference_are_split_too(fn: Callable[..., Any]) -> None:
+    _, arrays, specs = CALLS["selective_scan"]
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    both = _with_gradients(fn, len(arrays))
+    with jax.set_mesh(mesh):
+        made = jax.jit(both)(*placed)
+    _assert_close(made, jax.jit(both)(*arrays))
 
 
 def _with_gradients(fn: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -64,3 +64,40 @@ def test_what_cannot_be_placed_or_run_is_refused() -> None:
     too_large = capibara.plan(_loss, (large, rows), on="v4-8", train=True, calibrated=False)
     with pytest.raises(ValueError, match="does not fit"):
         too_large.program()
+
+
+def test_a_step_goes_on_with_what_it_returned_and_with_nothing_donated() -> None:
+    params, batch = _arguments()
+    plan = capibara.plan(_loss, (params, batch), on="v4-8", train=True, mesh="data=4", calibrated=False)
+    program = plan.program(jax.devices("cpu")[:4])
+    state = optimizer_named("adamw", True)[0](params)
+    placed = program.place(params, state, batch)
+    after, moments, first = program(*placed)
+    with pytest.raises(ValueError, match=r"donated argument is gone .* Got args\[0\]\['down'\], which an earlier call"):
+        program(*placed)
+    with pytest.raises(ValueError, match="donated argument is gone"):
+        program.place(placed[0], state, batch)
+    assert float(program(after, moments, placed[2])[2]) < float(first)
+    with pytest.raises(ValueError, match=r"devices is a list of them\. Got 4\. Fix: pass jax\.devices"):
+        plan.program(4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"needs 4 devices\. Got 2 cpu devices\. .*device_count=4"):
+        plan.program(jax.devices("cpu")[:2])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (jnp.zeros((WIDTH, 2 * WIDTH)), r"float32\[16, 32\]"),
+        (jnp.zeros((WIDTH, 4 * WIDTH), jnp.bfloat16), r"bfloat16\[16, 64\]"),
+        (1.0, r"float32\[\]"),
+        ("up", "<class 'str'>"),
+    ],
+    ids=["shape", "type", "number", "word"],
+)
+def test_an_argument_of_another_shape_or_type_is_refused(leaf: Any, got: str) -> None:
+    params, batch = _arguments()
+    plan = capibara.plan(_loss, (params, batch), on="v4-8", train=True, mesh="data=4", calibrated=False)
+    program = plan.program(jax.devices("cpu")[:4])
+    state = optimizer_named("adamw", True)[0](params)
+    with pytest.raises(ValueError, match=rf"Argument 0\['up'\] was planned as float32\[16, 64\]\. Got {got}\."):
+        program.place({**params, "up": leaf}, state, batch)

@@ -279,15 +279,18 @@ def _hashable(value: Any) -> bool:
 def _build(selection: Selection, manual: bool, where: placement.Placement | None) -> _Runner:
     call = selection.call
     impl = call.op.implementations[selection.implementation]
+    parts = where if impl.needs_local_types and where is not None and where.explicit else None
     if not impl.kernel and not impl.own_gradient:
+        if parts is not None:
+            return _Runner(selection, *transforms.plain_on_shards(call, impl, selection.config, parts))
         plain = transforms.plain(call, impl, selection.config)
         return _Runner(selection, jax.jit(plain), plain)
     # The machine emulation orders its side effects, which JAX cannot carry through a partitioned computation.
     split: bool | placement.Placement = False
     if impl.kernel and context.current_interpret().mode != "machine":
         split = where if where is not None else call.target.platform != "tpu" and not manual
-    elif impl.needs_local_types and where is not None and where.explicit:
-        split = where
+    elif parts is not None:
+        split = parts
     eager, traced = transforms.kernel(
         call, impl, selection.config, split=split, pinned=selection.pinned, asked_config=selection.asked_config
     )

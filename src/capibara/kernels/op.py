@@ -114,8 +114,8 @@ class Implementation:
     kernel: bool = False
     own_gradient: bool = False
     needs_local_types: bool = False
-    """With `own_gradient`: its loops do not trace where types say how arrays are split (mesh axes of type Explicit), so
-    there it runs on each device's part, by the op's mesh rule, as a kernel does."""
+    """Plain JAX whose loops do not trace where types say how arrays are split, on mesh axes of type Explicit: there it
+    runs on each device's part, by the op's mesh rule, as a kernel does."""
     hints: tuple[str, ...] = ()
     same_bits: bool = True
     """Two runs on the same operands give the same bits."""

@@ -50,22 +50,40 @@ def kernel(
         compute = partitioned.by_shard_map(compute, call, same, split)
     elif split:
         compute = partitioned.by_partitioner(compute, call, same)
-    batched = _batched(compute, call, same)
-    inlined = jax.jit(batched, inline=True)
+    # On Explicit axes vmap goes through shard_map to each device's call, which has the rule: where types say how arrays
+    # are split, no reshape folds an axis in front of a split batch.
+    batched = compute if isinstance(split, Placement) and split.explicit else _batched(compute, call, same)
+    eager = _on_own_mesh(jax.jit(batched, inline=True), split)
+    forward = same if pinned or asked_config is not None else None
+    backward = Preference(call.op.name, impl.name) if pinned else None
+    return eager, _differentiable(eager, call, forward, backward)
 
-    # Concrete arrays say themselves what mesh they are on, whichever is active.
+
+def plain_on_shards(
+    call: Call, impl: Implementation, config: Config, where: Placement
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`plain` on each device's part, for concrete arrays and for tracers: JAX differentiates and batches shard_map."""
+    compute = _skip_absent(plain(call, impl, config), call)
+    split = partitioned.by_shard_map(compute, call, Preference(call.op.name, impl.name, config), where)
+
+    def traced(*arrays: Any) -> Any:
+        return split(*(x for x in arrays if x is not None))
+
+    return _on_own_mesh(jax.jit(split), where), traced
+
+
+def _on_own_mesh(fn: Callable[..., Any], split: bool | Placement) -> Callable[..., Any]:
+    """`fn` of the present operands: concrete arrays say themselves what mesh they are on, whichever is active."""
     own = split.mesh.abstract_mesh if isinstance(split, Placement) and isinstance(split.mesh, Mesh) else None
 
     def eager(*arrays: Any) -> Any:
         present = (x for x in arrays if x is not None)
         if own is None:
-            return inlined(*present)
+            return fn(*present)
         with jax.sharding.use_abstract_mesh(own):
-            return inlined(*present)
+            return fn(*present)
 
-    forward = same if pinned or asked_config is not None else None
-    backward = Preference(call.op.name, impl.name) if pinned else None
-    return eager, _differentiable(eager, call, forward, backward)
+    return eager
 
 
 def vary_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -44,11 +44,44 @@ class Program:
                 raise rule_error(
                     f"Argument {number} is a tree like the one that was planned", f"{here} for {there}", "plan this one"
                 )
+            _check_leaves(f"Argument {number}", given, planned)
+        _check_alive(args)
         return jax.tree.map(lambda leaf, shape: _placed(leaf, shape.sharding), args, self.arguments)
 
     def __call__(self, *args: Any) -> Any:
+        _check_alive(args)
         with surroundings(self.layout, self.mesh):
             return self._step(*args)
+
+
+def _check_leaves(what: str, given: Any, planned: Any) -> None:
+    """The shapes and types that the layout was made for: another is another plan."""
+    import jax
+
+    for (path, leaf), wanted in zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(planned), strict=True):
+        try:
+            found = jax.typeof(leaf)
+        except TypeError:
+            found = None
+        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+            raise rule_error(
+                f"{what}{jax.tree_util.keystr(path)} was planned as {wanted.dtype}{list(wanted.shape)}",
+                repr(type(leaf)) if found is None else f"{found.dtype}{list(found.shape)}",
+                "pass an array of this shape and type, or plan with yours",
+            )
+
+
+def _check_alive(args: tuple[Any, ...]) -> None:
+    """A donated array's memory is the result's by now. XLA would say so of the first, without its name."""
+    import jax
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+            raise rule_error(
+                "A donated argument is gone after the call that it was passed to",
+                f"args{jax.tree_util.keystr(path)}, which an earlier call took",
+                "go on with what that call returned, or `place` the argument again",
+            )
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:
@@ -66,6 +99,8 @@ def program_of(plan: Plan, devices: Sequence[Any] | None) -> Program:
     """The best layout of a plan on these devices; of a plan that does not fit it is the nearest, and refused."""
     if plan.best is None or not plan.fits or plan.job is None:
         raise rule_error("A program is made of a plan that fits", repr(plan), "take one of plan.changes and plan again")
+    if devices is not None and not hasattr(devices, "__len__"):
+        raise rule_error("devices is a list of them", repr(devices), "pass jax.devices()[:n], or nothing for the first")
     layout = plan.best.layout
     mesh = layout.mesh.build(devices)
     on_chip = mesh.devices.flat[0].platform != "cpu"  # a CPU has one memory

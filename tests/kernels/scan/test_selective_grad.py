@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -15,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from capibara.kernels import explain, interpret, target
 from capibara.kernels.check import check_output, expected
 from capibara.kernels.scan import selective_scan
+from capibara.kernels.scan.selective import pallas_tpu_grad
 from capibara.kernels.scan.selective.api import OPERANDS, SELECTIVE_SCAN_GRAD
 from capibara.kernels.scan.selective.cases import ALL, grad_case, make_case
+from capibara.kernels.scan.selective.pallas_tpu import ChannelsConfig
 
 NONE: frozenset[str] = frozenset()
 CHIPS = {"pallas_tpu": ("tpu", "TPU v4"), "mosaic_gpu": ("gpu", "NVIDIA H200")}
@@ -85,6 +89,32 @@ def test_no_array_has_time_and_states(name: str) -> None:
         traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*shapes)
     # A state a chunk of 32 steps is half as large as an operand.
     assert time * channels <= _largest(traced.jaxpr) < time * channels * 2
+
+
+def _kernels(jaxpr: Any) -> list[Any]:
+    inner = [one for e in jaxpr.eqns for sub in jaxprs_in_params(e.params) for one in _kernels(sub)]
+    return [e for e in jaxpr.eqns if e.primitive.name == "pallas_call"] + inner
+
+
+def test_vmem_is_counted_block_by_block() -> None:
+    """Against what the kernel's own trace holds: two of each operand's and result's block, and scratch once."""
+    case = grad_case(make_case("own", 1, 130, 200, 9, NONE, dtype="float32", **ALL))
+    with target(*CHIPS["pallas_tpu"]):
+        config = ChannelsConfig(256)
+        fn = functools.partial(SELECTIVE_SCAN_GRAD, implementation="pallas_tpu", config=config, **case.params)
+        back = _kernels(jax.make_jaxpr(fn)(*case.args()).jaxpr)[-1]
+    mapping = back.params["grid_mapping"]
+    refs = [v.aval for v in back.params["jaxpr"].invars]
+    scratch = refs[len(refs) - mapping.num_scratch_operands :]
+
+    def held(ref: Any) -> int:
+        *lead, rows, lanes = ref.shape
+        tiles = math.prod(lead) * math.ceil(rows / 8) * math.ceil(lanes / 128)
+        return tiles * 8 * 128 * ref.dtype.itemsize
+
+    blocks = refs[: len(refs) - len(scratch)]
+    found = 2 * sum(map(held, blocks)) + sum(map(held, scratch))
+    assert pallas_tpu_grad.block_bytes(states=16, channels=256) == found
 
 
 @pytest.mark.newest

@@ -61,14 +61,14 @@ for _made in (
     xla.IMPLEMENTATION,
     pallas_tpu.IMPLEMENTATION,
     pallas_gpu.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference, rank=lambda call: -1, needs_local_types=True),
 ):
     SELECTIVE_SCAN.implement(_made)
 for _made in (
     xla.GRAD_IMPLEMENTATION,
     pallas_tpu_grad.GRAD_IMPLEMENTATION,
     pallas_gpu_grad.GRAD_IMPLEMENTATION,
-    Implementation("reference", reference_grad, rank=lambda call: -1),
+    Implementation("reference", reference_grad, rank=lambda call: -1, needs_local_types=True),
 ):
     SELECTIVE_SCAN_GRAD.implement(_made)
 

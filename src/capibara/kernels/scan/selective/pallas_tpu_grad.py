@@ -42,13 +42,20 @@ def candidates(call: Call) -> Sequence[ChannelsConfig]:
     width, states = round_up(n.channels, LANES), round_up(n.states, SUBLANES)
     made = []
     for channels in (256, 128, 512):
-        # Two of each block: seven over time and channels, four over states and time, five over states and channels; of
-        # scratch a block's states and three more.
-        moved = 2 * 4 * (7 * LANES * channels + 4 * states * LANES + 5 * states * channels)
-        held = 4 * states * channels * (LANES + 3)
-        if width % channels == 0 and moved + held <= vmem.limit(call):
+        if width % channels == 0 and block_bytes(states, channels) <= vmem.limit(call):
             made.append(ChannelsConfig(channels))
     return made
+
+
+def block_bytes(states: int, channels: int) -> int:
+    """VMEM of the second kernel, the larger, with every operand and all in float32.
+
+    Two of each block: seven over time and channels, four over states and time, five over states and channels, three of
+    eight rows of channels (a line takes as much as eight). Of scratch a block's states, two more and eight rows.
+    """
+    moved = 7 * LANES * channels + 4 * states * LANES + 5 * states * channels + 3 * SUBLANES * channels
+    held = states * channels * (LANES + 2) + SUBLANES * channels
+    return 4 * (2 * moved + held)
 
 
 def refuses(call: Call) -> str | None:

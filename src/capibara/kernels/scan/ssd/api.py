@@ -65,14 +65,14 @@ for _made in (
     xla.IMPLEMENTATION,
     pallas_tpu.IMPLEMENTATION,
     pallas_gpu.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference, rank=lambda call: -1, needs_local_types=True),
 ):
     SSD.implement(_made)
 for _made in (
     xla.GRAD_IMPLEMENTATION,
     pallas_tpu_grad.IMPLEMENTATION,
     pallas_gpu_grad.IMPLEMENTATION,
-    Implementation("reference", reference_grad, rank=lambda call: -1),
+    Implementation("reference", reference_grad, rank=lambda call: -1, needs_local_types=True),
 ):
     SSD_GRAD.implement(_made)
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from capibara.errors import rule_error
-from capibara.kernels.op import Call, Case, Cost, Implementation, Op, describe, register, unit_roundoff
+from capibara.kernels.op import Call, Case, Cost, Implementation, Op, Partition, describe, register, unit_roundoff
 from capibara.kernels.scan.selective.reference import wide_type
 from capibara.kernels.scan.selective.rules import check_floats
 from capibara.kernels.scan.ssd.cases import draw_log_decays
@@ -166,6 +166,13 @@ def tolerance(call: Call) -> float:
     return 5 * max(narrow, unit_roundoff(v.dtype)) + unit_roundoff(wide_type(v)) * growth
 
 
+def mesh_rule(call: Call) -> str:
+    """Batch and heads may be split; time, keys and values are whole on every device."""
+    first = ", b h d v" if call["initial_state"] is not None else ""
+    last = ", b h d v" if call.params["return_final_state"] else ""
+    return f"b t h d, b t h d, b t h v, b t h d{first} -> b t h v{last}"
+
+
 def _case(
     name: str, batch: int, time: int, heads: int, keys: int, values: int, *tags: str, dtype: str = "float32",
     initial: bool = False, **params: Any,
@@ -195,8 +202,9 @@ GATED_LINEAR_ATTENTION = Op(
     check=check,
     cost=cost,
     tolerance=tolerance,
+    partition=Partition(mesh_rule, replicated=lambda call: ("t", "d", "v")),
     cases=CASES,
 )
-GATED_LINEAR_ATTENTION.implement(Implementation("xla", xla, rank=lambda call: 10))
-GATED_LINEAR_ATTENTION.implement(Implementation("reference", reference, rank=lambda call: -1))
+GATED_LINEAR_ATTENTION.implement(Implementation("xla", xla, rank=lambda call: 10, needs_local_types=True))
+GATED_LINEAR_ATTENTION.implement(Implementation("reference", reference, rank=lambda call: -1, needs_local_types=True))
 register(GATED_LINEAR_ATTENTION)
