@@ -76,14 +76,15 @@ def candidates(call: Call) -> Sequence[TimeConfig]:
     return made
 
 
-def refuses(call: Call) -> str | None:
+def refuses_form(call: Call, wide: tuple[str, ...]) -> str | None:
+    """What neither pass takes; `wide` names the operands over time and channels."""
     chip = refuses_chip(call.target.device_kind)
     if chip is not None:
         return chip
     n = sizes_of(call)
     if 0 in (n.batch, n.time):
         return "x is empty"
-    for name in ("x", "dt", "z"):
+    for name in wide:
         given = call[name]
         if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float16", "float32"):
             return f"it takes bfloat16, float16 and float32; {name} is {given.dtype.name}"
@@ -91,11 +92,40 @@ def refuses(call: Call) -> str | None:
         return "it computes in float32"
     if n.channels % CHANNELS:
         return f"a program is {CHANNELS} channels; it takes a multiple of that, not {n.channels}"
-    if n.states > MOST_STATES:
-        return f"a channel's states stay in registers, up to {MOST_STATES}; N is {n.states}"
+    return None
+
+
+def refuses(call: Call) -> str | None:
+    form = refuses_form(call, ("x", "dt", "z"))
+    if form is not None:
+        return form
+    states = sizes_of(call).states
+    if states > MOST_STATES:
+        return f"a channel's states stay in registers, up to {MOST_STATES}; N is {states}"
     if not candidates(call):
         return "a ring of tiles does not fit shared memory"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """How operands are laid out for a program: `late` steps more, so that no tile is longer than time (it would have no
+    place in a descriptor to be clipped by), and `more` states of zero."""
+
+    late: int
+    more: int
+
+    def over_time(self, v: jax.Array, extra: int = 0) -> jax.Array:
+        return jnp.pad(v, ((0, 0), (0, self.late), (0, extra))) if self.late or extra else v
+
+    def of_states(self, v: jax.Array) -> jax.Array:
+        """B or C, [batch, time, N]."""
+        return self.over_time(v.astype(jnp.float32), self.more)
+
+    def rows(self, v: jax.Array) -> jax.Array:
+        """[..., channels, N] as [..., N, channels] in float32."""
+        turned = v.astype(jnp.float32).mT
+        return jnp.pad(turned, (*((0, 0),) * (turned.ndim - 2), (0, self.more), (0, 0))) if self.more else turned
 
 
 def softplus(v: Any) -> Any:
@@ -212,33 +242,23 @@ def mosaic_gpu(
     """The forward pass as one kernel over (batch, blocks of channels); see the module's text."""
     batch, time, channels = x.shape
     states = A.shape[1]
-    more = padded_states(states) - states
-    # A tile longer than time would have no place in a descriptor to be clipped by.
-    late = max(0, config.steps - time)
-
-    def over_time(v: jax.Array, extra: int = 0) -> jax.Array:
-        return jnp.pad(v, ((0, 0), (0, late), (0, extra))) if late or extra else v
-
-    def rows(v: jax.Array) -> jax.Array:
-        """[..., channels, N] as [..., N, channels] in float32, a multiple of four of them."""
-        turned = v.astype(jnp.float32).mT
-        return jnp.pad(turned, (*((0, 0),) * (turned.ndim - 2), (0, more), (0, 0))) if more else turned
-
+    more, late = padded_states(states) - states, max(0, config.steps - time)
+    laid = Laid(late, more)
     operands = {
-        "x": over_time(x),
-        "dt": over_time(dt),
-        "A": rows(A) * LOG2E,
-        "B": over_time(B.astype(jnp.float32), more),
-        "C": over_time(C.astype(jnp.float32), more),
+        "x": laid.over_time(x),
+        "dt": laid.over_time(dt),
+        "A": laid.rows(A) * LOG2E,
+        "B": laid.of_states(B),
+        "C": laid.of_states(C),
     }
     if D is not None:
         operands["D"] = D.astype(jnp.float32)
     if z is not None:
-        operands["z"] = over_time(z)
+        operands["z"] = laid.over_time(z)
     if dt_bias is not None:
         operands["dt_bias"] = dt_bias.astype(jnp.float32)
     if initial_state is not None:
-        operands["initial_state"] = rows(initial_state)
+        operands["initial_state"] = laid.rows(initial_state)
     made = {"y": out_struct((batch, time + late, channels), x.dtype, x)}
     if return_final_state:
         made["final"] = out_struct((batch, states + more, channels), jnp.float32, x)

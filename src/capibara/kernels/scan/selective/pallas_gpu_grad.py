@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.hopper import LOG2E
 from capibara.kernels.op import Implementation
-from capibara.kernels.scan.selective.pallas_gpu import CHANNELS, COMPILER_PARAMS
+from capibara.kernels.scan.selective.pallas_gpu import CHANNELS, COMPILER_PARAMS, Laid
 from capibara.kernels.scan.selective.pallas_gpu_grad_body import program
 from capibara.kernels.scan.selective.pallas_gpu_grad_plan import ChunkConfig, Plan, candidates, refuses
 from capibara.kernels.scan.selective.pallas_gpu_lanes import WARP
@@ -36,31 +36,22 @@ def mosaic_gpu_grad(
     batch, time, channels = x.shape
     states = A.shape[1]
     plan = Plan(config, time, config.own_states(states), dt_softplus)
-    more = plan.states - states
     whole, blocks = plan.chunks * config.steps, channels // CHANNELS
-    # A tile longer than time would have no place in a descriptor to be clipped by.
-    late = max(0, config.steps - time)
-
-    def over_time(v: jax.Array, extra: int = 0) -> jax.Array:
-        return jnp.pad(v, ((0, 0), (0, late), (0, extra))) if late or extra else v
-
-    def rows(v: jax.Array) -> jax.Array:
-        """[..., channels, N] as [..., N, channels] in float32, as many of them as the warpgroups take."""
-        turned = v.astype(jnp.float32).mT
-        return jnp.pad(turned, (*((0, 0),) * (turned.ndim - 2), (0, more), (0, 0))) if more else turned
-
+    laid = Laid(late=max(0, config.steps - time), more=plan.states - states)
     operands = {
-        "x": over_time(x),
-        "dt": over_time(dt),
-        "d_out": over_time(d_out),
-        "A": rows(A) * LOG2E,
-        "B": over_time(B.astype(jnp.float32), more),
-        "C": over_time(C.astype(jnp.float32), more),
+        "x": laid.over_time(x),
+        "dt": laid.over_time(dt),
+        "d_out": laid.over_time(d_out),
+        "A": laid.rows(A) * LOG2E,
+        "B": laid.of_states(B),
+        "C": laid.of_states(C),
     }
     if z is not None:
-        operands["z"] = over_time(z)
+        operands["z"] = laid.over_time(z)
     operands |= {k: v.astype(jnp.float32) for k, v in {"D": D, "dt_bias": dt_bias}.items() if v is not None}
-    operands |= {k: rows(v) for k, v in {"initial_state": initial_state, "d_final": d_final}.items() if v is not None}
+    operands |= {
+        k: laid.rows(v) for k, v in {"initial_state": initial_state, "d_final": d_final}.items() if v is not None
+    }
 
     def made(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return out_struct(shape, dtype, x)

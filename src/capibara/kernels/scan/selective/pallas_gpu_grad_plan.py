@@ -6,12 +6,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from capibara.errors import rule_error
-from capibara.kernels.hopper import SMEM_BYTES, refuses_chip
+from capibara.kernels.hopper import SMEM_BYTES
 from capibara.kernels.op import Call
-from capibara.kernels.scan.selective.pallas_gpu import CHANNELS
+from capibara.kernels.scan.selective.pallas_gpu import CHANNELS, refuses_form
 from capibara.kernels.scan.selective.pallas_gpu_lanes import WARP
 from capibara.kernels.scan.selective.rules import sizes_of
 
@@ -87,20 +85,10 @@ def _shared_bytes(call: Call, plan: Plan) -> int:
 
 
 def refuses(call: Call) -> str | None:
-    chip = refuses_chip(call.target.device_kind)
-    if chip is not None:
-        return chip
-    n = sizes_of(call)
-    if 0 in (n.batch, n.time):
-        return "x is empty"
-    for name in WIDE:
-        given = call[name]
-        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float16", "float32"):
-            return f"it takes bfloat16, float16 and float32; {name} is {given.dtype.name}"
-    if any(x is not None and x.dtype.itemsize > 4 for x in call.args):
-        return "it computes in float32"
-    if n.channels % CHANNELS:
-        return f"a program is {CHANNELS} channels; it takes a multiple of that, not {n.channels}"
-    if n.states > MOST_STATES:
-        return f"the states of a few steps stay in registers, for N up to {MOST_STATES}; N is {n.states}"
+    form = refuses_form(call, WIDE)
+    if form is not None:
+        return form
+    states = sizes_of(call).states
+    if states > MOST_STATES:
+        return f"the states of a few steps stay in registers, for N up to {MOST_STATES}; N is {states}"
     return None if candidates(call) else "a ring of chunks does not fit shared memory"
