@@ -304,7 +304,7 @@ class Op:
         stock_tpu: Callable[[Case], tuple[Callable[..., Any], tuple[Any, ...]] | None] | None = None,
         excerpt: Callable[[Op, Sequence[Any]], Excerpt | None] | None = None,
         mesh_axes: Callable[[Call], Mapping[str, int]] | None = None,
-        exact: Mapping[str, Sequence[int]] | None = None,
+        exact: Callable[[Mapping[str, tuple[int, ...]]], Hashable] = lambda shapes: None,
     ) -> None:
         self.name = name
         self.family = family
@@ -326,8 +326,8 @@ class Op:
         self.peers = MappingProxyType(dict(peers or {}))
         self.stock_tpu = stock_tpu
         self.excerpt = excerpt
-        # Axes of operands on which a tuned case has nothing to say about another size, by the operand's name.
-        self.exact = MappingProxyType({name: tuple(axes) for name, axes in (exact or {}).items()})
+        # Of the operands' shapes by name, what a tuned case must have alike to speak for a call that is near it.
+        self.exact = exact
         # For an op that runs only inside shard_map, on one device's operands: the mesh axes that a call is over.
         self.mesh_axes = mesh_axes
         self.implementations: dict[str, Implementation] = {}

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from capibara.kernels.op import Call, Config, describe
+from capibara.kernels.op import Call, Config, Op, describe
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "tuned"
@@ -82,11 +82,12 @@ def slug(device_kind: str) -> str:
 def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
     """The table's choice among the implementations that accept this call; None when no entry is near."""
     operands, params = tuple(map(describe, call.args)), _jsonable(call.tuning_key)
+    kin = call.op.exact(_shapes(call.op, operands))
     near: list[tuple[float, Entry]] = []
     for entry in entries(call.target.device_kind, call.op.name):
         if entry.implementation in accepting and _jsonable(entry.params) == params:
-            distance = _distance(entry.operands, operands, _exact_axes(call))
-            if distance is not None:
+            distance = _distance(entry.operands, operands)
+            if distance is not None and call.op.exact(_shapes(call.op, entry.operands)) == kin:
                 near.append((distance, entry))
     # The nearest call speaks; of two as near the user's own; of one call's implementations the fastest.
     for distance, entry in sorted(near, key=lambda pair: (pair[0], pair[1].source != "user's", pair[1].seconds)):
@@ -209,23 +210,18 @@ def _read(path: Path, source: str) -> list[Entry]:
 _OPERAND = re.compile(r"^(?P<dtype>\w+)\[(?P<dims>[\d,]*)\]$")
 
 
-def _exact_axes(call: Call) -> frozenset[tuple[int, int]]:
-    """(operand, axis), by number, that a near case must have alike."""
-    order = call.op.operands.index
-    return frozenset((order(name), axis) for name, axes in call.op.exact.items() for axis in axes)
+def _shapes(op: Op, operands: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the operands that are present, by name."""
+    found = {name: _OPERAND.match(text) for name, text in zip(op.operands, operands, strict=False)}
+    return {name: tuple(map(int, m["dims"].split(","))) if m["dims"] else () for name, m in found.items() if m}
 
 
-def _distance(
-    ours: tuple[str, ...], theirs: tuple[str, ...], exact: frozenset[tuple[int, int]] = frozenset()
-) -> float | None:
-    """The largest ratio (in powers of two) between two calls' dimensions; None beyond 2x, or other types.
-
-    None too where an axis in `exact` differs at all.
-    """
+def _distance(ours: tuple[str, ...], theirs: tuple[str, ...]) -> float | None:
+    """The largest ratio (in powers of two) between two calls' dimensions; None beyond 2x, or other types."""
     if len(ours) != len(theirs):
         return None
     worst = 0.0
-    for operand, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+    for left, right in zip(ours, theirs, strict=True):
         if left == right:
             continue
         a, b = _OPERAND.match(left), _OPERAND.match(right)
@@ -234,8 +230,8 @@ def _distance(
         left_dims, right_dims = (m["dims"].split(",") if m["dims"] else [] for m in (a, b))
         if len(left_dims) != len(right_dims):
             return None
-        for axis, (x, y) in enumerate(zip(left_dims, right_dims, strict=True)):
-            if int(x) == 0 or int(y) == 0 or (x != y and (operand, axis) in exact):
+        for x, y in zip(left_dims, right_dims, strict=True):
+            if int(x) == 0 or int(y) == 0:
                 return None
             worst = max(worst, abs(math.log2(int(x) / int(y))))
     return worst if worst <= 1 else None

@@ -162,25 +162,39 @@ def default_config(call: Call) -> HopperConfig:
     return max((c for c in fitting if c.block_k <= preferred), key=lambda c: c.block_k, default=fitting[0])
 
 
+def pads_copies(call: Call) -> bool:
+    """Whether q, k, v and the output are copied with zeros beside them before and after the kernel."""
+    q, k = call.need("q"), call.need("k")
+    return q.shape[-1] not in HEAD_DIMS or q.shape[2] % 8 != 0 or k.shape[2] % 8 != 0
+
+
+BELOW_CUDNN, ABOVE_CUDNN = 25.0, 35.0  # whose rank is 30
+
+
 def rank(call: Call) -> float:
-    """Against cuDNN's 30, where no tuned case is near. On an H200 it was ahead by 5 to 11 % wherever position limits
-    what is seen, and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by
-    2 %."""
+    """Where no tuned case is near. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
+    and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Where it
+    pads copies it was behind by 22 to 50 % at five shapes of six (head sizes 80, 96, 192; lengths 577, 1500)."""
+    if pads_copies(call):
+        return BELOW_CUDNN
     if not call.params["causal"] and call.params["window"] is None:
-        return 35 if call.need("k").shape[2] <= 4096 else 25
-    return 35
+        return ABOVE_CUDNN if call.need("k").shape[2] <= 4096 else BELOW_CUDNN
+    return ABOVE_CUDNN
 
 
 def rank_grad(call: Call) -> float:
-    """Against cuDNN's 30. On an H200 it was ahead at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was
-    behind from 8k on, by 1 to 11 %, and at 256. Very long calls go in two parts, which take half of the memory that
-    cuDNN wants beside the gradients. With a window no comparison was made: programs skip what lies outside."""
-    q, width = call.need("q"), padded_head_dim(call.need("q").shape[-1])
-    if call.params["window"] is not None or width == 64:
-        return 35
-    if width == 256:
-        return 25
-    return 35 if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else 25
+    """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
+    8k on, by 1 to 11 %, at 256, and by 8 to 15 % with the forward pass where it pads copies. Very long calls go in two
+    parts, which take half of the memory that cuDNN wants beside the gradients. With a window no comparison was made:
+    programs skip what lies outside."""
+    q = call.need("q")
+    if call.params["window"] is not None:
+        return ABOVE_CUDNN
+    if pads_copies(call) or q.shape[-1] == 256:
+        return BELOW_CUDNN
+    if q.shape[-1] == 64:
+        return ABOVE_CUDNN
+    return ABOVE_CUDNN if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else BELOW_CUDNN
 
 
 def refuses(call: Call) -> str | None:

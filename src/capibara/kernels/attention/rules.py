@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -196,6 +197,13 @@ def _is_int(x: Any) -> bool:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+
+
+def tuned_alike(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, bool]:
+    """What a tuned case must share with a call to speak for it: the head size, how many heads share a key head, and
+    whether lengths are whole pieces of 8, since kernels pad copies of other ones."""
+    (_, heads, rows, head_dim), (_, kv_heads, columns, _) = shapes["q"], shapes["k"]
+    return head_dim, heads // max(kv_heads, 1), rows % 8 == 0 and columns % 8 == 0
 
 
 def check_grad(call: Call) -> None:
