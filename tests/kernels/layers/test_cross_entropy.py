@@ -148,10 +148,12 @@ def test_the_default_chunk() -> None:
     assert chunk_columns(1 << 20, 128256, None) == 1024  # never narrower
     assert chunk_columns(64, 50257, None) == 50257  # all at once
     assert chunk_columns(0, 10, None) == 10
-    assert chunk_tokens(16384, 128256, 4, None) == 1024  # 512 MiB of float32 logits
-    assert chunk_tokens(16384, 128256, 2, None) == 1024  # 384 MiB of bfloat16 hold 1536, which do not divide the tokens
-    assert chunk_tokens(16000, 128256, 2, None) == 1536  # nothing from there down to the half of it divides them
-    assert chunk_tokens(5, 100, 4, None) == 5
+    assert chunk_tokens(16384, 512, 128256, 4, None) == 1024  # 512 MiB of float32 logits
+    assert chunk_tokens(16384, 2048, 128256, 4, None) == 2048  # as much as a gradient of the weights
+    assert chunk_tokens(16384, 8192, 128256, 4, None) == 4096  # four times 512 MiB
+    assert chunk_tokens(16384, 8192, 128256, 2, None) == 1024  # 384 MiB of bfloat16 hold 1536, no part of the tokens
+    assert chunk_tokens(16000, 8192, 128256, 2, None) == 1536  # nothing from there down to the half of it divides them
+    assert chunk_tokens(5, 8, 100, 4, None) == 5
 
 
 @pytest.mark.newest

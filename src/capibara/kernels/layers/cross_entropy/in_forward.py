@@ -35,6 +35,7 @@ from capibara.kernels.transforms import vary_like
 
 CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32; in 16 bits three quarters of it, since they need it twice
 STEP = 128  # tokens that a matrix unit takes at a time
+ALIGNED = 8  # numbers of 16 bits that fast products want a row to be a multiple of
 Params = dict[str, Any]
 
 
@@ -60,17 +61,22 @@ def reference_and_grad(
     return each, d_hidden, d_weights
 
 
-def chunk_tokens(tokens: int, vocabulary: int, itemsize: int, block: int | None) -> int:
+def chunk_tokens(tokens: int, depth: int, vocabulary: int, itemsize: int, block: int | None) -> int:
     """`block`, or as many tokens as the memory set aside for a chunk holds, a multiple of 128.
+
+    Each chunk reads and writes the weights' gradient, which in float32 takes as long as the products of 250 tokens on
+    an H200. So there a chunk's logits may take as much memory as that gradient, up to four times what is set aside.
 
     Half as many are taken where that divides the tokens: a chunk of what is left is a program of its own, with memory
     of its own and products to compile.
 
-    >>> chunk_tokens(16384, 128256, 2, None), chunk_tokens(16000, 128256, 2, None)
+    >>> chunk_tokens(16384, 4096, 128256, 2, None), chunk_tokens(16000, 4096, 128256, 2, None)
     (1024, 1536)
+    >>> chunk_tokens(16384, 1024, 32000, 4, None), chunk_tokens(16384, 4096, 128256, 4, None)
+    (4096, 4096)
     """
     if block is None:
-        most = CHUNK_BYTES if itemsize >= 4 else CHUNK_BYTES * 3 // 4
+        most = max(CHUNK_BYTES, min(4 * CHUNK_BYTES, 4 * depth * vocabulary)) if itemsize >= 4 else CHUNK_BYTES * 3 // 4
         block = max(STEP, most // (itemsize * vocabulary) // STEP * STEP)
         dividing = [size for size in range(block, block // 2, -STEP) if tokens % size == 0]
         block = dividing[0] if dividing else block
@@ -80,7 +86,8 @@ def chunk_tokens(tokens: int, vocabulary: int, itemsize: int, block: int | None)
 def chunks(call: Call) -> int:
     """How many chunks of tokens the narrow form takes: so often it rounds the gradient of the weights."""
     n, block = rules.sizes_of(call), cast(int | None, call.params["block"])
-    return math.ceil(n.tokens / chunk_tokens(n.tokens, n.vocabulary, call.need("hidden").dtype.itemsize, block)) or 1
+    itemsize = call.need("hidden").dtype.itemsize
+    return math.ceil(n.tokens / chunk_tokens(n.tokens, n.depth, n.vocabulary, itemsize, block)) or 1
 
 
 def xla(
@@ -92,15 +99,21 @@ def xla(
     product = Product(hidden, transpose_weights, soft_cap, narrow)
     rows, flat_labels, scale = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), token_weights.reshape(-1)
     tokens, size = rows.shape[0], weights.shape[product.axis]
-    columns = lax.iota(labels.dtype, size)
     vocabulary = size * math.prod(map(lax.axis_size, over))
+    # Rows of 50,257 numbers begin anywhere in memory, and products of them run at a half to a third of the rate of
+    # aligned ones: there the vocabulary is made longer by words that no token has a share in.
+    padded = size if size % ALIGNED == 0 else -(-size // STEP) * STEP
+    weights = lax.pad(weights, weights.dtype.type(0), [(0, (padded - size) * (a == product.axis), 0) for a in (0, 1)])
+    columns = lax.iota(labels.dtype, padded)
+    is_word = None if padded == size else columns < size
 
     def step(start: Any, count: int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         each, d_rows, d_weights = carry
         here, label, factor = (lax.dynamic_slice_in_dim(x, start, count) for x in (rows, flat_labels, scale))
         logits = product.logits(here, weights)
         is_label = label[:, None] == columns
-        highest, total, *sums = row_sums(logits, is_label, bool(label_smoothing))
+        # A word that is none has a logit of 0, which adds nothing to their sum.
+        highest, total, *sums = row_sums(logits, is_label, bool(label_smoothing), is_word)
         if over:
             own, highest = highest, lax.pmax(highest, over)
             total, *sums = (lax.psum(x, over) for x in (total * jnp.exp(own - highest), *sums))
@@ -110,7 +123,8 @@ def xla(
         flow = logit_flow(
             logits, is_label, lse[:, None], (factor * of_lse)[:, None], (factor * of_picked)[:, None],
             None if of_sum is None else (factor * of_sum)[:, None], soft_cap,
-        ).astype(hidden.dtype)  # fmt: skip
+        )  # fmt: skip
+        flow = (flow if is_word is None else jnp.where(is_word, flow, 0)).astype(hidden.dtype)
         part = product.of_rows(flow, weights)
         part = (lax.psum(part, over) if over else part).astype(hidden.dtype)
         update = lax.dynamic_update_slice_in_dim
@@ -119,14 +133,15 @@ def xla(
     summed = product.result
     empty = (jnp.zeros(tokens, product.wide), jnp.zeros_like(rows), jnp.zeros(weights.shape, summed))
     carry = tuple(vary_like(x, hidden) for x in empty)
-    count = chunk_tokens(tokens, size, summed.itemsize, block)
+    count = chunk_tokens(tokens, rows.shape[1], padded, summed.itemsize, block)
     whole = tokens // count
     if whole:  # a loop is traced even where it takes no step, and a chunk is larger than no tokens
         carry = lax.fori_loop(0, whole, lambda i, c: step(i * count, count, c), carry)
     if tokens - whole * count:
         carry = step(whole * count, tokens - whole * count, carry)
     each, d_rows, d_weights = carry
-    return each.reshape(labels.shape), d_rows.reshape(hidden.shape), d_weights.astype(weights.dtype)
+    d_weights = lax.slice_in_dim(d_weights, 0, size, axis=product.axis).astype(weights.dtype)
+    return each.reshape(labels.shape), d_rows.reshape(hidden.shape), d_weights
 
 
 def mesh_rule(call: Call) -> str:

@@ -87,10 +87,16 @@ def _nothing(wide: Any, return_sum: bool) -> tuple[Any, ...]:
     return tuple(wide.type(value) for value in (LOWEST, 0.0, 0.0, 0.0)[: 4 if return_sum else 3])
 
 
-def row_sums(logits: jax.Array, is_label: jax.Array, return_sum: bool) -> tuple[jax.Array, ...]:
-    """(maximum, sum of exponentials below it, the label's logit[, the sum of the logits]) of each row."""
+def row_sums(
+    logits: jax.Array, is_label: jax.Array, return_sum: bool, is_word: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """(maximum, sum of exponentials below it, the label's logit[, the sum of the logits]) of each row.
+
+    Columns that are no word of the vocabulary have no share in the first two.
+    """
     nothing = _nothing(logits.dtype, return_sum)
-    terms = (logits, jnp.ones_like(logits), jnp.where(is_label, logits, 0), logits)[: len(nothing)]
+    of_words = logits if is_word is None else jnp.where(is_word, logits, nothing[0])
+    terms = (of_words, jnp.ones_like(logits), jnp.where(is_label, logits, 0), logits)[: len(nothing)]
     # One reduction for all of them, so that the logits are read once.
     return tuple(lax.reduce(terms, nothing, _merge, (1,)))
 
