@@ -292,3 +292,18 @@ def test_codes_that_stay_and_what_float16_cannot_hold() -> None:
     right = _distances(x, codebook).argmin(1)
     right[[3, 70]] = -1
     np.testing.assert_array_equal(indices, right)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(37, 20), (64, 128), (5, 130)])
+def test_any_width_and_number_of_rows(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros beside rows and codes change no distance, and rows that are added are cut again."""
+    monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: PROGRAMS)
+    x, codebook = _normal(5, rows, width), _normal(6, 70, width)
+    config = SearchConfig(64, 2)
+    with emulated():
+        made = jax.jit(
+            lambda x, c: pallas_gpu.mosaic_gpu(x, c, config=config, return_distances=False, return_stats=False)
+        )(x, codebook)
+        indices = np.asarray(made)
+    assert indices.shape == (rows,)
+    np.testing.assert_array_equal(indices, _distances(x, codebook).argmin(1))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from capibara.kernels.context import current_target
@@ -28,7 +29,7 @@ from capibara.kernels.vq.nearest.pallas_gpu_prepare import prepare
 from capibara.kernels.vq.nearest.pallas_gpu_resident import TILE, search_resident, slots_for
 from capibara.kernels.vq.nearest.pallas_gpu_resolve import resolve
 from capibara.kernels.vq.nearest.pallas_gpu_search import PROGRAM_ROWS, ROWS, SearchConfig, search
-from capibara.kernels.vq.nearest.rules import sizes_of
+from capibara.kernels.vq.nearest.rules import Sizes, sizes, sizes_of
 from capibara.kernels.vq.nearest.xla import finish
 
 MOST_WIDTH = 8192
@@ -36,9 +37,16 @@ FEWEST_SLOTS = 4  # of the ring beside rows that stay
 FEW_CODES = 128  # so few do not fill a tile beside rows that stay
 
 
+def padded_sizes(n: Sizes) -> Sizes:
+    """What the kernels see: 128 threads share a row; TMA copies pieces of 8 rows, and an array of a single tile of 64
+    loses that axis from its descriptor. Zeros beside a row's numbers and a code's change no distance."""
+    rows = max(-(-n.rows // 8) * 8, 16)
+    return Sizes(rows + 8 if rows == 64 else rows, n.codes, -(-n.width // THREADS) * THREADS)
+
+
 def candidates(call: Call) -> Sequence[SearchConfig]:
     """What keeps rows in shared memory first; then the widest tile that the codes fill, each with the deepest ring."""
-    rows, codes, width = sizes_of(call)
+    rows, codes, width = padded_sizes(sizes_of(call))
     size = call.need("x").dtype.itemsize
     made = []
     if rows >= PROGRAM_ROWS and codes > FEW_CODES and slots_for(width) >= FEWEST_SLOTS:
@@ -65,28 +73,27 @@ def refuses(call: Call) -> str | None:
     if x.dtype != codebook.dtype or np.dtype(x.dtype).name not in ("bfloat16", "float16", "float32"):
         return f"it takes x and codebook both in bfloat16, float16 or float32, not {x.dtype} and {codebook.dtype}"
     rows, _, width = sizes_of(call)
-    if width % THREADS or width > MOST_WIDTH:
-        return (
-            f"it takes rows of a multiple of {THREADS} numbers up to {MOST_WIDTH}, which 128 threads share; not {width}"
-        )
-    # TMA copies pieces of 8 rows; an array of a single tile loses that axis from its descriptor.
-    if rows % 8 or rows < 16 or rows == 64:
-        return f"it takes a multiple of 8 rows, 16 or more and not 64; not {rows}"
-    return None
+    if width > MOST_WIDTH:
+        return f"it takes rows of up to {MOST_WIDTH} numbers, not {width}"
+    return "x has no rows" if rows == 0 else None
 
 
 def mosaic_gpu(
     x: jax.Array, codebook: jax.Array, *, config: SearchConfig, return_distances: bool, return_stats: bool
 ) -> Any:
-    flat = x.reshape(-1, x.shape[-1])
+    given = sizes(x, codebook)
+    wanted = padded_sizes(given)
+    columns = (0, wanted.width - given.width)
+    rows = jnp.pad(x.reshape(-1, given.width), ((0, wanted.rows - given.rows), columns))
+    codes = jnp.pad(codebook, ((0, 0), columns))
     programs = multiprocessors(current_target().device_kind)
     if config.resident and config.tile == ROWS:
-        indices = pallas_gpu_few.nearest_of_few(flat, codebook, config, programs)
-        return finish(x, codebook, indices, return_distances, return_stats)
-    prepared = prepare(codebook, config.tile)
-    found = (search_resident if config.resident else search)(flat, *prepared, config, programs)
-    indices = resolve(flat, codebook, found, prepared.half, config.kept, streams=config.resident)
-    return finish(x, codebook, indices, return_distances, return_stats)
+        indices = pallas_gpu_few.nearest_of_few(rows, codes, config, programs)
+    else:
+        prepared = prepare(codes, config.tile)
+        found = (search_resident if config.resident else search)(rows, *prepared, config, programs)
+        indices = resolve(rows, codes, found, prepared.half, config.kept, streams=config.resident)
+    return finish(x, codebook, indices[: given.rows], return_distances, return_stats)
 
 
 IMPLEMENTATION = Implementation(
