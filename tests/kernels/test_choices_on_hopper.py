@@ -1,0 +1,111 @@
+"""What dispatch takes on an H200 where no tuned case speaks: what was faster there in a run beside the others.
+
+The figures are in benchmarks/results (untuned shapes); a choice changes when another run says otherwise.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from capibara.kernels import attention, explain, target
+from capibara.kernels.layers import activation, cross_entropy, gated_activation, rms_norm
+from capibara.kernels.vq import nearest_code
+
+bf16, f32 = jnp.bfloat16, jnp.float32
+OURS = "mosaic_gpu"
+
+
+def _of(shape: tuple[int, ...], dtype: object = bf16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _taken(fn: object, *operands: jax.ShapeDtypeStruct) -> list[str]:
+    with target("gpu", "NVIDIA H200"):
+        return [s.implementation for s in explain(fn, *operands).selections]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "forward", "backward"),
+    [
+        ((8, 1536, 20, 96), 20, "cudnn", "cudnn"),  # a head size that our kernel pads copies to
+        ((2, 4096, 16, 192), 16, "cudnn", "cudnn"),
+        ((6, 1500, 16, 128), 16, "cudnn", "cudnn"),  # a length that is no multiple of 8
+        ((16, 577, 16, 64), 16, "cudnn", "cudnn"),
+        ((8, 1024, 12, 64), 12, OURS, OURS),
+        ((4, 4096, 28, 128), 4, OURS, OURS),  # the tuned case of 32 heads on 8 does not speak for 28 on 4
+        ((2, 8192, 28, 128), 4, OURS, "cudnn"),
+    ],
+)
+def test_attention(shape: tuple[int, ...], kv_heads: int, forward: str, backward: str) -> None:
+    batch, length, _, head_dim = shape
+    q, kv = _of(shape), _of((batch, length, kv_heads, head_dim))
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, causal=True, layout="bthd").astype(f32).sum()
+
+    with target("gpu", "NVIDIA H200"):
+        selections = explain(jax.grad(loss), q, kv, kv).selections
+    assert {s.call.op.name: s.implementation for s in selections} == {"attention": forward, "attention_grad": backward}
+    if kv_heads == 4:
+        assert not any("near case" in s.why for s in selections)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gated", "rate", "shape", "forward", "backward"),
+    [
+        ("gelu", False, 0.0, (16384, 3072), OURS, OURS),
+        ("gelu", False, 0.0, (1024, 3072), "xla", "xla"),
+        ("gelu_tanh", False, 0.0, (16384, 3072), OURS, OURS),
+        ("silu", False, 0.0, (8192, 4096), OURS, "xla"),
+        ("relu", False, 0.0, (16384, 4096), OURS, "xla"),
+        ("silu", True, 0.0, (2048, 14336), "xla", "xla"),
+        ("gelu", False, 0.1, (8192, 3072), OURS, OURS),
+        ("silu", True, 0.1, (8192, 8192), OURS, "xla"),  # a gradient has a rank of its own
+        ("relu", False, 0.1, (8192, 4096), "xla", "xla"),
+    ],
+)
+def test_activation(kind: str, gated: bool, rate: float, shape: tuple[int, ...], forward: str, backward: str) -> None:
+    given = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)} if rate else {}
+    fn = gated_activation if gated else activation
+
+    def backward_pass(d_out: jax.Array, *x: jax.Array) -> object:
+        return jax.vjp(lambda *x: fn(*x, kind=kind, **given), *x)[1](d_out)
+
+    taken = _taken(backward_pass, *[_of(shape)] * (3 if gated else 2))
+    assert (taken[0], taken[-1]) == (forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward"), [((16384, 5120), "xla"), ((64, 8192), "xla"), ((2048, 7168), "xla"), ((4096, 16384), OURS)]
+)
+def test_rms_norm(shape: tuple[int, int], forward: str) -> None:
+    assert _taken(rms_norm, _of(shape), _of(shape[1:])) == [forward]
+
+    def loss(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return rms_norm(x, scale).astype(f32).sum()
+
+    taken = _taken(jax.grad(loss), _of(shape), _of(shape[1:]))
+    assert taken[-2] == OURS  # with the statistics that a backward pass wants
+
+
+@pytest.mark.parametrize(("rows", "codes", "width"), [(65536, 8192, 8), (65537, 1024, 256), (1000, 64, 100)])
+def test_nearest_code_of_any_width_and_number_of_rows(rows: int, codes: int, width: int) -> None:
+    assert _taken(nearest_code, _of((rows, width), f32), _of((codes, width), f32)) == [OURS]
+
+
+def test_cross_entropy_makes_its_gradient_in_the_forward_pass() -> None:
+    operands = (_of((8192, 768)), _of((768, 50257)), _of((8192,), jnp.int32))
+
+    def ops(reduction: str = "mean", **options: object) -> set[str]:
+        def loss(hidden: jax.Array, weights: jax.Array, labels: jax.Array) -> jax.Array:
+            return cross_entropy(hidden, weights, labels, reduction=reduction, **options).sum()
+
+        return {s.call.op.name for s in explain(jax.grad(loss, (0, 1)), *operands).selections}
+
+    with target("gpu", "NVIDIA H200"):
+        assert "cross_entropy_and_grad" in ops()
+        assert "cross_entropy_grad" in ops(reduction="none")  # what becomes of a token's loss is not known there
+        assert "cross_entropy_grad" in ops(gradient="recompute")
+    assert "cross_entropy_grad" in ops()  # elsewhere the two have not been timed
