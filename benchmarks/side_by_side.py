@@ -7,11 +7,13 @@ operand and result once, and the operations that the result needs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -107,10 +109,22 @@ def measure(row: Row, structs: Sequence[Any]) -> dict[str, Any]:
     return result
 
 
+@contextlib.contextmanager
+def turn(lock: str | None, alone: bool) -> Iterator[None]:
+    """Among the runs that were given the same file: alone on the device, or beside others that compile."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w", encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
 def main(description: str | None, parts: Mapping[str, Callable[[bool], list[Row]]]) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--only", help="parts, separated by commas")
+    parser.add_argument("--lock", help="a file: runs that share it compile side by side and take turns on the device")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to see that it runs")
     options = parser.parse_args()
     chosen = options.only.split(",") if options.only else list(parts)
@@ -124,15 +138,17 @@ def main(description: str | None, parts: Mapping[str, Callable[[bool], list[Row]
     with ThreadPoolExecutor(14) as pool:
         rows = [row for name in chosen for row in parts[name](options.small)]
         shapes = [[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(row.draw)] for row in rows]
+        with turn(options.lock, alone=False):
+            for row, structs in zip(rows, shapes, strict=True):
+                prepare(pool, row, structs)
+            # Everything compiles while nothing is timed.
+            for row in rows:
+                for job in row.jobs.values():
+                    if isinstance(job, Future):
+                        job.exception()
         for row, structs in zip(rows, shapes, strict=True):
-            prepare(pool, row, structs)
-        # Everything compiles while nothing is timed.
-        for row in rows:
-            for job in row.jobs.values():
-                if isinstance(job, Future):
-                    job.exception()
-        for row, structs in zip(rows, shapes, strict=True):
-            document["rows"].append(measure(row, structs))
+            with turn(options.lock, alone=True):
+                document["rows"].append(measure(row, structs))
             if options.json:
                 with open(options.json, "w", encoding="utf-8") as out:
                     json.dump(document, out, indent=1)
