@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 
 # Read by XLA when jax first starts a backend, so it is set before anything imports jax.
 # Tests compile thousands of small programs and run each once or twice: optimised machine code would cost more than it
@@ -105,6 +106,16 @@ def _no_tpu_compiler() -> str | None:
 def _own_tuning_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the tuned tables of whoever runs it."""
     monkeypatch.setenv("CAPIBARA_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def as_a_reader(_own_tuning_cache: None) -> dict[str, str]:
+    """The environment of whoever starts a program that is printed here: no devices but the machine's own."""
+    import capibara
+
+    where = str(Path(capibara.__file__).parents[1])  # what the tests import, from any folder
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return {**os.environ, "PYTHONPATH": where, "XLA_FLAGS": " ".join(flags)}
 
 
 _MOST_MAPS = 20_000  # Linux gives a process 65,530 mappings, and XLA dies without a word when there are no more

@@ -39,8 +39,8 @@ def main() -> None:
     x, y = op.case("small").arrays()
     print(explain(squared_distances, x, y))
     print("against the reference:", check(op, (x, y), {}, "user").why)
-    print("gradient:", jax.grad(lambda x: squared_distances(x, y).sum())(x).shape)
-    print("flops:", op.cost(op.call(x, y)).flops)
+    print("gradient of x:", jax.grad(lambda x: squared_distances(x, y).sum())(x).shape)
+    print(f"work: {op.cost(op.call(x, y)).flops:,.0f} flops")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The documented meshes of 32 chips, how their axes are wired on a v4 slice, and a model laid out on one by names.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=32 python examples/parallel/mesh_of_32.py
+python examples/parallel/mesh_of_32.py
 """
 
 import jax
@@ -33,16 +33,19 @@ def forward(params, tokens):
 
 
 def show_wiring() -> None:
+    print(f"How the axes of some meshes lie on {SLICE}")
     meshes = {**dict(TPUv4MeshConfigurations()), "training": training_mesh_config(32, 4, 4, pipeline_parallel_size=2)}
     for name, config in meshes.items():
         for axis, found in wiring(config, on=SLICE).items():
             if found.size > 1:
                 shape = "a ring" if found.ring else f"a line, {found.closing_hops} hops back"
-                print(f"{name:18} {axis:9} {found.size:2} chips, {found.max_hops} hop to the next, {shape}")
+                print(f"  {name:18} {axis:9} {found.size:2} chips, {found.max_hops} hop to the next, {shape}")
 
 
 def show_layouts() -> None:
-    mesh = TPUv4MeshConfigurations().CULTURAL_ANALYSIS.build()
+    print("One model on the first of them, under three tables of rules")
+    chips = jax.devices() if len(jax.devices()) >= 32 else jax.devices("cpu")
+    mesh = TPUv4MeshConfigurations().CULTURAL_ANALYSIS.build(chips[:32])
     params = {name: jnp.ones(leaf.shape, leaf.dtype) / 64 for name, leaf in PARAMS.items()}
     tokens = jnp.zeros((32, 16), jnp.int32)
     # The same model and the same function under three tables.
@@ -57,9 +60,10 @@ def show_layouts() -> None:
             out = forward(placed, tokens)
             held = sum(leaf.addressable_shards[0].data.nbytes for leaf in placed.values())
             piece = out.addressable_shards[0].data.shape
-            print(f"{words}: {held // 1024} KiB of weights a chip, output {piece} a chip, sum {float(out.sum()):.1f}")
+            print(f"  {words}: {held // 1024} KiB of weights a chip, output {piece} a chip, sum {float(out.sum()):.1f}")
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 32)  # these stand in where there are too few chips
     show_wiring()
     show_layouts()

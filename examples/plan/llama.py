@@ -212,17 +212,19 @@ def main() -> None:
         jax.jit(functools.partial(step, config=config), donate_argnums=(0, 1)).lower(params, state, batch).compile()
     )
 
-    times, value = [], None
+    times, losses = [], []
     for _ in range(asked.steps + 1):  # the first warms up
         start = time.perf_counter()
         params, state, value = jax.block_until_ready(update(params, state, batch))
         times.append(time.perf_counter() - start)
+        losses.append(float(value))
     seconds = sorted(times[1:])[len(times[1:]) // 2]
     stats = jax.devices()[0].memory_stats() or {}
     tokens = asked.batch * asked.sequence
-    print(f"{config.parameters / 1e9:.2f} B parameters, loss {float(value):.3f}")
-    peak = stats.get("peak_bytes_in_use", 0) / 2**30
-    print(f"{seconds * 1e3:.1f} ms a step, {tokens / seconds:,.0f} tokens/s, peak {peak:.2f} GiB")
+    print(f"{config.parameters:,} parameters, loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+    # A CPU does not count its memory.
+    peak = f", peak {stats['peak_bytes_in_use'] / 2**30:.2f} GiB" if "peak_bytes_in_use" in stats else ""
+    print(f"{seconds * 1e3:.1f} ms a step, {tokens / seconds:,.0f} tokens/s{peak}")
     if asked.measured:
         with open(asked.measured, "w", encoding="utf-8") as out:
             json.dump({"step_seconds": seconds, "peak_bytes": stats.get("peak_bytes_in_use")}, out)

@@ -1,6 +1,6 @@
 """A sharded product on a mesh of 32, rehearsed on virtual CPU devices, with its layout checked.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=32 python examples/tpu_v4_optimization/mesh_of_32.py
+python examples/tpu_v4_optimization/mesh_of_32.py
 """
 
 import jax
@@ -17,16 +17,18 @@ def product(a, b):
 
 
 def main() -> None:
-    mesh = TPUv4MeshConfigurations().CULTURAL_ANALYSIS.build()
+    jax.config.update("jax_num_cpu_devices", 32)  # these stand in where there are too few chips
+    chips = jax.devices() if len(jax.devices()) >= 32 else jax.devices("cpu")
+    mesh = TPUv4MeshConfigurations().CULTURAL_ANALYSIS.build(chips[:32])
     a = jax.device_put(np.ones((512, 256), np.float32), NamedSharding(mesh, PartitionSpec("data", None)))
     b = jax.device_put(np.ones((256, 512), np.float32), NamedSharding(mesh, PartitionSpec(None, "model")))
     out = validate_sharding(product(a, b), mesh, PartitionSpec("data", "model"))
     piece = out.sharding.shard_shape(out.shape)
-    print(f"{out.shape} on {len(out.sharding.device_set)} devices, {piece} on each")
+    print(f"the product: {out.shape} on {len(out.sharding.device_set)} devices, {piece} on each")
     try:
         validate_sharding(out, mesh, PartitionSpec("model", "data"))
     except ValueError as error:
-        print(error)
+        print(f"asked for the layout turned around: {error}")
 
 
 if __name__ == "__main__":
