@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -58,6 +59,17 @@ def test_a_name_that_no_block_defines_is_found(as_a_reader: dict[str, str], tmp_
     assert ran.returncode
     assert 'page.md", line 6' in ran.stderr
     assert "'y' is not defined" in ran.stderr
+
+
+def test_a_block_says_what_it_is() -> None:
+    """Else nothing would look at it."""
+    for page, text in TEXT.items():
+        fences = re.findall(r"^ *```(.*)$", text, re.MULTILINE)
+        assert not any(fences[1::2]), f"{page}: a block is not closed"
+        for language in fences[::2]:
+            assert language in ("python", "text", "bash", "console", "toml", "json"), f"{page}: {language!r}"
+        for block in re.findall(r"^```json\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            json.loads(block)
 
 
 def _shell_lines(text: str) -> Iterator[list[str]]:
@@ -136,6 +148,50 @@ def _check_shortened(said: str, output: str) -> None:
     for line in (" ".join(line.split()) for line in said.splitlines()):
         wanted = ".*".join(map(re.escape, line.split("...")))
         assert any(re.fullmatch(wanted, one) for one in lines), f"The page says {line!r}. The command says:\n{output}"
+
+
+def _numbers(found: Any) -> Iterator[float]:
+    """Every number of a result, and of bytes also the MiB."""
+    if isinstance(found, dict | list):
+        for one in found.values() if isinstance(found, dict) else found:
+            yield from _numbers(one)
+    elif isinstance(found, int | float):
+        yield from (float(found), found / 2**20)
+
+
+def _stand_together(figures: list[str], file: Path) -> bool:
+    """Whether one row of a result has all these figures, to the digits that are printed."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    rows = [*document["rows"], *document.get("rerun_of_32k", {}).get("rows", [])]
+    return any(
+        all(any(f"{one:.{len(figure.partition('.')[2])}f}" == figure for one in _numbers(row)) for figure in figures)
+        for row in rows
+    )
+
+
+def test_the_figures_of_the_readme_stand_in_the_results() -> None:
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \| ([\d.]+)x \|$", TEXT["README.md"], re.MULTILINE)
+    assert len(rows) >= 8
+    file = ROOT
+    for work, ours, peer, ratio in rows:
+        linked = re.search(r"\((benchmarks/[^)]+)\)", work)
+        file = ROOT / linked[1] if linked else file  # or the same as above
+        figures = [re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", cell) for cell in (ours, peer)]
+        assert _stand_together(figures[0] + figures[1], file), f"{work}: {figures}"
+        first, second = (float(cell[0]) for cell in figures)
+        times = second / first if " ms" in ours else first / second
+        # Half of the last digit, and the figures' own rounding: 0.080 is half a percent off at most.
+        allowed = 0.5 * 10.0 ** -len(ratio.partition(".")[2]) + 0.006 * times
+        assert abs(times - float(ratio)) <= allowed, f"{work}: {times:.3f} is not {ratio}"
+
+
+def test_the_figures_of_attention_stand_in_the_results() -> None:
+    rows = re.findall(r"^\| \d+ x \d+k, .*$", TEXT["docs/attention.md"], re.MULTILINE)
+    assert len(rows) == 13
+    for row in rows:
+        for cell in row.split("|")[3:7:2]:
+            figures = [one for one in cell.strip().split(", ") if one != "-"]
+            assert _stand_together(figures, ROOT / "benchmarks/results/2026-11-15-h200-attention.json"), row
 
 
 def _anchors(text: str) -> set[str]:
