@@ -13,6 +13,13 @@ SAYS = {
     "jax_native/bounded_einsum.py": ["bounded: 1.", "16 chunks along 'n'"],
     "jax_native/drop_in.py": ["loss ", "gemm(f32[64,256] f32[256,128]"],
     "kernels/own_op.py": ["squared_distances(", "≤ tolerance", "gradient of x: (100, 32)", "512,000 flops"],
+    "kernels/own_pallas_kernel.py": [
+        "≤ tolerance",
+        "races: False",
+        "lowered for tpu: True tpu_custom_call",
+        "lowered for cuda: True mosaic_gpu_v2",
+        "gradient: (300, 256)",
+    ],
     "parallel/compressed_gradients.py": ["all within 1 %: True", "feedback brings what rounding loses: True"],
     "parallel/mesh_of_32.py": ["8 chips, 1 hop to the next, a ring", "by the default rules: 96 KiB of weights a chip"],
     # Trained: guessing among 64 tokens is a loss of 4.16.

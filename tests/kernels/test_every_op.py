@@ -187,25 +187,18 @@ def _configs(op: Op, name: str, case: Case) -> list[Any]:
     return list(dict.fromkeys([impl.default_config(call), impl.candidates(call)[-1]]))
 
 
-def _races() -> bool:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    state = interpret_pallas_call.races
-    return state is not None and state.races_found
-
-
 @pytest.mark.parametrize(("op", "name", "case"), _marked(_pairs("test"), pytest.mark.newest, _emulated_on_newest()))
 def test_values_against_float64(op: Op, name: str, case: Case) -> None:
     _on_this_machine(op, name, case)
     arrays = case.arrays()
     wanted = _right(op, case.name)
     for config in _configs(op, name, case):
-        with _emulation(op, name):
+        with _emulation(op, name) as emulated:
             made = op(*arrays, implementation=name, config=config, **case.params)
         result = check_output(made, wanted)
         assert result.ok, f"{config}: {result.why}"
         if op.implementations[name].platforms == ("tpu",):
-            assert not _races(), f"{config}: unsynchronised accesses"
+            assert not emulated.races_found(), f"{config}: unsynchronised accesses"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from capibara.kernels import Case, Cost, explain, registry, target
+from capibara.compile import lower_for
+from capibara.kernels import Case, Cost, current_interpret, explain, interpret, out_struct, registry, target
 from capibara.kernels.check import check
 from capibara.kernels.user_ops import register_tpu_op, unregister
 
@@ -122,6 +126,64 @@ def test_a_kernel_takes_its_gradient_from_the_reference() -> None:
     np.testing.assert_allclose(square(X), X * X)
     np.testing.assert_allclose(jax.jit(jax.grad(lambda x: square(x).sum()))(X), 2 * X, rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(square)(X), X * X)
+
+
+def _copying_op(name: str, *, wait_first: bool) -> Any:
+    """x doubled by a TPU kernel that fetches x itself, and reads it before or after it has arrived."""
+
+    def body(x_hbm: Any, out_ref: Any, scratch: Any, arrived: Any) -> None:
+        copy = pltpu.make_async_copy(x_hbm, scratch, arrived)
+        copy.start()
+        if wait_first:
+            copy.wait()
+        out_ref[...] = 2 * scratch[...]
+        if not wait_first:
+            copy.wait()
+
+    @register_tpu_op(name=name, reference=lambda x: 2 * x, kernel=True, platforms=("tpu",))
+    def double(x: jax.Array) -> jax.Array:
+        return pl.pallas_call(
+            body,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+            out_shape=out_struct(x.shape, x.dtype, x),
+            scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+            interpret=current_interpret().pallas_argument(),
+        )(x)
+
+    return double
+
+
+@pytest.mark.newest
+def test_a_users_tpu_kernel_is_emulated_and_lowered() -> None:
+    double = _copying_op("doubled", wait_first=True)
+    x = jnp.ones((16, 128), jnp.float32)
+    assert explain(double, x).implementation == "reference"
+    with interpret(detect_races=True) as emulated:
+        assert explain(double, x).implementation == "user"
+        np.testing.assert_array_equal(double(x), 2 * x)
+        assert not emulated.races_found()
+    with target("tpu"):
+        assert lower_for(double, (x,), "tpu").custom_calls == ("tpu_custom_call",)
+    with target("gpu"):
+        assert lower_for(double, (x,), "cuda").ok, "the reference stands in"
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    split = jax.jit(jax.shard_map(double, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    with interpret():
+        np.testing.assert_array_equal(split(x), 2 * x)
+
+
+@pytest.mark.newest
+def test_a_users_tpu_kernel_that_does_not_wait_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
+    hasty = _copying_op("doubled_too_early", wait_first=False)
+    with interpret(detect_races=True) as emulated:
+        hasty(X)
+        assert emulated.races_found()
+    with interpret(detect_races=True) as emulated:
+        hasty(X, implementation="reference")
+        with pytest.raises(ValueError, match=r"emulated inside of this interpret.*another implementation ran"):
+            emulated.races_found()
+    with interpret() as emulated, pytest.raises(ValueError, match=r"interpret\(detect_races=True\)"):
+        emulated.races_found()
 
 
 @pytest.mark.newest

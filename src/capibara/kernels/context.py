@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -47,11 +48,42 @@ class Interpret:
             return True
         from jax.experimental.pallas import tpu as pltpu
 
+        # JAX 0.12 would raise at the first race and then emulate no other kernel; before, it kept a record.
+        record: dict[str, Any] = {"on_race": "warn"} if hasattr(pltpu.InterpretParams, "on_race") else {}
         return pltpu.InterpretParams(
-            detect_races=self.detect_races, out_of_bounds_reads="raise", uninitialized_memory="nan"
+            detect_races=self.detect_races, out_of_bounds_reads="raise", uninitialized_memory="nan", **record
         )
 
+    def races_found(self) -> bool:
+        """Whether the last kernel that was emulated had accesses that nothing orders. Waits for it to finish.
 
+        JAX keeps the record of one kernel, the last, and prints each race as it finds it.
+        """
+        if not self.detect_races:
+            raise rule_error(
+                "Races are known where they were looked for", f"detect_races={self.detect_races}",
+                "use interpret(detect_races=True)",
+            )  # fmt: skip
+        jax.effects_barrier()
+        state = _recorded_races()
+        if state is None or (_races_before is not None and state is _races_before()):
+            raise rule_error(
+                "races_found() speaks of a TPU kernel that was emulated inside of this interpret()",
+                "none: another implementation ran",
+                "ask for the kernel by implementation=, and read `explain` for why it was not taken",
+            )
+        return bool(state.races_found)
+
+
+def _recorded_races() -> Any:
+    """JAX's record of the kernel emulated last; it has no public name."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.races
+
+
+# The record that the latest interpret(detect_races=True) found: an older kernel's is not taken for a new one's.
+_races_before: weakref.ref[Any] | None = None
 _OFF = Interpret(mode="off")
 _config: Any = jax.config  # its attributes are made at run time, which type checkers do not see
 _target_context = jax.make_user_context(None)
@@ -75,17 +107,35 @@ def target(platform: str, device_kind: str | None = None) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def interpret(mode: str = "machine", *, detect_races: bool = False) -> Iterator[Interpret]:
-    """Let TPU kernels run on this machine by emulation: slow, and for tests only."""
+    """Let TPU kernels run on this machine by emulation: slow, and for tests only.
+
+    A kernel of your own takes part when it passes `interpret=current_interpret().pallas_argument()` to `pallas_call`.
+
+    Args:
+      mode: "machine" emulates the chip's memories: they start as NaN and have hard bounds. "hlo" replays the kernel as
+        plain XLA operations, which is quicker and also runs under a partitioned jit.
+      detect_races: look for accesses that nothing orders; what this context manager gives has `.races_found()`.
+    """
     if mode not in ("machine", "hlo"):
         raise unknown_name("interpret mode", mode, ("machine", "hlo"))
     if detect_races and mode != "machine":
         raise rule_error("Races are detected by the 'machine' emulation only", mode, "pass mode='machine'")
     setting = Interpret(mode=mode, detect_races=detect_races)  # type: ignore[arg-type]
+    if detect_races:
+        global _races_before
+        earlier = _recorded_races()
+        _races_before = None if earlier is None else weakref.ref(earlier)
     with _interpret_context(setting):
         yield setting
 
 
 def current_interpret() -> Interpret:
+    """How TPU kernels run here; `pallas_call` takes it as `interpret=current_interpret().pallas_argument()`.
+
+    >>> with interpret("hlo"):
+    ...     current_interpret().mode
+    'hlo'
+    """
     return _interpret_context.value
 
 

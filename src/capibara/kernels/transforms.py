@@ -110,7 +110,10 @@ def vary_like(x: Any, like: jax.Array) -> Any:
 
 
 def out_struct(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """A kernel's output, varying over the mesh axes that its operand `like` varies over."""
+    """A kernel's output, varying over the mesh axes that its operand `like` varies over.
+
+    `pallas_call(out_shape=...)` of a plain `jax.ShapeDtypeStruct` does not trace inside `jax.shard_map`.
+    """
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
 
 
