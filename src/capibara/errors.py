@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
 
 __all__ = [
     "CapibaraError",
     "ImplementationRefused",
     "TPUError",
     "UnknownNameError",
+    "parts_of",
     "rule_error",
     "unknown_name",
 ]
+
+_Error = TypeVar("_Error", bound=ValueError)
+_PARTS = ("rule", "got", "fix")
 
 
 class CapibaraError(Exception):
@@ -37,8 +42,9 @@ class ImplementationRefused(CapibaraError, ValueError):
 
 
 def rule_error(rule: str, arrived: object, fix: str) -> ValueError:
-    """A `ValueError` in the house form: the rule, what arrived, the fix."""
-    return ValueError(f"{rule.rstrip('.')}. Got {arrived}. Fix: {fix.rstrip('.')}.")
+    """A `ValueError` in the house form: the rule, what arrived, the fix. `parts_of` gives them back one by one."""
+    rule, fix = rule.rstrip("."), fix.rstrip(".")
+    return _with_parts(ValueError(f"{rule}. Got {arrived}. Fix: {fix}."), rule, str(arrived), fix)
 
 
 def unknown_name(kind: str, name: object, choices: Iterable[object]) -> UnknownNameError:
@@ -46,4 +52,18 @@ def unknown_name(kind: str, name: object, choices: Iterable[object]) -> UnknownN
     listed = [str(choice) for choice in choices]
     nearest = difflib.get_close_matches(str(name), listed, n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return UnknownNameError(f"Unknown {kind} {name!r}.{hint} Choices: {', '.join(map(repr, listed)) or 'none'}.")
+    shown = ", ".join(map(repr, listed)) or "none"
+    error = UnknownNameError(f"Unknown {kind} {name!r}.{hint} Choices: {shown}.")
+    fix = f"use {nearest[0]!r}" if nearest else "use one of the choices"
+    return _with_parts(error, f"The choices of {kind} are {shown}", repr(name), fix)
+
+
+def parts_of(error: BaseException) -> dict[str, str | None]:
+    """`rule`, `got` and `fix` of an error in the house form; None for each where it has another."""
+    return dict.fromkeys(_PARTS) | getattr(error, "parts", {})
+
+
+def _with_parts(error: _Error, *parts: str) -> _Error:
+    # An attribute and no class of its own: whoever catches, prints or sends it to another process sees a ValueError.
+    error.parts = dict(zip(_PARTS, parts, strict=True))  # type: ignore[attr-defined]
+    return error

@@ -59,6 +59,25 @@ def test_list() -> None:
     assert "for gpu" in gemm["mosaic_gpu"]["refuses_because"]
 
 
+@pytest.mark.parametrize("chip", ["cpu", "v4", "h200"])
+def test_a_list_of_80_columns_has_one_line_an_implementation(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    table, _, notes = run("list", "--on", chip).stdout.partition("takes: ")
+    lines = [line.split() for line in table.splitlines()]
+    assert max(map(len, table.splitlines())) <= 80
+    expected = json.loads(run("list", "--on", chip, "--json").stdout)["implementations"]
+    # An implementation's line says "m of n"; a folded cell would make lines without, or names cut in two.
+    rows = [line for line in lines if "of" in line]
+    assert [" ".join(row[row.index("of") - 1 : row.index("of") + 2]) for row in rows] == [
+        f"{one['accepts']} of {one['cases']}" for one in expected
+    ]
+    for row, one in zip(rows, expected, strict=True):
+        assert one["implementation"] in row
+        if one["refuses_because"] is not None:
+            number = row[-1]
+            assert f"{number} {one['refuses_because']}" in " ".join(notes.split())
+
+
 @pytest.mark.newest
 def test_explain() -> None:
     made = run(
@@ -167,7 +186,7 @@ def test_tune(cache: Path) -> None:
 def test_tune_to_a_path_as_json(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "shipped"
     made = run("tune", "gemm", "--case", "odd", "--out", str(out), "--json")
-    (report,) = json.loads(made.stdout)
+    (report,) = json.loads(made.stdout)["reports"]
     assert report["path"] == str(out / "cpu" / "gemm.json")
     assert Path(report["path"]).exists()
     assert not (cache / "tuned").exists()
@@ -187,8 +206,8 @@ def test_tune_refuses() -> None:
 
 def test_compile_lowers_where_there_is_no_compiler() -> None:
     made = run("compile", "gemm", "--for", "v4-32", "--case", "odd", "--json")
-    assert made.exit_code == 0
     document = json.loads(made.stdout)
+    assert made.exit_code == (0 if document["compiled"] else 4), "what was only lowered is not compiled"
     assert document["slice"] == "v4-32"
     (row,) = document["rows"]
     assert row["ok"]
@@ -201,6 +220,9 @@ def test_compile_lowers_where_there_is_no_compiler() -> None:
     if not document["compiled"]:
         assert "pip install" in document["compiler"]
         assert row["ours"]["evidence"].startswith("lowered only")
+        assert document["error"]["kind"] == "only_lowered"
+        assert document["error"]["exit_code"] == 4
+        assert document["error"]["fix"].startswith("pip install")
 
 
 @pytest.mark.parametrize(

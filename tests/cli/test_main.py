@@ -52,6 +52,38 @@ def test_the_package_runs_as_a_module() -> None:
     assert made.stdout.strip() == f"capibara {__version__}"
 
 
+def _completed(line: str) -> list[str]:
+    """What bash is offered at the end of a line, by a process that must not import jax for it."""
+    asked = {"_CAPIBARA_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    code = (
+        "import sys\n"
+        "from capibara.cli.main import app\n"
+        "try:\n"
+        "    app(prog_name='capibara')\n"
+        "finally:\n"
+        "    assert 'jax' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **asked})
+    assert made.stderr == ""
+    return made.stdout.split()
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    assert _completed("capibara ker") == ["kernels"]
+    assert _completed("capibara kernels ") == ["list", "explain", "bench", "tune", "compile"]
+    assert _completed("capibara kernels bench --imp") == ["--import"]
+
+
+def test_a_script_for_the_shell_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runner.invoke(app, ["--help"])
+    assert "--install-completion" in made.stdout
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    made = runner.invoke(app, ["--show-completion", "bash"])
+    assert made.exit_code == 0, made.output
+    assert "_CAPIBARA_COMPLETE=complete_bash" in made.stdout
+
+
 def test_no_arguments_shows_the_commands() -> None:
     made = runner.invoke(app, [])
     for command in ("kernels", "tour"):

@@ -57,6 +57,7 @@ def test_json_and_what_does_not_fit(target: str, tmp_path: Path) -> None:
     assert made.exit_code == 3, made.output
     document = json.loads(made.stdout)
     assert document["fits"] is False
+    assert (document["error"]["kind"], document["error"]["exit_code"]) == ("does_not_fit", 3)
     assert document["bytes_per_chip"] > 0.001 * 2**30
     assert document["limit_bytes"] == pytest.approx(0.001 * 2**30)
     assert document["largest_buffers"]

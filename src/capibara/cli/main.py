@@ -1,35 +1,20 @@
-"""`capibara`: the application, its global options, and how an error is shown."""
+"""`capibara`: the application, its commands and its global options."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from capibara._version import __version__
 from capibara.cli import kernels, plan, tour
-from capibara.errors import CapibaraError
-
-
-class _Application(TyperGroup):
-    """Shows a mistake as one line on standard error and exit code 2; `--debug` shows where it came from."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (ValueError, CapibaraError) as error:
-            if ctx.params.get("debug"):
-                raise
-            typer.echo(f"capibara: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(2) from error
-
+from capibara.cli.failures import CODES, Application
 
 app = typer.Typer(
     name="capibara",
-    cls=_Application,
+    cls=Application,
     no_args_is_help=True,
-    add_completion=False,
+    epilog=CODES,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

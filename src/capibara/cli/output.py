@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ def console(*, error: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if error else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False)
+    own_width = stream.isatty() or "COLUMNS" in os.environ  # rich asks the terminal, and that variable first
+    return Console(file=stream, width=None if own_width else PIPED_WIDTH, highlight=False, soft_wrap=False)
 
 
 def command_line() -> str:
@@ -41,7 +43,10 @@ def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) 
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    # Two blanks between columns, of which 80 characters have few to spare.
+    made = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made

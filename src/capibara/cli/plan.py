@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capibara.cli import output
+from capibara.cli import failures, output
+from capibara.cli.failures import Code
 from capibara.errors import rule_error
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from capibara.plan.measured import Calibrated
     from capibara.plan.result import Plan
     from capibara.plan.target import Recipe
-
-DOES_NOT_FIT = 3
 
 
 def plan(
@@ -115,7 +114,7 @@ def plan(
         made.save_html(html)
     _show(made, json, kept, html)
     if not made.fits:
-        raise typer.Exit(DOES_NOT_FIT)
+        raise typer.Exit(Code.DOES_NOT_FIT)
 
 
 def _check_preset(recipe: Recipe) -> None:
@@ -142,7 +141,8 @@ def _spot(preemptions: float | None, storage: float | None, restart: float | Non
 
 def _show(made: Plan, json: bool, kept: dict[str, Any] | None, html: Path | None) -> None:
     if json:
-        output.show_json({"command": output.command_line(), **made.as_dict()})
+        problem = {} if made.fits else failures.error(Code.DOES_NOT_FIT, "No layout fits the chips' memory.")
+        output.show_json({"command": output.command_line(), **made.as_dict(), **problem})
         return
     from capibara.plan.report import show
 

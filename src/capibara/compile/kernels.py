@@ -33,14 +33,14 @@ def program(
     config: Mapping[str, Any] | None = None,
     device_kind: str = "TPU v4",
     mesh: Any = None,
+    imports: Sequence[str] = (),
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A job's target: one implementation of an op on one of its cases, as (function, argument shapes).
 
-    `mesh` is for an op that runs over mesh axes; without one it has as many devices as the case says.
+    `mesh` is for an op that runs over mesh axes; without one it has as many devices as the case says. `imports` names
+    the modules and files that register ops from outside of the library.
     """
-    from capibara.kernels.op import lookup
-
-    found = lookup(op)
+    found = _lookup(op, imports)
     impl = found.implementation(implementation)
     made = None if config is None or impl.config_type is None else impl.config_type(**config)
     chosen = found.case(case)
@@ -49,11 +49,18 @@ def program(
     return implementation_program(found, chosen, implementation, made, device_kind, mesh)
 
 
-def stock(op: str, case: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A job's target: the kernel that jax ships for the same work."""
+def _lookup(op: str, imports: Sequence[str]) -> Op:
+    from capibara.kernels import outside
     from capibara.kernels.op import lookup
 
-    found = lookup(op)
+    for name in imports:
+        outside.import_ops(name)
+    return lookup(op)
+
+
+def stock(op: str, case: str, imports: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A job's target: the kernel that jax ships for the same work."""
+    found = _lookup(op, imports)
     made = _stock_program(found, found.case(case))
     if made is None:
         raise ValueError(f"{op} names no stock TPU kernel for the case {case!r}.")
@@ -244,7 +251,7 @@ class _Draft:
 
 
 def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool, devices: int = 1) -> Iterator[_Draft]:
-    from capibara.kernels import context, tables
+    from capibara.kernels import context, outside, tables
 
     kind = chip.device_kinds[0]
     chosen = tpu_cases(op) if wanted is None else [op.case(name) for name in wanted]
@@ -274,7 +281,8 @@ def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool, devic
                 if (stock_made := _stock_program(op, case)) is not None:
                     stock_cycles = _matrix_cycles(call, chip, grid_steps(*stock_made))
                     names["stock"] = name = f"{op.name}/{case.name}/stock"
-                    jobs[name] = CompileJob(_STOCK, {"op": op.name, "case": case.name}, name)
+                    given = {"op": op.name, "case": case.name, "imports": list(outside.imported())}
+                    jobs[name] = CompileJob(_STOCK, given, name)
                 if XLA in op.implementations and op.implementations[XLA].refusal(call) is None:
                     names["xla"] = name = f"{op.name}/{case.name}/xla"
                     jobs[name] = _job(name, op, case, XLA, None, kind, mesh)
@@ -290,12 +298,15 @@ def _job(
     kind: str,
     mesh: Mapping[str, int] | None,
 ) -> CompileJob:
+    from capibara.kernels import outside
+
     given = {
         "op": op.name,
         "case": case.name,
         "implementation": implementation,
         "config": config,
         "device_kind": kind,
+        "imports": list(outside.imported()),
     }
     return CompileJob(_PROGRAM, given, name, mesh)
 

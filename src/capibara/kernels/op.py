@@ -411,10 +411,11 @@ def unregister(name: str) -> None:
 
 
 def registry() -> dict[str, Op]:
-    """Every registered op by name, the families' own included."""
-    from capibara.kernels import families
+    """Every registered op by name: the families' own, those of installed packages, and what was registered here."""
+    from capibara.kernels import families, outside
 
     families.load()
+    outside.load_entry_points()
     return dict(_REGISTRY)
 
 

@@ -6,15 +6,13 @@ A recipe holds what was named, as plain values, so that another process can buil
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara import user_file
 from capibara.errors import CapibaraError, rule_error, unknown_name
 from capibara.plan.preset import load_preset
 
@@ -90,7 +88,7 @@ def _file_job(recipe: Recipe) -> Job:
         raise rule_error(
             "A program to plan is written file.py:function", repr(recipe.target), f"use {file}:NAME_OF_THE_FUNCTION"
         )
-    module = _module(Path(file))
+    module = user_file.load(Path(file), "plan_target", TargetError)
     fn = _function(module, name, file)
     given = _arguments(_function(module, recipe.shapes, file), recipe)
     args = tuple(given["args"])
@@ -133,28 +131,6 @@ def _training(fn: Callable[..., Any], args: tuple[Any, ...], given: dict[str, An
         knobs=_knobs(recipe),
         name=recipe.target.partition(":")[2],
     )
-
-
-def _module(file: Path) -> Any:
-    if not file.is_file():
-        raise rule_error("The program is in a Python file", f"{str(file)!r}, which is not there", "name a file that is")
-    # A name of its own for each file: two targets called train.py are two modules.
-    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-    name = f"capibara_plan_target_{digest}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise rule_error("The program is in a Python file", repr(str(file)), "name one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    folder = str(file.resolve().parent)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up
-    sys.path.insert(0, folder)  # it may import what lies beside it, as it can when it is run
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises is shown as its own
-        raise TargetError(f"{file} cannot be loaded. {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(folder)
-    return module
 
 
 def _function(module: Any, name: str, file: str) -> Callable[..., Any]:

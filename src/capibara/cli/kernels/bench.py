@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capibara.cli import operands, output
-from capibara.cli.kernels.options import CaseNames, Json, OpName, cases_of, ops_of
+from capibara.cli import failures, operands, output
+from capibara.cli.failures import Code
+from capibara.cli.kernels.options import CaseNames, Imports, Json, OpName, cases_of, ops_of
 from capibara.errors import unknown_name
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def bench(
     ] = "xla",
     grad: Annotated[bool, typer.Option("--grad", help="Time the forward and backward pass together.")] = False,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples of each program.")] = None,
+    modules: Imports = None,
     json: Json = False,
 ) -> None:
     """Time what dispatch takes beside its peers, and hold both against the reference and the roofline."""
@@ -58,19 +60,22 @@ def bench(
                 bar.update(task, description=f"{one.name} {item.name}")
                 rows += benches.bench(one, [item], mine, grad=grad, samples=rounds)
                 bar.advance(task)
+    wrong = [f"{row.op} {row.case}" for row in rows if not row.ok]
+    problem = failures.error(Code.FAILED, f"Wrong results: {', '.join(wrong)}.") if wrong else {}
     if json:
         output.show_json(
             {
                 **benches.document(rows, command=output.command_line()),
                 "left_out": [{"op": one.name, "case": skip.name} for one, skip in left],
+                **problem,
             }
         )
     else:
         screen = output.console()
         show(screen, rows, peers)
         _show_left_out(screen, left)
-    if not all(row.ok for row in rows):
-        raise typer.Exit(1)
+    if problem:
+        raise typer.Exit(Code.FAILED)
 
 
 def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capibara.cli import output
-from capibara.cli.kernels.options import CaseNames, Json, OpName, ops_of
+from capibara.cli import failures, output
+from capibara.cli.failures import Code
+from capibara.cli.kernels.options import CaseNames, Imports, Json, OpName, ops_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from capibara.compile.availability import TpuCompiler
     from capibara.compile.kernels import KernelRow
     from capibara.compile.report import CompileReport
 
@@ -24,9 +26,13 @@ def compile_(
     case: CaseNames = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compilers side by side; one a core.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one program.")] = 600.0,
+    modules: Imports = None,
     json: Json = False,
 ) -> None:
-    """Compile the TPU kernels over their cases, beside jax's own and XLA's program; no TPU is needed."""
+    """Compile the TPU kernels over their cases, beside jax's own and XLA's program; no TPU is needed.
+
+    Without the TPU compiler they are lowered only: exit code 4.
+    """
     from capibara.compile import tpu_compiler
     from capibara.compile.kernels import compile_kernels
     from capibara.hardware import slice_by_name
@@ -41,6 +47,7 @@ def compile_(
             bar.update(task, completed=done, total=total, description=report.name)
 
         rows = compile_kernels(ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell)
+    problem = _problem(rows, compiler)
     if json:
         document = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -52,11 +59,21 @@ def compile_(
             "compiled": compiler.available,
             "rows": [row.as_dict() for row in rows],
         }
-        output.show_json(document)
+        output.show_json({**document, **problem})
     else:
         _show(output.console(), rows, str(wanted), str(compiler), compiler.available)
-    if not all(row.ok for row in rows):
-        raise typer.Exit(1)
+    if problem:
+        raise typer.Exit(problem["error"]["exit_code"])
+
+
+def _problem(rows: list[KernelRow], compiler: TpuCompiler) -> dict[str, Any]:
+    failed = [f"{row.op} {row.case}" for row in rows if not row.ok]
+    if failed:
+        verb = "compile" if compiler.available else "lower"
+        return failures.error(Code.FAILED, f"Do not {verb}: {', '.join(failed)}.")
+    if not compiler.available:
+        return failures.error(Code.ONLY_LOWERED, f"Lowered, not compiled. {compiler.reason}", fix=compiler.install)
+    return {}
 
 
 def _show(screen: Console, rows: list[KernelRow], named: str, compiler: str, compiled: bool) -> None:
@@ -73,7 +90,8 @@ def _show(screen: Console, rows: list[KernelRow], named: str, compiler: str, com
     failed = sum(not row.ok for row in rows)
     taken = sum(row.ours is not None for row in rows)
     verb = "compile" if compiled else "lower for TPU"
-    screen.print(f"{taken - failed} of {taken} kernel cases {verb}; {len(rows) - taken} are refused by design.")
+    end = "" if compiled or failed else f" Nothing was compiled: exit code {Code.ONLY_LOWERED}."
+    screen.print(f"{taken - failed} of {taken} kernel cases {verb}; {len(rows) - taken} are refused by design.{end}")
 
 
 def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:

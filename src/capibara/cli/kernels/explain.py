@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from capibara.cli import operands, output
-from capibara.cli.kernels.options import Json, On, target_of
+from capibara.cli.kernels.options import Imports, Json, On, target_of
 
 
 def explain(
@@ -20,6 +20,7 @@ def explain(
         list[str] | None, typer.Option("--param", metavar="KEY=VALUE", help="A parameter of the op.")
     ] = None,
     on: On = None,
+    modules: Imports = None,
     json: Json = False,
 ) -> None:
     """Which implementation a call takes and why; nothing is computed.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from capibara.cli import output
-from capibara.cli.kernels.options import Json, On, target_of
+from capibara.cli.kernels.options import Imports, Json, On, target_of
 
 
-def list_(on: On = None, json: Json = False) -> None:
+def list_(on: On = None, modules: Imports = None, json: Json = False) -> None:
     """The ops, their implementations, how many cases each takes here, and what is tuned."""
     from capibara.kernels import op as ops
     from capibara.kernels import tables
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     with target_of(on) as target:
         for op in ops.registry().values():
             calls = [op.call(*case.args(), target=target, **dict(case.params)) for case in op.cases]
@@ -34,22 +36,38 @@ def list_(on: On = None, json: Json = False) -> None:
     if json:
         output.show_json({"device_kind": target.device_kind, "platform": target.platform, "implementations": rows})
         return
+    _show(rows, target.device_kind)
+
+
+def _show(rows: list[dict[str, Any]], device_kind: str) -> None:
+    """A line an implementation within 80 columns; many refuse for one reason, which is written once, below."""
+    from capibara.kernels.context import PLATFORMS
+
     made = output.table(
-        "op", "family", "implementation", "for", "takes", "tuned", "refuses, e.g.",
-        title=f"Ops on {target.device_kind}", right=("takes", "tuned"),
+        "op", "implementation", "for", "takes", "tuned", "why not",
+        title=f"Ops on {device_kind}", right=("takes", "tuned"),
     )  # fmt: skip
-    last = None
+    reasons: dict[str, int] = {}
+    family = op = None
     for row in rows:
-        first = row["op"] != last
-        last = row["op"]
+        if row["family"] != family:
+            if family is not None:
+                made.add_section()
+            family = row["family"]
+            output.add_row(made, f"{family}:")
+        reason = row["refuses_because"]
         output.add_row(
             made,
-            str(row["op"]) if first else "",
-            str(row["family"]) if first else "",
-            str(row["implementation"]),
-            " ".join(row["platforms"]),  # type: ignore[arg-type]
+            f"  {row['op']}" if row["op"] != op else "",
+            row["implementation"],
+            "all" if set(row["platforms"]) == set(PLATFORMS) else " ".join(row["platforms"]),
             f"{row['accepts']} of {row['cases']}",
             str(row["tuned"] or ""),
-            str(row["refuses_because"] or ""),
+            "" if reason is None else f"({reasons.setdefault(reason, len(reasons) + 1)})",
         )
-    output.console().print(made)
+        op = row["op"]
+    screen = output.console()
+    screen.print(made)
+    screen.print("takes: how many of its cases. why not: why it refuses, the first of the others.", markup=False)
+    for reason, number in reasons.items():
+        screen.print(f"({number}) {reason}", markup=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,27 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 On = Annotated[
     str | None,
     typer.Option("--on", metavar="CHIP", help="Decide as on this chip: v4, v5e, h200, cpu, ... Nothing runs."),
+]
+
+
+def _import(modules: list[str] | None) -> list[str]:
+    from capibara.kernels import outside
+
+    # What a user's module prints is not the command's answer, and would break --json.
+    with redirect_stdout(sys.stderr):
+        for name in modules or []:
+            outside.import_ops(name)
+    return modules or []
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="A module or FILE.py that registers ops of your own; may be repeated.",
+        callback=_import,
+    ),
 ]
 
 

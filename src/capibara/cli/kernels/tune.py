@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capibara.cli import operands, output
-from capibara.cli.kernels.options import CaseNames, Json, cases_of, ops_of
+from capibara.cli import failures, operands, output
+from capibara.cli.failures import Code
+from capibara.cli.kernels.options import CaseNames, Imports, Json, cases_of, ops_of
 
 if TYPE_CHECKING:
     from capibara.kernels.op import Case
@@ -28,6 +29,7 @@ def tune(
         Path | None,
         typer.Option(metavar="PATH", help="A table (.json) or a folder of tables, instead of the user's own."),
     ] = None,
+    modules: Imports = None,
     json: Json = False,
 ) -> None:
     """Check every candidate against the reference, time those that are right, and store the fastest."""
@@ -62,8 +64,16 @@ def tune(
             reports.append(report)
             if not json:
                 output.console().print(f"{one.name}: {report}", markup=False)
+    failed = [one.name for one, report in zip(chosen, reports, strict=True) if report.best is None]
+    problem = failures.error(Code.FAILED, f"No candidate runs and is right: {', '.join(failed)}.") if failed else {}
     if json:
-        output.show_json([report.as_dict() for report in reports])
+        document = {
+            "command": output.command_line(),
+            "op": found.name,
+            "reports": [report.as_dict() for report in reports],
+            "left_out": [one.name for one in left],
+        }
+        output.show_json({**document, **problem})
     else:
         screen = output.console()
         for path in sorted({str(report.path) for report in reports if report.path is not None}):
@@ -71,5 +81,5 @@ def tune(
         if left:
             names_left = ", ".join(one.name for one in left)
             screen.print(f"Left out as too large for this CPU: {names_left} (ask by --case).", markup=False)
-    if any(report.best is None for report in reports):
-        raise typer.Exit(1)
+    if problem:
+        raise typer.Exit(Code.FAILED)
