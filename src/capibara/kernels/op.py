@@ -38,7 +38,16 @@ def describe(x: Operand | jax.Array) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of an op as shapes: what selection, cost and tolerance reason about."""
+    """One call of an op as shapes: what selection, cost and tolerance reason about.
+
+    `call["x"]` is an operand by its name, None when it is absent; `call.need("x")` one that is always there.
+
+    Attributes:
+      op: whose call it is.
+      args: an entry an operand of the op, in its order: a `jax.ShapeDtypeStruct`, or None for an absent one.
+      params: every parameter of the op by name, the defaults filled in.
+      target: the chip that it is for: `platform` and `device_kind`.
+    """
 
     op: Op
     args: tuple[Operand, ...]
@@ -80,12 +89,21 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The work a call cannot avoid: operations, and bytes moved if each operand is touched once."""
+    """The work a call cannot avoid: operations, and bytes moved if each operand is touched once.
+
+    Rooflines, the planner and the profiler read it; two costs add up.
+
+    Attributes:
+      flops: floating point operations, a multiplication and an addition being two.
+      bytes: read from the device's memory and written to it, every operand and result once.
+      dtype: which of the chip's peak rates the flops run at: "bfloat16", "float32", ...
+      link_bytes: what one device sends to others.
+    """
 
     flops: float
     bytes: float
-    dtype: str = "bfloat16"  # which of the chip's peak rates the flops run at
-    link_bytes: float = 0.0  # what one device sends to others
+    dtype: str = "bfloat16"
+    link_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         links = self.link_bytes + other.link_bytes
@@ -94,15 +112,27 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op.
+    """One way to compute an op; `op.implement(...)` adds it.
 
-    `fn(*arrays, config=..., **params)` computes it. `refuses(call)` returns why it cannot take the call, or
-    None. `rank(call)` orders those that accept where no tuned table speaks; `remark(call)` says in words what the rank
-    goes by, where that is more than the platform, and `explain` shows it. A `kernel` is opaque to JAX's
-    transformations, so the op's own gradient, batching and partitioning rules stand in; anything else is
-    plain JAX that XLA differentiates and partitions itself. With `own_gradient`, XLA partitions it but the op's
-    gradient and batching rules are used: for plain JAX whose derivative by JAX would keep too much. `hints` names
-    the op's hints that `fn` takes; the others are not passed on.
+    Attributes:
+      name: what `implementation=` asks for it by.
+      fn: `fn(*arrays, **params)`, with the op's operands in their order (None for an absent one) and every parameter;
+        with `config=` too where there is a `config_type`.
+      platforms: where it runs, of "cpu", "gpu" and "tpu". One for "tpu" alone also runs on a CPU inside `interpret()`.
+      refuses: `Call` -> why it cannot take that call, in words, or None. It is asked before anything runs.
+      rank: `Call` -> a number; where no tuned table speaks, the highest of those that accept runs.
+      remark: `Call` -> in words what the rank goes by, where that is more than the platform; `explain` shows it.
+      kernel: `fn` is opaque to JAX (Pallas, a custom call): the op's own gradient, batching and partitioning rules
+        stand in. Anything else is plain JAX, which JAX differentiates and XLA partitions.
+      own_gradient: plain JAX whose derivative by JAX would keep too much: XLA partitions it, and the op's gradient and
+        batching rules are used.
+      needs_local_types: plain JAX whose loops do not trace where types say how arrays are split, on mesh axes of type
+        Explicit: there it runs on each device's part, by the op's mesh rule, as a kernel does.
+      hints: the op's hints that `fn` takes; the others are not passed on to it.
+      same_bits: two runs on the same operands give the same bits.
+      config_type: a frozen dataclass of what can be tuned (tiles, stages); None when there is nothing.
+      default_config: `Call` -> the config that runs where none was tuned.
+      candidates: `Call` -> the configs that tuning tries, best predicted first.
     """
 
     name: str
@@ -114,11 +144,8 @@ class Implementation:
     kernel: bool = False
     own_gradient: bool = False
     needs_local_types: bool = False
-    """Plain JAX whose loops do not trace where types say how arrays are split, on mesh axes of type Explicit: there it
-    runs on each device's part, by the op's mesh rule, as a kernel does."""
     hints: tuple[str, ...] = ()
     same_bits: bool = True
-    """Two runs on the same operands give the same bits."""
     config_type: type | None = None
     default_config: Callable[[Call], Config] = lambda call: None
     candidates: Callable[[Call], Sequence[Config]] = lambda call: (None,)
@@ -156,10 +183,14 @@ Prefer = Preference | str | None
 class Gradient:
     """How a kernel is differentiated: JAX's custom_vjp pair, in terms of ops.
 
-    `forward(op, arrays, params, prefer)` returns (output, residuals); `backward(residuals, cotangent, params,
-    prefer)` returns one cotangent for each operand (None for an absent one). Both pass `prefer`, a `Preference` or
-    None, on to the ops that they call. It holds the implementation that the caller asked for and, in the forward
-    pass, the config; the backward pass, whose shapes are others, chooses its own configs.
+    Both pass `prefer`, a `Preference` or None, on to the ops that they call. It holds the implementation that the
+    caller asked for and, in the forward pass, the config; the backward pass, whose shapes are others, chooses its own
+    configs.
+
+    Attributes:
+      forward: `forward(op, arrays, params, prefer)` -> (output, residuals).
+      backward: `backward(residuals, cotangent, params, prefer)` -> one cotangent for each operand (None for an absent
+        one).
     """
 
     forward: Callable[..., tuple[Any, Any]]
@@ -174,13 +205,18 @@ _COMMON_FACTORS = MappingProxyType({"b": "batch", "r0": "batch", "r1": "sequence
 class Partition:
     """How a kernel is split over a mesh.
 
-    `rule(call)` is an einsum-like line over the operands that are present, e.g. "m k, k n -> m n";
-    `(h g)` is one axis made of two factors, whose `sizes(call)` gives what no axis shows. `reduced` names the
-    factors that are summed away; when such a factor is sharded, `combine(op, arrays, params, axes, prefer)`
-    computes the local part and reduces it over the mesh axes. `replicated(call)` names the factors that no device
-    may hold a part of. `local(op, arrays, params, axes, prefer)` computes one device's part where the plain call
-    on its shards is not all there is to do; `axes` maps each factor to the mesh axes that split it. `logical` says
-    which logical axis a factor is, for TPU meshes whose layout XLA decides only later; empty where nobody can tell.
+    Attributes:
+      rule: `Call` -> an einsum-like line over the operands that are present, e.g. "m k, k n -> m n"; `(h g)` is one
+        axis made of two factors.
+      reduced: the factors that are summed away.
+      combine: `combine(op, arrays, params, axes, prefer)`, where a reduced factor is sharded: the local part, reduced
+        over the mesh axes.
+      replicated: `Call` -> the factors that no device may hold a part of.
+      sizes: `Call` -> the sizes of factors that no axis shows, by name.
+      local: `local(op, arrays, params, axes, prefer)`: one device's part, where the plain call on its shards is not all
+        there is to do; `axes` maps each factor to the mesh axes that split it.
+      logical: which logical axis a factor is, for TPU meshes whose layout XLA decides only later; empty where nobody
+        can tell.
     """
 
     rule: Callable[[Call], str]
@@ -206,9 +242,19 @@ class Partition:
 class Case:
     """A workload: operand shapes and parameters, listed once and read by tests, tuning, benchmarks, compilation.
 
-    `dtypes` and `draw(generator, shape)` are for the operands, by position, that are not standard normal numbers
-    of `dtype`: masks, ids, seeds. `complete(arrays)` computes those that follow from the others, such as what a
-    forward pass returned.
+    `case.arrays()` draws the operands, `case.args()` gives their shapes alone.
+
+    Attributes:
+      name: what `--case` asks for it by.
+      shapes: an entry an operand, in the op's order; None for an absent one.
+      dtype: of the operands.
+      params: those parameters of the op that are not at their default.
+      tags: who reads it: "test" (small and hostile), "shard" (divides over 32 devices), "bench", "tune", "tpu"
+        (compiled for TPU), "gpu" (lowered for GPU).
+      dtypes: of operands that have another type (masks, ids, seeds), by position.
+      draw: `draw(generator, shape)` for operands that are not standard normal numbers, by position.
+      complete: `complete(arrays)` -> the arrays with those filled in that follow from the others, such as what a
+        forward pass returned.
     """
 
     name: str
@@ -244,7 +290,11 @@ class Case:
 class Excerpt:
     """A part of a call that does not depend on the rest: what is checked where the whole would take too long.
 
-    `outputs` and `gradients` cut the same part out of the flat lists that the whole call returns.
+    Attributes:
+      arrays: the part's operands.
+      outputs: cuts the same part out of the flat list of outputs that the whole call returns.
+      gradients: cuts the same part out of the flat list of gradients.
+      what: which part it is, in words.
     """
 
     arrays: tuple[Any, ...]
@@ -280,7 +330,44 @@ def _output_rounding(call: Call) -> float:
 
 
 class Op:
-    """A named operation with a specification and any number of implementations. Calling it dispatches."""
+    """A named operation with a specification and any number of implementations. Calling it dispatches.
+
+    `vishwamai.kernels.tpu.register_tpu_op` makes one of a function by its signature; this is the long form. Then
+    `op.implement(Implementation(...))` adds a way to compute it, and `register(op)` makes it known by name.
+
+    >>> plain = lambda x, *, times: x / 2**times
+    >>> op = Op("halved", family="mine", reference=plain, operands=("x",), params={"times": 1})
+    >>> _ = op.implement(Implementation("xla", lambda x, *, times: x * 0.5**times))
+    >>> float(op(jnp.float32(12), times=2))
+    3.0
+
+    Args:
+      name: in the registry, on the command line and in every table.
+      family: the group that it is listed in; any word.
+      reference: `reference(*arrays, **params)` in plain JAX: what is right. Checks run it in float64, a kernel without
+        a gradient is differentiated by it.
+      operands: the names of the arrays, in their order; one that a call leaves out is None.
+      params: the other arguments with their defaults; values are static and hash.
+      hints: those parameters that say how, and never change what is computed; the reference does not take them.
+      untuned: those parameters that do not change which implementation is fastest.
+      check: `Call` -> None, or raises what is wrong with the operands, before anything is chosen (`rule_error`).
+      cost: `Call` -> `Cost`; by default what XLA counts in the reference.
+      tolerance: `Call` -> the largest error against the reference in float64 that is still right, relative to the
+        output's norm and to its largest element; by default 8 roundings of the operands' coarsest type.
+      gradient: how kernels are differentiated; by default the reference's own.
+      batch: `batch(op, size, batched, arrays, params, prefer)` -> the output with a leading axis, for `vmap` of a
+        kernel, where `batched` says which arrays have that axis in front; by default one element after another.
+      partition: how kernels are split over a mesh; by default they run whole on every device.
+      cases: the workloads.
+      public: the documented function in front of the op, where there is one: what `explain` takes in its place.
+      peers: what a user would run without this library, for benchmarks, by name: `Case` -> a function of the case's
+        arrays, or None where it does not apply.
+      stock_tpu: `Case` -> jax's own Pallas TPU program for the same work with its arguments, or None; for compilation.
+      excerpt: `excerpt(op, arrays)` -> an `Excerpt` to check where the whole would take too long, or None.
+      mesh_axes: for an op that runs only inside shard_map, on one device's operands: `Call` -> the sizes of the mesh
+        axes that it is over, by name.
+      exact: of the operands' shapes by name, what a tuned case must have alike to speak for a call that is near it.
+    """
 
     def __init__(
         self,
@@ -311,8 +398,8 @@ class Op:
         self.reference = reference
         self.operands = tuple(operands)
         self.params: Mapping[str, Hashable] = MappingProxyType(dict(params or {}))
-        self.hints = frozenset(hints)  # parameters that say how, and never change what is computed
-        self.untuned = frozenset(untuned)  # parameters that do not change which implementation is fastest
+        self.hints = frozenset(hints)
+        self.untuned = frozenset(untuned)
         self.check = check
         self.cost = cost
         self.tolerance = tolerance
@@ -320,15 +407,11 @@ class Op:
         self.batch = batch
         self.partition = partition
         self.cases = tuple(cases)
-        self.public = public  # the documented function in front of the op, where there is one
-        # What a user would run without this library: for benchmarks, a function of the case's arrays (None where it
-        # does not apply); for TPU compilation, jax's own Pallas program for the same work with its arguments.
+        self.public = public
         self.peers = MappingProxyType(dict(peers or {}))
         self.stock_tpu = stock_tpu
         self.excerpt = excerpt
-        # Of the operands' shapes by name, what a tuned case must have alike to speak for a call that is near it.
         self.exact = exact
-        # For an op that runs only inside shard_map, on one device's operands: the mesh axes that a call is over.
         self.mesh_axes = mesh_axes
         self.implementations: dict[str, Implementation] = {}
         self.runners: dict[Any, Any] = {}  # filled by dispatch
