@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed-train
 STAMP := $(VENV)/.installed
 # The newest interpreter on this machine, for the far end of the supported range.
 NEWEST := $(shell tools/newest-python)
@@ -22,7 +23,7 @@ help:
 	@echo "make format       ruff's fixes and formatting"
 	@echo "make clean        remove the virtual environments and caches"
 
-run: $(STAMP)
+run: $(RUN_STAMP)
 	$(BIN)/capibara tour
 
 # Both ends of the supported range. With -j they are set up side by side, and beside lint.
@@ -43,15 +44,20 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The stamp is the last thing written, so an install that was cut short starts again.
-$(STAMP): pyproject.toml
+# A stamp is the last thing written, so an install that was cut short starts again. To run needs what to train needs;
+# what the tests and linters need comes on top, into the same environment.
+$(RUN_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train]'
+	@touch $@
+
+$(STAMP): $(RUN_STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train,dev]'
 	@touch $@
 
 $(NEWEST_STAMP): pyproject.toml
 	$(NEWEST) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade-strategy eager -e '.[dev]'
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade-strategy eager -e '.[train,dev]'
 	@touch $@
 
 clean:

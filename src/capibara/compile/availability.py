@@ -7,9 +7,11 @@ import importlib.metadata
 import importlib.util
 import platform
 
+from capibara.distribution import install_command
+
 __all__ = ["INSTALL_COMMAND", "TpuCompiler", "tpu_compiler"]
 
-INSTALL_COMMAND = "pip install 'capibara[tpu]'"
+INSTALL_COMMAND = install_command("tpu")
 
 _PACKAGES = ("libtpu", "libtpu-nightly")
 

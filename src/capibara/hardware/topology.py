@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from capibara.distribution import install_command
 from capibara.errors import TPUError, rule_error, unknown_name
 from capibara.hardware.chips import Chip, chip
 
@@ -366,7 +367,7 @@ def abstract_devices(name: str | Slice) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise TPUError(
             f"Compiling for {wanted} needs the TPU compiler, and libtpu is not installed. "
-            "Install it with: pip install 'capibara[tpu]' (x86-64 Linux only; no TPU is needed)."
+            f"Install it with: {install_command('tpu')} (x86-64 Linux only; no TPU is needed)."
         )
     # Read by libtpu when it loads: without it, it waits for a metadata server that only a TPU VM has.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from capibara.distribution import install_command
 from capibara.hardware import devices
 from capibara.hardware.devices import AttachedDevice
 from capibara.jax._information import versions
@@ -85,7 +86,7 @@ def _missing(platforms: set[str]) -> list[Missing]:
             Missing(
                 "jax's CUDA plugin",
                 "this machine has an NVIDIA GPU that jax does not see",
-                "pip install 'capibara[cuda]'",
+                install_command("cuda"),
             )
         )
     if _libtpu_installs_here() and importlib.util.find_spec("libtpu") is None:
@@ -93,7 +94,7 @@ def _missing(platforms: set[str]) -> list[Missing]:
             Missing(
                 "libtpu",
                 "it runs on a TPU, and without one compiles for TPUs by name",
-                "pip install 'capibara[tpu]'",
+                install_command("tpu"),
             )
         )
     return lacking
