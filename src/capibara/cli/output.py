@@ -39,7 +39,8 @@ def show_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False, default=str))
 
 
-def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) -> Table:
+def table(*columns: str, title: str | None = None, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
+    """A table whose columns fold where the screen is narrow, but for those that are to stay `whole`."""
     from rich import box
     from rich.table import Table
 
@@ -48,7 +49,8 @@ def table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()) 
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        side: Any = "right" if column in right else "left"
+        made.add_column(column, justify=side, overflow="fold", no_wrap=column in whole)
     return made
 
 

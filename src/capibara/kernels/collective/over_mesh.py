@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara.errors import rule_error
 from capibara.kernels.collective.axes import read_dimension
-from capibara.kernels.op import describe
+from capibara.kernels.op import Case, Op, describe
+
+if TYPE_CHECKING:
+    from capibara.kernels.check import Check
+    from capibara.kernels.dispatch import Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,32 @@ def each_device(fn: Callable[..., Any], mesh: Any, check_vma: bool = True) -> Ca
         return jax.tree.map(lambda y: y[None], fn(*(x.squeeze(0) for x in stacked)))
 
     return jax.shard_map(one, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
+
+
+def check_over(op: Op, case: Case, devices: Sequence[jax.Device]) -> tuple[Selection, Check]:
+    """Run a collective's case over these devices by dispatch's choice, against its reference in float64."""
+    from capibara.kernels import check, context, dispatch
+
+    with context.target(*context.target_of(devices[0])):
+        call = op.call(*case.args(), **dict(case.params))
+        chosen = dispatch.select(call)
+    assert op.mesh_axes is not None
+    axes = op.mesh_axes(call)
+    kinds = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+    rows = NamedSharding(mesh, P(mesh.axis_names))
+    operands = [x for x in case.args() if x is not None]
+    stacked = [check.standard_normal((mesh.size, *x.shape), x.dtype, (0, i)) for i, x in enumerate(operands)]
+    local = functools.partial(op, implementation=chosen.implementation, **dict(case.params))
+    plain = functools.partial(op.reference, **call.specified)
+    with context.target(*context.target_of(devices[0])):
+        out = jax.jit(each_device(local, mesh, check_vma=False))(*jax.device_put(stacked, rows))
+    with jax.enable_x64(True):
+        wide = jax.device_put([np.asarray(x).astype(np.float64) for x in stacked], rows)
+        exact = jax.tree.leaves(jax.jit(each_device(plain, mesh, check_vma=False))(*wide))
+    structs = tuple(jax.ShapeDtypeStruct(x.shape, y.dtype) for x, y in zip(exact, jax.tree.leaves(out), strict=True))
+    wanted = check.Expected(tuple(map(np.asarray, exact)), structs, op.tolerance(call), "float64 on the same devices")
+    return chosen, check.check_output(out, wanted)
 
 
 def active_mesh(mesh: Any) -> Mesh | AbstractMesh | None:
