@@ -58,9 +58,9 @@ def check_over(op: Op, case: Case, devices: Sequence[jax.Device]) -> tuple[Selec
     """Run a collective's case over these devices by dispatch's choice, against its reference in float64."""
     from capibara.kernels import check, context, dispatch
 
-    with context.target(*context.target_of(devices[0])):
-        call = op.call(*case.args(), **dict(case.params))
-        chosen = dispatch.select(call)
+    here = context.target_of(devices[0])
+    call = op.call(*case.args(), target=here, **dict(case.params))
+    chosen = dispatch.select(call)
     assert op.mesh_axes is not None
     axes = op.mesh_axes(call)
     kinds = (AxisType.Auto,) * len(axes)
@@ -70,7 +70,7 @@ def check_over(op: Op, case: Case, devices: Sequence[jax.Device]) -> tuple[Selec
     stacked = [check.standard_normal((mesh.size, *x.shape), x.dtype, (0, i)) for i, x in enumerate(operands)]
     local = functools.partial(op, implementation=chosen.implementation, **dict(case.params))
     plain = functools.partial(op.reference, **call.specified)
-    with context.target(*context.target_of(devices[0])):
+    with context.target(*here):
         out = jax.jit(each_device(local, mesh, check_vma=False))(*jax.device_put(stacked, rows))
     with jax.enable_x64(True):
         wide = jax.device_put([np.asarray(x).astype(np.float64) for x in stacked], rows)
