@@ -135,6 +135,15 @@ def test_bench() -> None:
     assert "no pallas_tpu: it is for tpu" in made.stdout
 
 
+def test_a_bench_of_80_columns_has_one_line_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("bench", "gemm", "--case", "odd", "--against", "xla,reference", "--samples", "1").stdout.splitlines()
+    (row,) = [line.split() for line in lines if line.startswith(" gemm odd")]
+    assert row[2] == "xla"
+    assert row[-1] == "(1)"
+    assert max(map(len, lines)) <= 80
+
+
 def test_bench_as_json_with_gradients() -> None:
     made = run("bench", "gemm", "--case", "odd", "--case", "one", "--grad", "--samples", "1", "--json")
     document = json.loads(made.stdout)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # What is piped into a file or a log has no width of its own; tables are not folded to 80 columns there.
 PIPED_WIDTH = 180
+WIDE = 120  # columns of a screen that has room for all figures of a table
 MISSING = "-"
 
 
@@ -78,6 +79,21 @@ def figure(value: float | None, unit: str = "") -> str:
         return MISSING
     text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{text} {unit}".rstrip()
+
+
+def error(value: float, tolerance: float, *, ok: bool, wide: bool) -> str:
+    """An error beside what is allowed; on a narrow screen, as a part of it."""
+    if ok and not wide:
+        return percent(value / tolerance) if tolerance else "exact"
+    return f"{value:.1e} / {tolerance:.1e}" + ("" if ok else " WRONG")
+
+
+def error_column(wide: bool) -> str:
+    return "error / tolerance" if wide else "error"
+
+
+ERROR_MEANS = "error: in parts of what its tolerance allows"
+"""For a narrow screen, below the table."""
 
 
 def percent(value: float | None) -> str:

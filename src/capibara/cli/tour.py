@@ -27,7 +27,6 @@ EMULATED_CASES = 3
 SAMPLES = 3
 # What collectives run over: devices that XLA makes of a host CPU. Their cases take up to eight.
 VIRTUAL_DEVICES = 8
-WIDE = 120  # columns of a terminal that has room for all figures
 
 OPS, EMULATED, LOWERED = "ops", "emulated", "lowered"
 # Until which part of the tour's time a section goes on; every op is run once however long that takes, and what comes
@@ -283,17 +282,14 @@ def _checked(section: str, op: Op, case: Case, implementation: str, verdict: Che
 def _figures(row: _Row, wide: bool) -> str:
     if row.error is None or row.tolerance is None:
         return "FAILS"
-    mark = "" if row.ok else " WRONG"
-    if wide or not row.ok:
-        return f"{row.error:.1e} / {row.tolerance:.1e}{mark}"
-    return f"{output.percent(row.error / row.tolerance) if row.tolerance else 'exact'}{mark}"
+    return output.error(row.error, row.tolerance, ok=row.ok, wide=wide)
 
 
 def _show_ops(screen: Console, section: _Section) -> None:
     from capibara.kernels.timing import format_seconds
 
-    wide = screen.width >= WIDE
-    error = _error_column(wide)
+    wide = screen.width >= output.WIDE
+    error = output.error_column(wide)
     right = (error, "time", "reaches", "limit", "of limit") if wide else (error, "time")
     last = ("why",) if wide else ()
     made = output.table(
@@ -310,12 +306,8 @@ def _show_ops(screen: Console, section: _Section) -> None:
     screen.print(made)
     for text, place in why.items():
         screen.print(f"({place}) {text}", markup=False)
-    meaning = f"limit: {_limit_source()}" if wide else "error: in parts of what its tolerance allows"
+    meaning = f"limit: {_limit_source()}" if wide else output.ERROR_MEANS
     screen.print(f"{meaning}; * is bound by the launch.\n", markup=False)
-
-
-def _error_column(wide: bool) -> str:
-    return "error / tolerance" if wide else "error"
 
 
 def _limit_source() -> str:
@@ -371,8 +363,8 @@ def _emulate(clock: _Clock, tell: Tell) -> _Section:
 
 
 def _show_emulated(screen: Console, section: _Section) -> None:
-    wide = screen.width >= WIDE
-    error = _error_column(wide)
+    wide = screen.width >= output.WIDE
+    error = output.error_column(wide)
     made = output.table("op", "case", "kernel", error, title="TPU kernels, emulated on this host", right=(error,))
     for row in section.rows:
         output.add_row(made, row.op, row.case, row.implementation, _figures(row, wide))

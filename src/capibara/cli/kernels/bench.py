@@ -83,12 +83,14 @@ def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
     from capibara import hardware
     from capibara.kernels.timing import format_seconds
 
-    columns = ["time", "±", "rate", "GB/s", "of limit", "error / tolerance"]
+    wide = screen.width >= output.WIDE
+    error = output.error_column(wide)
+    columns = ["time", "±", "rate", "GB/s", "of limit", error] if wide else ["time", error]
     ratios = [f"vs {name}" for name in peers]
     direction = rows[0].direction if rows else "forward"
     made = output.table(
         "op / case", "runs on", *columns, *ratios, "why",
-        title=f"{hardware.summary()}, {direction}", right=(*columns, *ratios),
+        title=f"{hardware.summary()}, {direction}", right=(*columns, *ratios), whole=(*columns, *ratios),
     )  # fmt: skip
     why: dict[str, int] = {}
     missing: dict[str, list[str]] = {}
@@ -96,16 +98,19 @@ def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
     for row in rows:
         ours = row.ours
         assert ours.timing is not None  # a choice of dispatch that does not run raises
+        rates = (
+            f"{50 * ours.timing.spread:.1f} %",
+            output.rate(row.cost.flops / ours.timing.seconds),
+            output.figure(row.gigabytes(ours)),
+            output.percent(row.fraction(ours)),
+        )
         output.add_row(
             made,
             f"{row.op} {row.case}",
             ours.name,
             format_seconds(ours.timing.seconds) + ("*" if ours.timing.launch_bound else ""),
-            f"{50 * ours.timing.spread:.1f} %",
-            output.rate(row.cost.flops / ours.timing.seconds),
-            output.figure(row.gigabytes(ours)),
-            output.percent(row.fraction(ours)),
-            _verdict(ours),
+            *(rates if wide else ()),
+            _verdict(ours, wide),
             *(_ratio(row, name) for name in peers),
             f"({why.setdefault(row.why, len(why) + 1)})",
         )
@@ -120,16 +125,17 @@ def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
     notes += [f"{text} ({', '.join(cases)})" for text, cases in missing.items()]
     if any(row.ours.timing is not None and row.ours.timing.launch_bound for row in rows):
         notes.append("* the launch takes longer than the kernel: the time is the host's.")
+    if not wide:
+        notes.append(f"{output.ERROR_MEANS}; rates and their limits are in wider tables and in --json.")
     notes.append("vs: how many times as fast as that peer, and its time, in the same run; = is the same program.")
     for note in notes:
         screen.print(note, markup=False)
 
 
-def _verdict(one: Measured) -> str:
+def _verdict(one: Measured, wide: bool) -> str:
     if one.check is None:
         return output.MISSING
-    mark = "" if one.check.ok else " WRONG"
-    return f"{one.check.error:.1e} / {one.check.tolerance:.1e}{mark}"
+    return output.error(one.check.error, one.check.tolerance, ok=one.check.ok, wide=wide)
 
 
 def _ratio(row: Row, name: str) -> str:

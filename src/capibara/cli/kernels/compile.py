@@ -97,26 +97,27 @@ def _show(screen: Console, rows: list[KernelRow], named: str, compiler: str, com
 def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:
     from capibara.compile.kernels import body_bundles
 
-    columns = (
-        "VMEM",
-        "HBM temp",
-        "XLA's temp",
-        "bundles a step",
-        "at least",
-        "stock",
-        "stock at least",
-        "XLA",
-    )
+    wide = screen.width >= output.WIDE
+    first = ("VMEM", "HBM temp", "bundles a step")
+    others = ("at least", "XLA's temp", "stock", "stock at least", "XLA") if wide else ()
     made = output.table(
         "op / case",
         "kernel",
         "result",
-        *columns,
+        *first,
+        *others,
         title=f"Compiled for {named}: predicted, not run",
-        right=columns,
+        right=(*first, *others),
     )
     for row in rows:
         ours = row.ours
+        beside = (
+            output.figure(row.matrix_cycles),
+            output.size(None if row.xla is None else row.xla.hbm_temp_bytes),
+            output.figure(body_bundles(row.stock)),
+            output.figure(row.stock_matrix_cycles),
+            output.figure(None if row.xla is None else row.xla.bundles),
+        )
         output.add_row(
             made,
             f"{row.op} {row.case}",
@@ -124,12 +125,8 @@ def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:
             _result(row),
             _vmem(ours),
             output.size(None if ours is None else ours.hbm_temp_bytes),
-            output.size(None if row.xla is None else row.xla.hbm_temp_bytes),
             output.figure(body_bundles(ours)),
-            output.figure(row.matrix_cycles),
-            output.figure(body_bundles(row.stock)),
-            output.figure(row.stock_matrix_cycles),
-            output.figure(None if row.xla is None else row.xla.bundles),
+            *(beside if wide else ()),
         )
     screen.print(made)
     screen.print(
