@@ -99,7 +99,7 @@ def _no_tpu_compiler() -> str | None:
     from capibara.compile import tpu_compiler
 
     compiler = tpu_compiler()
-    return None if compiler.available else f"needs the TPU compiler: {compiler.reason}"
+    return None if compiler.available else f"needs the TPU compiler: {compiler}"
 
 
 @pytest.fixture(autouse=True)

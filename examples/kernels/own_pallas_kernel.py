@@ -1,6 +1,7 @@
 """A Pallas kernel of your own for TPU, and one for Hopper, in one op: emulated here, lowered for both chips.
 
 python examples/kernels/own_pallas_kernel.py
+capibara kernels compile soft_cap --for v4-32 --import examples/kernels/own_pallas_kernel.py
 """
 
 import functools
