@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +20,14 @@ S, V = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (X, W))
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("tile_size", [None, 2, 4, 6])
-def test_winograd_by_its_documented_keywords(tile_size: int | None) -> None:
+@pytest.mark.parametrize("tile_size", [None, 2, (4, 4), [6, 6]])
+def test_winograd_by_its_documented_keywords(tile_size: int | Sequence[int] | None) -> None:
     got = ops.winograd_conv2d(inputs=X, filters=W, strides=(1, 1), padding="SAME", tile_size=tile_size)
     # Float32 products of 36 terms, amplified by up to 46 in F(6x6, 3x3), of results up to about 20.
     np.testing.assert_allclose(got, ops.conv2d(X, W, implementation="reference"), atol=5e-4)
     chosen = explain(ops.winograd_conv2d, S, V, strides=(1, 1), padding="SAME", tile_size=tile_size)
-    assert chosen.implementation == f"winograd{tile_size or 4}"
+    side = 4 if tile_size is None else np.ravel(tile_size)[0]
+    assert chosen.implementation == f"winograd{side}"
 
 
 @pytest.mark.newest
@@ -39,6 +42,10 @@ def test_other_convolutions_go_direct_and_say_so() -> None:
 def test_a_tile_that_is_not_offered() -> None:
     with pytest.raises(ValueError, match="2, 4, 6"):
         ops.winograd_conv2d(X, W, 1, "SAME", 8)
+    with pytest.raises(ValueError, match=r"2, 4, 6.*Got \(8, 8\)"):
+        ops.winograd_conv2d(X, W, 1, "SAME", (8, 8))
+    with pytest.raises(ValueError, match=r"tiles are square.*\(2, 4\).*\(4, 4\)"):
+        ops.winograd_conv2d(X, W, 1, "SAME", (2, 4))
 
 
 def test_precision_is_a_policy() -> None:

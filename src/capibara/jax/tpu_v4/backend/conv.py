@@ -26,7 +26,7 @@ class TpuV4ConvOps:
         filters: Float[Array, "R S C O"],
         strides: int | Sequence[int] = 1,
         padding: Pads = "SAME",
-        tile_size: int | None = None,
+        tile_size: int | Sequence[int] | None = None,
         precision: str | None = None,
         **extra: Any,
     ) -> Float[Array, "N Y X O"]:
@@ -35,8 +35,9 @@ class TpuV4ConvOps:
         Args:
           inputs, filters: NHWC and HWIO, of one type.
           strides, padding: as in `conv2d`.
-          tile_size: the side of an output tile: 2, 4, or 6 (float32 only). A larger tile multiplies less and rounds
-            more: see `capibara.kernels.conv.winograd_error_bound`. None takes 4 for float32, and 2 for 16-bit types.
+          tile_size: the output tile, as its side or the pair of both, which are alike: 2 is F(2x2, 3x3), 4 F(4x4, 3x3)
+            and 6, float32 only, F(6x6, 3x3). A larger tile multiplies less and rounds more: see
+            `capibara.kernels.conv.winograd_error_bound`. None takes 4 for float32, and 2 for 16-bit types.
           extra: conv2d's other arguments: dilation, groups, implementation, config.
 
         A filter that is not 3x3, a stride or dilation that is not 1, or groups go to the direct convolution;
@@ -44,7 +45,7 @@ class TpuV4ConvOps:
 
         >>> import jax.numpy as jnp
         >>> x = jnp.ones((1, 8, 8, 3)); w = jnp.ones((3, 3, 3, 4))
-        >>> TpuV4ConvOps().winograd_conv2d(x, w, strides=1, padding="VALID", tile_size=2).shape
+        >>> TpuV4ConvOps().winograd_conv2d(x, w, strides=1, padding="VALID", tile_size=(2, 2)).shape
         (1, 6, 6, 4)
         """
         given: dict[str, Any] = {"strides": strides, "padding": padding, "tile_size": tile_size}

@@ -57,7 +57,7 @@ def conv2d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     precision: str | None = None,
-    tile_size: int | None = None,
+    tile_size: int | Sequence[int] | None = None,
     implementation: str | None = None,
     config: Any = None,
 ) -> Float[Array, "N Y X O"]:
@@ -70,9 +70,9 @@ def conv2d(
       padding: "SAME", "VALID", or the zeros around the image, ((top, bottom), (left, right)).
       groups: how many groups the channels, and the outputs, are divided into.
       precision: None, "default", "high" or "highest": how the matrix units multiply float32.
-      tile_size: ask for Winograd's form with this output tile, 2, 4 or 6. A convolution that it is not made for (other
-        than 3x3, stride 1, no dilation, one group) runs on another implementation, which `explain` shows and the log
-        says once.
+      tile_size: ask for Winograd's form with this output tile: the side, 2, 4 or 6, or the pair of both, which are
+        alike. A convolution that it is not made for (other than 3x3, stride 1, no dilation, one group) runs on another
+        implementation, which `explain` shows and the log says once.
       implementation: force one by name ("xla", "winograd2", "winograd4", "winograd6", "winograd4_gpu", "direct",
         "pallas_tpu", "reference"); a refusal is an error. Asked for by name or tile, "winograd4" also takes 16-bit
         operands, whose error is then about ten times the direct form's: see `winograd_error_bound`.
@@ -82,20 +82,20 @@ def conv2d(
     and the kernels have the gradient alone: for forward mode there pass implementation="reference".
 
     >>> x = jnp.ones((1, 8, 8, 3)); w = jnp.ones((3, 3, 3, 4))
-    >>> y = conv2d(x, w, tile_size=4)
+    >>> y = conv2d(x, w, tile_size=(4, 4))
     >>> y.shape, round(float(y[0, 3, 3, 0]), 3)
     ((1, 8, 8, 4), 27.0)
     """
     arrays = as_array("conv2d", "inputs", inputs), as_array("conv2d", "filters", filters)
-    rules.check_tile(tile_size)
+    side = rules.tile_side(tile_size)
     given = {
         "strides": _pair(strides), "padding": _padding(padding), "dilation": _pair(dilation), "groups": _number(groups),
-        "precision": precision, "tile_size": _number(tile_size),
+        "precision": precision, "tile_size": side,
     }  # fmt: skip
     named = {f"winograd{tile}": tile for tile in TILES} | {"winograd4_gpu": 4}
-    if implementation in named and tile_size is None:
+    if implementation in named and side is None:
         given["tile_size"] = named[implementation]  # to ask by name is to ask for its tile
-    elif implementation is not None and tile_size is not None and named.get(implementation) != tile_size:
+    elif implementation is not None and side is not None and named.get(implementation) != side:
         raise rule_error(
             "tile_size asks for a Winograd implementation", f"tile_size={tile_size} and implementation="
             f"{implementation!r}", "leave one of them out",
@@ -112,7 +112,7 @@ def winograd_conv2d(
     inputs: Float[Array, "N H W C"],
     filters: Float[Array, "R S C O"],
     *,
-    tile_size: int | None = None,
+    tile_size: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Float[Array, "N Y X O"]:
     """`conv2d` with Winograd's form asked for: by default F(4x4, 3x3) in float32 and F(2x2, 3x3) in 16-bit types.

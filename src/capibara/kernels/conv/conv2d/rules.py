@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -98,10 +99,31 @@ def check(call: Call) -> None:
 
 def check_tile(tile: Any) -> None:
     if tile is not None and not (_is_count(tile) and tile in TILES):
-        raise rule_error(
-            f"tile_size is one of Winograd's output tiles: {', '.join(map(str, TILES))}", repr(tile),
-            "pass one of these, or None to leave the choice to dispatch",
-        )  # fmt: skip
+        raise _not_a_tile(tile)
+
+
+def tile_side(given: Any) -> int | None:
+    """The side of the output tile that was asked for: one number, or a pair of rows and columns, which are alike."""
+    asked = given.tolist() if isinstance(given, np.ndarray | np.integer) else given
+    if isinstance(asked, Sequence) and not isinstance(asked, str):
+        if len(asked) != 2 or not all(_is_count(side) and side in TILES for side in asked):
+            raise _not_a_tile(given)
+        if asked[0] != asked[1]:
+            raise rule_error(
+                "Winograd's output tiles are square", f"tile_size={given!r}",
+                f"pass one side, or a pair of equal ones: {', '.join(f'({side}, {side})' for side in TILES)}",
+            )  # fmt: skip
+        asked = asked[0]
+    check_tile(asked)
+    return None if asked is None else int(asked)
+
+
+def _not_a_tile(given: Any) -> ValueError:
+    sides = ", ".join(map(str, TILES))
+    return rule_error(
+        f"tile_size is the side of one of Winograd's output tiles ({sides}), or a pair of equal sides", repr(given),
+        "pass one of these, e.g. 4 or (4, 4), or None to leave the choice to dispatch",
+    )  # fmt: skip
 
 
 def _check_padding(padding: Any) -> None:
