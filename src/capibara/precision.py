@@ -138,7 +138,7 @@ def policy(name: str | Policy | PrecisionConfig) -> Policy:
         return name
     if isinstance(name, PrecisionConfig):
         return name.policy
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise unknown_name("precision", name, POLICIES)
     if name == "fp8":
         _warn_fp8_once()

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from capibara import precision
 from capibara.jax import numpy as jnp
 from capibara.jax._src.core import tpu_v4_optimization_context
 from capibara.jax.tpu_v4.backend import TpuV4FFTOps
@@ -37,6 +38,44 @@ def test_the_documented_call() -> None:
     assert exact < error(ops.radix_optimized_fft(X, precision="bfloat16"), wanted) < coarse
 
 
+@pytest.mark.newest
+def test_the_documented_radices_at_any_length() -> None:
+    long = RNG.standard_normal((2, 1000)).astype("float32")
+    call: Any = {"radix_factors": [2, 4, 8], "use_parallel": True, "precision": "bfloat16"}
+    made = ops.radix_optimized_fft(long, **call)
+    assert error(made, np.fft.fft(long)) < tolerance_of((1000,), "bfloat16", (2, 4, 8))
+    told = str(explain(ops.radix_optimized_fft, long, **call))
+    assert "radices (2, 4, 125): of (2, 4, 8) the plan for 1000 points uses 2 and 4, leaves out 8" in told
+
+
+@pytest.mark.newest
+def test_every_documented_precision() -> None:
+    wanted, coarse = np.fft.fft(X), tolerance_of((20,), "bfloat16")
+    by_word = {word: ops.radix_optimized_fft(X, precision=word) for word in ("bfloat16", "mixed")}
+    assert error(by_word["mixed"], np.asarray(by_word["bfloat16"])) == 0
+    precision._warn_fp8_once.cache_clear()
+    with pytest.warns(UserWarning, match="'fp8' is experimental"):
+        narrow = ops.radix_optimized_fft(X, precision="fp8")
+    assert narrow.dtype == "complex64"
+    # An fp8 value is within 1/16 of the number, and the transform keeps the norm of a difference.
+    assert coarse < error(narrow, wanted) < 1 / 16 + coarse
+    assert error(ops.radix_optimized_fft(X, use_parallel=False, precision="fp8"), np.asarray(narrow)) < 1e-6
+    both = precision.round_fp8(jnp.stack([X.real, X.imag]))
+    assert error(ops.radix_optimized_fft(both[0] + 1j * both[1], precision="mixed"), np.asarray(narrow)) < 1e-6
+    mesh = jax.make_mesh((2,), ("time",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    others = {
+        "fft2": (ops.fft2(X, precision="fp8"), np.fft.fft2(X)),
+        "inverse": (ops.inverse_fft(X, precision="fp8"), np.fft.ifft(X)),
+        "real": (ops.real_fft(X.real, precision="fp8"), np.fft.rfft(X.real)),
+        "inverse real": (ops.inverse_real_fft(X, precision="mixed"), np.fft.irfft(X)),
+        "sharded": (ops.sharded_fft(X, "time", precision="fp8", mesh=mesh), wanted),
+    }
+    for name, (got, exact) in others.items():
+        assert error(got, exact) < 1 / 16 + 4 * coarse, name
+    with pytest.raises(ValueError, match="'bfloat16', 'float32', 'mixed', 'fp8'"):
+        ops.radix_optimized_fft(X, precision="half")
+
+
 def test_each_keyword_changes_the_program() -> None:
     def program(**how: Any) -> str:
         return str(jax.make_jaxpr(lambda x: ops.radix_optimized_fft(x, **how))(X))
@@ -48,8 +87,7 @@ def test_each_keyword_changes_the_program() -> None:
     assert "bf16" in program(precision="bfloat16")
     one_by_one = ops.radix_optimized_fft(X, use_parallel=False)
     assert error(one_by_one, np.fft.fft(X)) < tolerance_of((20,), "float32")
-    with pytest.raises(ValueError, match=r"product is the length, 20.*factors=\(20,\)"):
-        ops.radix_optimized_fft(X, radix_factors=[4, 4])
+    assert program(radix_factors=[4, 4]) == program(radix_factors=[4, 5]).replace("factors=(4, 5)", "factors=(4, 4)")
 
 
 def test_the_forms_beside_it() -> None:

@@ -49,6 +49,8 @@ class Selection:
     def __str__(self) -> str:
         chosen = f"{self.implementation}" + (f" {self.config}" if self.config is not None else "")
         lines = [f"{self.call} on {self.call.target.device_kind}: {chosen}", f"  because {self.why}"]
+        remark = self.call.op.remark(self.call)
+        lines += [] if remark is None else [f"  {remark}"]
         others = (v for v in self.verdicts if v.implementation != self.implementation)
         lines += [f"  not {v.implementation}: {v.reason}" for v in others]
         return "\n".join(lines)
@@ -62,6 +64,7 @@ class Selection:
             "implementation": self.implementation,
             "config": dataclasses.asdict(self.config) if self.config is not None else None,
             "why": self.why,
+            "remark": self.call.op.remark(self.call),
             "others": [
                 {"implementation": v.implementation, "accepts": v.accepts, "reason": v.reason}
                 for v in self.verdicts

@@ -366,6 +366,7 @@ class Op:
       excerpt: `excerpt(op, arrays)` -> an `Excerpt` to check where the whole would take too long, or None.
       mesh_axes: for an op that runs only inside shard_map, on one device's operands: `Call` -> the sizes of the mesh
         axes that it is over, by name.
+      remark: what a call's parameters come to, where that is not what they say; `explain` shows it.
       exact: of the operands' shapes by name, what a tuned case must have alike to speak for a call that is near it.
     """
 
@@ -386,6 +387,7 @@ class Op:
         batch: Callable[..., Any] | None = None,
         partition: Partition | None = None,
         cases: Iterable[Case] = (),
+        remark: Callable[[Call], str | None] = lambda call: None,
         public: Callable[..., Any] | None = None,
         peers: Mapping[str, Callable[[Case], Callable[..., Any] | None]] | None = None,
         stock_tpu: Callable[[Case], tuple[Callable[..., Any], tuple[Any, ...]] | None] | None = None,
@@ -407,6 +409,7 @@ class Op:
         self.batch = batch
         self.partition = partition
         self.cases = tuple(cases)
+        self.remark = remark
         self.public = public
         self.peers = MappingProxyType(dict(peers or {}))
         self.stock_tpu = stock_tpu

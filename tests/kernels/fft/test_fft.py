@@ -113,17 +113,28 @@ def test_a_complex_array_costs_no_pass_in_front_of_the_vendors_transform() -> No
     assert "complex(" not in compiled
 
 
-def test_factors_are_used_or_refused() -> None:
+def test_factors_are_used_as_far_as_the_length_allows() -> None:
     x = _complex(2, 12)
     text = jax.jit(lambda x: fft.fft(x, factors=(2, 6), implementation="matmul")).lower(x).as_text()
     assert "2x2x2x2x" in text.replace("tensor<", "")  # the radix-2 matrix on planes, beside a signal in two parts
     with pytest.raises(ImplementationRefused, match="chooses its own radices"):
         fft.fft(x, factors=(2, 6), implementation="xla")
-    with pytest.raises(ValueError, match=r"product is the length, 12.*use factors=\(12,\)"):
-        fft.fft(x, factors=(2, 5))
-    with pytest.raises(ValueError, match=r"from 1 to 128.*use factors=\(16, 16\)"):
+    told = explain(lambda x: fft.fft(x, factors=(2, 5), implementation="matmul"), x)
+    assert "radices (2, 6): of (2, 5) the plan for 12 points uses 2, leaves out 5, not a divisor" in str(told)
+    assert told.as_dict()["selections"][0]["remark"].endswith("fills in 6")
+    assert "the plan for" not in str(explain(lambda x: fft.fft(x, factors=(2, 6)), x)), "as asked: nothing to say"
+    for n in (1, 2, 64, 100, 131, 262, 1000, 4096):
+        made = fft.plan(n, (2, 4, 8))
+        assert np.prod(made.factors) == (fft.plan(n).padded or n)
+        assert (made.remark is None) == (n == 64)
+    # By a longer transform of 288 points.
+    assert fft.plan(131, (2, 4, 8)).factors == (2, 4, 36)
+    y = _complex(3, 131)
+    bound = tolerance_of((131,), "float32", (2, 4, 8))
+    assert _error(fft.fft(y, factors=(2, 4, 8)), np.fft.fft(y)) < bound
+    with pytest.raises(ValueError, match=r"from 1 to 128.*like \(16, 16\)"):
         fft.plan(256, (256,))
-    with pytest.raises(ValueError, match="goes by a longer transform"):
+    with pytest.raises(ValueError, match="from 1 to 128"):
         fft.plan(262, (2, 131))
 
 

@@ -27,6 +27,7 @@ FFT: Op = Op(
     batch=mesh.batch,
     partition=mesh.PARTITION,
     cases=CASES,
+    remark=rules.remark,
 )
 
 RFFT: Op = Op(
@@ -100,8 +101,9 @@ def fft_planes(
         and sums are what `precision` says, and the result is rounded, which adds a relative error of up to 2^-8 to
         each number and about 2^-9 to the whole.
       inverse, norm: the transform back, and the scale: "backward" (1/n on the way back), "ortho", "forward".
-      precision: "float32", or "bfloat16": matrix products of bfloat16 numbers with float32 sums.
-      factors: the radices to use, see `plan`; implementations that choose their own refuse it.
+      precision: "float32"; "bfloat16" or "mixed": matrix products of bfloat16 numbers with float32 sums; or "fp8"
+        (experimental): the signal is rounded to fp8 values first.
+      factors: the radices to prefer, see `plan`; implementations that choose their own refuse it.
       implementation, config: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "mosaic_gpu_long",
         "mosaic_gpu_pairs", "reference") and its choices.
 
@@ -112,6 +114,7 @@ def fft_planes(
     ([4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0])
     """
     re, im = as_array("fft_planes", "re", re), as_array("fft_planes", "im", im)
+    (re, im), precision = rules.by_policy(precision, (re, im))
     radices = None if factors is None else rules.whole_factors(factors)
     given = {"inverse": inverse, "norm": norm, "precision": precision, "factors": radices}
     params = {name: value for name, value in given.items() if value != FFT.params[name]}

@@ -17,7 +17,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels import context, tables
 from capibara.kernels.dispatch import run
 from capibara.kernels.fft.api import FFT, IRFFT, RFFT
-from capibara.kernels.fft.rules import MOST_AXES, NORMS, PRECISIONS, whole_factors
+from capibara.kernels.fft.rules import MOST_AXES, NORMS, by_policy, whole_factors
 from capibara.kernels.op import describe
 from capibara.kernels.operands import as_array
 
@@ -38,8 +38,10 @@ def fft(
         precision: "float32", or "bfloat16": matrix products of bfloat16 numbers with float32 sums, to a relative error
           of about 2^-8 times the root of the number of radices (`plan`). On Hopper a kernel gains by it from 2^16 to
           2^18 points where there are 2^23 numbers or more; else, on a GPU, cuFFT's float32 is faster for complex arrays
-          and runs instead. `fft_planes` and `fft_convolve` have kernels that gain at other lengths.
-        factors: the radices to use, for implementations that take them; see `plan`.
+          and runs instead. `fft_planes` and `fft_convolve` have kernels that gain at other lengths. "mixed" is the
+          same, the result being complex64 in any case; "fp8" (experimental) rounds the signal to fp8 values, with one
+          scale for all of it, and goes on as "bfloat16".
+        factors: the radices to prefer, for implementations that take them; see `plan`.
         implementation: force one ("xla", "matmul", "pallas_tpu", "mosaic_gpu", "mosaic_gpu_long", "mosaic_gpu_pairs",
           "reference"); a refusal is an error.
         config: that implementation's choices.
@@ -69,7 +71,9 @@ def radix_fft(
     signal: Num[Array, "*B n"], radix_factors: Sequence[int] | None = None, *, one_by_one: bool = False,
     inverse: bool = False, n: int | None = None, axis: int = -1, norm: str | None = None, **how: Any,
 ) -> Complex[Array, "*B n"]:  # fmt: skip
-    """The transform of an axis by given radices, all signals at once or, `one_by_one`, each after the other.
+    """The transform of an axis, all signals at once or, `one_by_one`, each after the other.
+
+    `radix_factors` are preferences: `plan` says how far they are used.
 
     >>> x = jnp.ones((2, 6))
     >>> bool(jnp.allclose(radix_fft(x, (2, 3), one_by_one=True), radix_fft(x, (2, 3))))
@@ -81,6 +85,7 @@ def radix_fft(
     x = _complex(signal)
     at = _axis(x, axis)
     x = _fitted(x, None if n is None else (n,), (at,))
+    x, how = _by_policy(x, how)  # before the signals are taken one by one: they share a scale
     form: Callable[..., jax.Array] = ifft if inverse else fft
     transform = functools.partial(form, norm=norm, factors=radix_factors, **how)
     if not one_by_one or x.ndim == 1 or x.size == 0:
@@ -133,7 +138,7 @@ def rfft(
     >>> rfft(jnp.arange(4.0)).tolist()
     [(6+0j), (-2+2j), (-2+0j)]
     """
-    x = _real(a)
+    x, how = _by_policy(_real(a), how)
     x = _fitted(x, None if n is None else (n,), (_axis(x, axis),))
     return _jitted(_rfft, x, axis=_axis(x, axis), norm=_norm(norm), how=_how(how))
 
@@ -146,7 +151,7 @@ def irfft(
     >>> irfft(rfft(jnp.arange(5.0)), n=5).round(4).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    x = _complex(a)
+    x, how = _by_policy(_complex(a), how)
     axis = _axis(x, axis)
     length = 2 * (x.shape[axis] - 1) if n is None else _length(n)
     if length < 1:
@@ -160,10 +165,10 @@ def rfft2(
     norm: str | None = None, precision: str = "float32",
 ) -> Complex[Array, "*B m k"]:  # fmt: skip
     """The transform of a real signal along two axes, half of the last one's points, as numpy.fft.rfft2."""
-    x = _real(a)
+    x, how = _by_policy(_real(a), {"precision": precision})
     first, last = _two(x, axes)
     x = _fitted(x, s, (first, last))
-    return fft(rfft(x, None, last, norm, precision=precision), None, first, norm, precision=precision)
+    return fft(rfft(x, None, last, norm, **how), None, first, norm, **how)
 
 
 def irfft2(
@@ -171,11 +176,10 @@ def irfft2(
     norm: str | None = None, precision: str = "float32",
 ) -> Float[Array, "*B m n"]:  # fmt: skip
     """The inverse of `rfft2`, as numpy.fft.irfft2; `s` are the lengths of the result."""
-    x = _complex(a)
+    x, how = _by_policy(_complex(a), {"precision": precision})
     first, last = _two(x, axes)
     rows, columns = (None, None) if s is None else _lengths(s, 2)
-    x = ifft(x, rows, first, norm, precision=precision)
-    return irfft(x, columns, last, norm, precision=precision)
+    return irfft(ifft(x, rows, first, norm, **how), columns, last, norm, **how)
 
 
 def _jitted(fn: Any, x: jax.Array, **static: Any) -> Any:
@@ -196,7 +200,7 @@ def _program(x: jax.Array, fn: Any, static: Any, tables_read: int) -> Any:
 
 
 def _over(a: Any, s: Any, axes: Sequence[int] | None, norm: str | None, how: How, *, inverse: bool) -> jax.Array:
-    x = _complex(a)
+    x, how = _by_policy(_complex(a), how)
     if axes is None:
         axes = range(x.ndim) if s is None else range(x.ndim - len(_sequence("s", s)), x.ndim)
     at = tuple(_axis(x, axis) for axis in _sequence("axes", axes))
@@ -241,9 +245,6 @@ def _how(how: How, more: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
             raise unknown_name("keyword of a transform", name, (*known, "norm", "axis", "n"))
     if how.get("factors") is not None:
         how = {**how, "factors": whole_factors(how["factors"])}
-    precision = how.get("precision", "float32")
-    if precision not in PRECISIONS:
-        raise unknown_name("precision", precision, PRECISIONS)
     try:
         hash(how.get("config"))
     except TypeError:
@@ -251,6 +252,12 @@ def _how(how: How, more: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
             "config is of its implementation's own type", f"config={how['config']!r}", "leave it out, or pass that type"
         ) from None
     return tuple(how.items())
+
+
+def _by_policy(x: jax.Array, how: How) -> tuple[jax.Array, How]:
+    """The signal rounded as the precision says, and `how` with the precision of the products."""
+    x, products = by_policy(how.get("precision", "float32"), x)
+    return x, {**how, "precision": products}
 
 
 def _norm(norm: str | None) -> str:

@@ -27,11 +27,47 @@ class Plan:
     length: int
     factors: tuple[int, ...]
     padded: int | None = None
+    asked: tuple[int, ...] | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The radices that were asked for, where these are not all of them, or not only them."""
+
+    @property
+    def remark(self) -> str | None:
+        """How the radices differ from those that were asked for; None where they do not, or none were."""
+        if self.asked is None:
+            return None
+        used, unused = _taken(self.padded or self.length, self.asked)
+        points = f"{self.length} points" + ("" if self.padded is None else f", by way of {self.padded},")
+        parts = [f"uses {_listed(used)}" if used else "uses none"]
+        if unused:
+            parts.append(
+                f"leaves out {_listed(unused)}, not {'a divisor' if len(unused) == 1 else 'divisors'} of the rest"
+            )
+        filled = self.factors[len(used) :]
+        if math.prod(filled) > 1:
+            parts.append(f"fills in {_listed(filled)}")
+        return f"radices {self.factors}: of {self.asked} the plan for {points} {', '.join(parts)}"
 
     @property
     def products(self) -> int:
         """How many matrix products the data goes through."""
         return len(self.factors) * (1 if self.padded is None else 2)
+
+
+def _taken(n: int, asked: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(those that are used, those that are not): each in turn, where it divides what those before it leave of n."""
+    used: list[int] = []
+    unused: list[int] = []
+    for radix in asked:
+        if radix == 1:  # a stage that does nothing
+            continue
+        divides = n % radix == 0
+        (used if divides else unused).append(radix)
+        n //= radix if divides else 1
+    return tuple(used), tuple(unused)
+
+
+def _listed(radices: Sequence[int]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, radices[:-1])), str(radices[-1])]))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,28 +101,22 @@ def smooth_length(least: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(n: int, factors: tuple[int, ...] | None) -> Plan:
-    natural = _radices(n)
-    if factors is not None:
-        if natural is None:
-            fix = f"leave factors out: {n} has a prime factor over {LARGEST_RADIX} and goes by a longer transform"
-        else:
-            fix = f"use factors={natural}, or leave them out"
-        if any(factor < 1 or factor > LARGEST_RADIX for factor in factors):
-            raise rule_error(f"A radix is from 1 to {LARGEST_RADIX}", f"factors={factors}", fix)
-        if math.prod(factors) != n:
-            raise rule_error(
-                f"The radix factors' product is the length, {n}",
-                f"{factors}, whose product is {math.prod(factors)}",
-                fix,
-            )
-        return Plan(n, factors)
-    if natural is not None:
-        return Plan(n, natural)
-    padded = smooth_length(2 * n - 1)
-    radices = _radices(padded)
-    assert radices is not None  # a smooth length has small primes alone
-    return Plan(n, radices, padded)
+def _plan(n: int, asked: tuple[int, ...] | None) -> Plan:
+    natural, padded = _radices(n), None
+    if natural is None:
+        padded = smooth_length(2 * n - 1)
+        natural = _radices(padded)
+        assert natural is not None  # a smooth length has small primes alone
+    if asked is None:
+        return Plan(n, natural, padded)
+    if any(radix < 1 or radix > LARGEST_RADIX for radix in asked):
+        fix = f"use radices like {natural}, or leave them out"
+        raise rule_error(f"A radix is from 1 to {LARGEST_RADIX}", f"factors={asked}", fix)
+    used, unused = _taken(padded or n, asked)
+    left = (padded or n) // math.prod(used)
+    rest = _radices(left) if left > 1 or not used else ()
+    assert rest is not None  # it divides a length that has small primes alone
+    return Plan(n, (*used, *rest), padded, asked if unused or left > 1 else None)
 
 
 def plan(n: int, factors: Sequence[int] | None = None) -> Plan:
@@ -94,13 +124,18 @@ def plan(n: int, factors: Sequence[int] | None = None) -> Plan:
 
     Args:
       n: the length, 1 or more.
-      factors: the radices to use, in the order in which they are applied, the first one on the axis that varies
-        slowest; by default few and large ones.
+      factors: the radices to prefer, each from 1 to 128, in the order in which they are applied, the first one on the
+        axis that varies slowest. Each is used where it divides what those before it leave of the length (or of the
+        longer one, where the length goes by that); what they leave in the end is filled in with few and large ones, as
+        all of it is by default. `Plan.remark` says how the radices differ from these, and so does `explain`.
 
     >>> plan(4096).factors, plan(2**18).factors, plan(1000).factors
     ((64, 64), (64, 64, 64), (40, 25))
     >>> plan(131), plan(12, (3, 4)).factors
     (Plan(length=131, factors=(18, 16), padded=288), (3, 4))
+    >>> plan(1000, (2, 4, 8)).remark
+    'radices (2, 4, 125): of (2, 4, 8) the plan for 1000 points uses 2 and 4, leaves out 8, not a divisor of the rest, \
+fills in 125'
     """
     try:
         length = operator.index(n)

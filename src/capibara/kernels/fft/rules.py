@@ -8,10 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.fft.plan import plan
 from capibara.kernels.op import Call, Cost, describe, unit_roundoff
+from capibara.precision import policy, round_fp8
 
 NORMS = ("backward", "ortho", "forward")
 PRECISIONS = ("float32", "bfloat16")
@@ -41,6 +43,24 @@ def whole_factors(factors: Any) -> tuple[int, ...]:
         raise rule_error(
             "factors is a sequence of whole numbers", f"factors={factors!r}", "pass a tuple of ints, or leave it out"
         ) from None
+
+
+def by_policy(precision: Any, x: Any) -> tuple[Any, str]:
+    """(the signal, how the products are made: one of PRECISIONS) by a precision policy.
+
+    Results are complex64 whatever the policy, so that "mixed" is what "bfloat16" is: products of bfloat16 numbers with
+    float32 sums. "fp8" rounds the signal, an array or a pair of planes, to fp8 values first, with one scale for all.
+    """
+    chosen = policy(precision)
+    if chosen.rounds_to_fp8:
+        if isinstance(x, tuple):
+            # Planes that are not alike are for the op's check to name.
+            x = tuple(round_fp8(jnp.stack(x))) if x[0].shape == x[1].shape and x[0].dtype == x[1].dtype else x
+        elif jnp.issubdtype(x.dtype, jnp.complexfloating):
+            x = lax.complex(*round_fp8(jnp.stack([x.real, x.imag])))
+        else:
+            x = round_fp8(x)
+    return x, chosen.compute_dtype
 
 
 KNOWN = {"norm": NORMS, "precision": PRECISIONS}
@@ -87,6 +107,12 @@ def check(call: Call) -> None:
         plan(shape[-1], factors)
 
 
+def remark(call: Call) -> str | None:
+    """How the radices differ from those asked for."""
+    factors = call.params["factors"]
+    return None if factors is None else plan(call.need("re").shape[-1], whole_factors(factors)).remark
+
+
 def check_rfft(call: Call) -> None:
     x = call.need("x")
     check_names(call)
@@ -128,7 +154,7 @@ def cost_irfft(call: Call) -> Cost:
     return _cost(batch, (n,), batch * (4.0 * n + 8 * (n // 2 + 1)), call.params["precision"])
 
 
-def tolerance_of(lengths: tuple[int, ...], precision: Any) -> float:
+def tolerance_of(lengths: tuple[int, ...], precision: Any, factors: tuple[int, ...] | None = None) -> float:
     """The relative error that a right result stays under.
 
     In bfloat16 each product rounds the data and the matrix, each by up to 2^-8 and 0.4 of that in the root mean square:
@@ -137,7 +163,7 @@ def tolerance_of(lengths: tuple[int, ...], precision: Any) -> float:
     radix loses the root of its length, and the factors a few roundings more. A length with a large prime goes by a
     longer transform there and back, whose errors on up to twice as many points fall on its own.
     """
-    plans = [plan(n) for n in lengths]
+    plans = [plan(n, factors) for n in lengths]
     products = sum(p.products for p in plans)
     longer = 2.0 if any(p.padded for p in plans) else 1.0
     if precision == "bfloat16":
@@ -151,7 +177,9 @@ def tolerance(call: Call) -> float:
     assert isinstance(axes, int)
     plane = call.need("re")
     rounding = unit_roundoff(plane.dtype) if plane.dtype == jnp.bfloat16 else 0.0
-    return tolerance_of(plane.shape[-axes:], call.params["precision"]) + rounding
+    factors = call.params["factors"]
+    radices = None if factors is None else whole_factors(factors)
+    return tolerance_of(plane.shape[-axes:], call.params["precision"], radices) + rounding
 
 
 def tolerance_rfft(call: Call) -> float:

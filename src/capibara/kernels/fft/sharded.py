@@ -21,7 +21,7 @@ from jaxtyping import Array, Num
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.dispatch import run
 from capibara.kernels.fft.api import FFT
-from capibara.kernels.fft.rules import NORMS, PRECISIONS, scale_of
+from capibara.kernels.fft.rules import NORMS, by_policy, scale_of
 from capibara.kernels.fft.twiddles import twiddles
 from capibara.kernels.op import describe
 from capibara.kernels.operands import as_array
@@ -40,7 +40,7 @@ def sharded_fft(
       x: real or complex; the result is complex64.
       axis_name: the mesh axis that the last axis is sharded over.
       mesh: the mesh, when x is a global array; None inside shard_map.
-      inverse, norm, precision: as for `ifft` and `fft`.
+      inverse, norm, precision: as for `ifft` and `fft`. Inside shard_map, "fp8" has a scale for each device's part.
 
     The gradient is there; forward-mode derivatives are not. For those gather the axis and use `fft` with
     implementation="reference".
@@ -50,11 +50,11 @@ def sharded_fft(
     if not isinstance(inverse, bool | np.bool_):
         raise rule_error("inverse is True or False", f"inverse={inverse!r}", "pass one of them")
     inverse = bool(inverse)
-    for name, value, known in (("norm", norm, NORMS), ("precision", precision, PRECISIONS)):
-        if value not in known:
-            raise unknown_name(name, value, known)
+    if norm not in NORMS:
+        raise unknown_name("norm", norm, NORMS)
     if x.ndim == 0 or x.dtype in (jnp.dtype("complex128"), jnp.dtype("float64")):
         raise rule_error("sharded_fft takes [..., n] and computes in complex64", describe(x), "convert it")
+    x, precision = by_policy(precision, x.astype(jnp.complex64))
     if mesh is None:
         return _local(x, axis_name=axis_name, inverse=inverse, norm=norm, precision=precision)
     if axis_name not in mesh.shape:
@@ -101,7 +101,7 @@ def _local(x: jax.Array, *, axis_name: str, inverse: bool, norm: str, precision:
     _check_length(n, devices)
     rows, columns = _split(n, devices)
     lead = x.shape[:-1]
-    x = x.astype(jnp.complex64).reshape(-1, rows // devices, columns)
+    x = x.reshape(-1, rows // devices, columns)
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
     x = exchange(x, split_axis=2, concat_axis=1)  # [batch, rows, my columns]
     x = _transform(x.swapaxes(1, 2), inverse, precision)  # [batch, my columns, k1]

@@ -13,7 +13,10 @@ from capibara.kernels import fft
 class TpuV4FFTOps:
     """Fourier transforms: complex64 results, of any length.
 
-    `precision` is that of the matrix products a transform is made of: "float32", or "bfloat16" with float32 sums.
+    `precision`, as in the other objects, is "bfloat16", "float32", "mixed" or "fp8": that of the matrix products a
+    transform is made of. There is no narrower complex type, so that results are complex64 in all of them and "mixed"
+    is the same as "bfloat16": products of bfloat16 numbers with float32 sums. "fp8" (experimental, which is said once)
+    rounds the signal to fp8 values and goes on in bfloat16, on every chip: it emulates fp8 and is not faster.
     """
 
     def radix_optimized_fft(
@@ -27,7 +30,9 @@ class TpuV4FFTOps:
         """The discrete Fourier transform of the last axis.
 
         Args:
-          radix_factors: the radices whose product is the length, each at most 128; None chooses few and large ones.
+          radix_factors: the radices to prefer, each at most 128. Each is used, in turn, where it divides what is left
+            of the length, and few and large ones fill in the rest: `capibara.kernels.explain` says which. None chooses
+            few and large ones.
           use_parallel: transform all signals at once; False takes them one after another, in the memory of one.
           extra: inverse, and `capibara.kernels.fft.fft`'s other arguments: n, norm, implementation, config.
 
