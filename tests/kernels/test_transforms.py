@@ -1,4 +1,4 @@
-"""What shard_map checks of a kernel: over which mesh axes its results vary."""
+"""What meshes ask of a kernel: over which axes its results vary, and how it is split where nothing is placed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from capibara.kernels import target
 from capibara.kernels.layers import rms_norm
 from capibara.kernels.linalg import gemm
+from capibara.kernels.vq import nearest_code
 
 OPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
     "gemm": (gemm, (256, 256), (256, 128)),
@@ -36,3 +38,13 @@ def test_a_hopper_gradient_inside_shard_map_keeps_its_axes(name: str) -> None:
         text = jax.export.export(gradient, platforms=["cuda"])(*shapes).mlir_module()
     assert "mosaic_gpu" in text
     assert "all_reduce" in text, "the replicated operand's gradient is summed over the axis"
+
+
+@pytest.mark.newest
+def test_operands_that_are_not_on_the_mesh_in_force() -> None:
+    """XLA then hands the op's mesh rule layouts without names, of which nothing is split."""
+    x, codes = jnp.arange(8.0).reshape(4, 2), jnp.eye(2)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        indices = jax.jit(lambda x: nearest_code(x, codes))(x)
+    np.testing.assert_array_equal(indices, nearest_code(x, codes))

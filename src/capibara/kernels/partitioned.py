@@ -159,7 +159,10 @@ class _MeshRule:
         taken: set[str] = set()
         for terms, arrays in ((self.results, shapes[1]), (self.operands, shapes[0])):
             for term, array in zip(terms, arrays, strict=True):
-                for axis, entry, length in zip(term, array.sharding.spec, array.shape, strict=False):
+                # XLA may hand over a layout that has no names of mesh axes, as it does where no operand is placed on
+                # the mesh in force: nothing is wished then.
+                spec = getattr(array.sharding, "spec", ())
+                for axis, entry, length in zip(term, spec, array.shape, strict=False):
                     named = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
                     if not named or axis[0] in self.whole or axis[0] in found or taken & set(named):
                         continue
