@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import target
@@ -184,8 +185,6 @@ def test_a_first_batch_without_a_valid_row_starts_nothing(rows: int) -> None:
 def test_inside_jit_the_object_is_a_constant_and_says_so(trained: Any) -> None:
     layer = VQbitLayer(8, 4)
     x = jnp.asarray(X)
-    with pytest.raises(ValueError, match=r"layer.init\(x=batch\)"):
-        jax.jit(lambda x: layer(x)[0])(x)
     before = layer.state = trained[0].state
     with pytest.warns(UserWarning, match="does not update"):
         jax.grad(lambda x: layer(x)[0].sum())(x)
@@ -194,6 +193,83 @@ def test_inside_jit_the_object_is_a_constant_and_says_so(trained: Any) -> None:
         inside = jax.jit(lambda x: layer(x)[0])(x)  # said once
     assert layer.state is before
     np.testing.assert_array_equal(inside, trained[0](x, training=False)[0])
+
+
+TRANSFORMED: dict[str, Callable[[VQbitLayer], Any]] = {
+    "jit": lambda layer: jax.jit(lambda x: layer(x))(X),
+    "jit of the layer": lambda layer: jax.jit(layer)(X),
+    "jit on an array that it closes over": lambda layer: jax.jit(lambda: layer(X))(),
+    "grad": lambda layer: jax.grad(lambda x: layer(x)[2]["loss"])(X),
+    "jit of grad": lambda layer: jax.jit(jax.grad(lambda x: layer(x)[0].sum()))(X),
+    "vmap": lambda layer: jax.vmap(layer)(X),
+    "shard_map": lambda layer: jax.shard_map(
+        lambda x: layer(x)[:2], mesh=_two_devices(), in_specs=P(None, "data"), out_specs=P(None, "data")
+    )(X),
+}
+
+
+def _two_devices() -> Mesh:
+    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+
+@pytest.mark.newest
+@pytest.mark.filterwarnings("ignore:.*VQbitLayer")
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_a_fresh_layer_is_first_called_inside(how: str, trained: Any) -> None:
+    """Its state is numbers of the seed, the same however it was called, and training goes on from it outside."""
+    layer = VQbitLayer(8, 4)
+    with jax.checking_leaks():
+        made = TRANSFORMED[how](layer)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((made, layer.state)))
+    np.testing.assert_array_equal(layer.codebook, trained[0].init().codebook)
+    if isinstance(made, tuple):
+        np.testing.assert_allclose(made[0], layer.codebook[made[1]], rtol=1e-6)
+    if how == "jit":
+        assert not bool(layer.state.started)
+        random = _error(X.reshape(-1, 4), layer.codebook)
+        layer(X)
+        assert bool(layer.state.started)
+        assert _error(X.reshape(-1, 4), layer.codebook) < 0.5 * random, "k-means has started the codes"
+
+
+def test_what_a_first_call_inside_says() -> None:
+    layer = VQbitLayer(8, 4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        jax.eval_shape(layer, X)
+        jax.eval_shape(layer, X)
+    texts = [str(one.message) for one in said if "VQbitLayer" in str(one.message)]
+    assert len(texts) == 2, "each once"
+    assert "random ones of its seed" in texts[0]
+    assert "layer.init(x=batch)" in texts[0]
+    assert "layer.apply(state, x, training=True)" in texts[1]
+
+
+@pytest.mark.newest
+@pytest.mark.filterwarnings("ignore:.*VQbitLayer")
+def test_a_training_loop_inside_jit() -> None:
+    """The encoder's weights by gradient, the codes by their averages: one compiled step, from an empty state."""
+    layer = VQbitLayer(4, 2, decay=0.8)
+    x = _normal(5, 64, 4)
+    weights, state = _normal(6, 4, 2), layer.init()
+
+    @jax.jit
+    def step(weights: jax.Array, state: VQbitState) -> Any:
+        def loss(weights: jax.Array) -> Any:
+            (_, _, metrics), new = layer.apply(state, x @ weights)
+            return metrics["loss"], new
+
+        (value, new), slope = jax.value_and_grad(loss, has_aux=True)(weights)
+        return weights - 0.1 * slope, new, value
+
+    losses = []
+    for _ in range(10):
+        weights, state, value = step(weights, state)
+        losses.append(float(value))
+    assert bool(state.started)
+    assert losses[-1] < losses[0]
+    layer.state = state
+    np.testing.assert_array_equal(jax.jit(layer)(x @ weights)[1], layer(x @ weights, training=False)[1])
 
 
 def test_use_jax_native_is_dispatch_and_false_is_xla() -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.context import current_target
@@ -30,9 +30,17 @@ KMEANS_STEPS = 10
 class VQbitLayer:
     """A codebook of `codebook_size` codes of `embedding_dim` numbers; calling it quantizes rows.
 
-    `layer(x)` returns (quantized, indices, metrics). The gradient passes through to x. Called on arrays, in training,
-    the layer updates its own `state`. Inside jit or grad the state is a constant and is not updated, which is said
-    once: there use the functional form, `layer.apply(state, x)`.
+    `layer(x)` returns (quantized, indices, metrics). The gradient passes through to x.
+
+    The layer has a `state`: the codes and their averages. Called on arrays, in training, it goes on with each call, and
+    the first call makes it of its batch. Inside jit, grad or vmap it is a constant: a function that is traced reads the
+    codes as they are then, a compiled one keeps those, and neither updates them nor can learn them by gradient, which
+    is said once. A first call there makes the state of the sizes and the seed alone: random codes, which is said too,
+    since k-means then waits for the first training call on arrays. `layer.state = layer.init(x=batch)` before gives
+    better ones. To train inside of jit use the functional form, whose state goes in and comes out:
+
+        state = layer.init()
+        (quantized, indices, metrics), state = jax.jit(layer.apply)(state, x)
 
     Args:
       codebook_size, embedding_dim: K and D, both 1 or more.
@@ -155,19 +163,24 @@ class VQbitLayer:
         """(quantized, indices, metrics) of x [..., D]; in training the layer's own state goes on."""
         x = as_array("VQbitLayer", "x", x)
         self._rows(x)
-        traced = isinstance(x, jax.core.Tracer)
-        if self._state is None:
-            if traced:
-                raise rule_error(
-                    "A layer makes its state from its first batch, outside of jit and grad",
-                    "a first call inside one",
-                    "set layer.state = layer.init(x=batch) before, or use layer.apply(state, x)",
-                )
+        # An array that a jitted function closes over is no tracer, and what is computed of it there is one.
+        traced = any(isinstance(one, jax.core.Tracer) for one in (x, jnp.zeros(())))
+        if self._state is None and traced:
+            # Numbers, whatever is being traced and over which axes: a tracer kept here would outlive its trace, and so
+            # would the type of an array made inside shard_map.
+            with jax.core.eval_context(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                self._state = self.init()
+        elif self._state is None:
             self._state = self.init(x=x)
         made, state = self.apply(self._state, x, training=training and not traced)
+        if traced and not bool(self._state.started):
+            self._say(
+                "This VQbitLayer is called inside jit, grad or vmap before any batch has given it codes: they are the "
+                "random ones of its seed. Set layer.state = layer.init(x=batch) before for the k-means centres of one."
+            )
         if traced and training:
             self._say(
-                "A VQbitLayer called inside jit or grad does not update its codebook, which is a constant there. "
+                "A VQbitLayer called inside jit, grad or vmap does not update its codebook, which is a constant there. "
                 "Use layer.apply(state, x, training=True), which returns the new state."
             )
         elif training:
