@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import logging
+import types
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from capibara.kernels.attention import by_level, sequence
 from capibara.kernels.attention.api import ATTENTION, attention
 from capibara.kernels.attention.chunks import ChunkConfig
 from capibara.kernels.attention.mask_shapes import mask_and_bias
+from capibara.kernels.linalg import levels
 from capibara.parallel import use_rules
 
 RNG = np.random.default_rng(0)
@@ -147,9 +149,12 @@ def test_aggressive_tunes_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from capibara.kernels import tuning
 
     tuned: list[Any] = []
-    monkeypatch.setattr(tuning, "autotune", lambda op, *operands, params: tuned.append((op.name, operands, params)))
-    monkeypatch.setattr(by_level, "_SEEN", set())
-    monkeypatch.setattr(by_level, "_TUNED", [])
+    nothing = types.SimpleNamespace(best=None, path=None)
+    monkeypatch.setattr(
+        tuning, "autotune", lambda op, *operands, params: tuned.append((op.name, operands, params)) or nothing
+    )
+    monkeypatch.setattr(levels, "_SEEN", set())
+    monkeypatch.setattr(levels, "_TUNED", [])
     made = ATTENTION.implementations["xla_chunked"]
     two = dataclasses.replace(made, candidates=lambda call: [ChunkConfig(n, n) for n in (8, 16)])
     monkeypatch.setitem(ATTENTION.implementations, "xla_chunked", two)

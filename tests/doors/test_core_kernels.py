@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +18,7 @@ import pytest
 import capibara.core.kernels
 import capibara.core.kernels.tpu_v4_wrappers
 from capibara.core.kernels import TPUv4Kernels
-from capibara.kernels import explain, interpret, target
+from capibara.kernels import explain, interpret, tables, target
 from capibara.kernels.dispatch import recording
 from capibara.kernels.linalg import levels
 from capibara.kernels.linalg.gemm.api import GEMM
@@ -109,7 +113,10 @@ def test_aggressive_tunes_a_shape_at_first_sight(monkeypatch: pytest.MonkeyPatch
     from capibara.kernels import tuning
 
     tuned: list[Any] = []
-    monkeypatch.setattr(tuning, "autotune", lambda op, *arrays, params: tuned.append((op.name, arrays, params)))
+    nothing = types.SimpleNamespace(best=None, path=None)
+    monkeypatch.setattr(
+        tuning, "autotune", lambda op, *arrays, params: tuned.append((op.name, arrays, params)) or nothing
+    )
     monkeypatch.setattr(levels, "_SEEN", set())
     monkeypatch.setattr(levels, "_TUNED", [])
     for level in ("none", "basic", "balanced"):
@@ -144,6 +151,39 @@ def test_what_was_tuned_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(got, EXACT[:8]) < BFLOAT16
     found = explain(product(TPUv4Kernels(optimization_level="balanced")), A[:8], B)
     assert "user's table measured it fastest for this call" in str(found)
+
+
+@pytest.mark.usefixtures("twin")
+def test_tuning_is_said_with_its_file_and_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Loudly once, and not again in a later process that finds the answer in the cache."""
+    monkeypatch.setenv("CAPIBARA_CACHE_DIR", str(tmp_path))
+    tables.forget()
+    for name, fresh in (("_SEEN", set()), ("_TUNED", []), ("_SAID", [])):
+        monkeypatch.setattr(levels, name, fresh)
+    kernels = TPUv4Kernels(optimization_level="aggressive")
+    with caplog.at_level(logging.INFO, "capibara.kernels"):
+        product(kernels)(A[:4], B)
+        product(kernels)(A[:2], B)
+    said = [(one.levelname, one.getMessage()) for one in caplog.records]
+    assert [level for level, _ in said] == ["WARNING", "WARNING", "INFO", "INFO"], said
+    (written,) = tmp_path.rglob("gemm.json")
+    before, after = said[0][1], said[1][1]
+    assert before.startswith("gemm(bf16[4,48] bf16[32,48]")
+    assert f"keeps the answer in {written}" in before
+    assert "optimization_level='balanced' does neither" in before
+    assert re.search(r"tuned in [\d.]+ s: fastest is \w+; written to " + re.escape(str(written)), after)
+    caplog.clear()
+    stamp = written.read_bytes()
+    for name, fresh in (("_SEEN", set()), ("_TUNED", []), ("_SAID", [])):
+        monkeypatch.setattr(levels, name, fresh)
+    tables.forget()
+    with caplog.at_level(logging.INFO, "capibara.kernels"):
+        product(kernels)(A[:4], B)
+        product(TPUv4Kernels(optimization_level="balanced"))(A[:7], B)
+    assert not caplog.records
+    assert written.read_bytes() == stamp
 
 
 @pytest.mark.newest

@@ -105,6 +105,16 @@ def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
     return None
 
 
+def has_own(call: Call, evidence: str) -> bool:
+    """Whether the user's own table has an answer to this very call, with `evidence` in what it says of itself."""
+    operands, params = tuple(map(describe, call.args)), _jsonable(call.tuning_key)
+    return any(
+        entry.source == "user's" and entry.operands == operands and _jsonable(entry.params) == params
+        for entry in entries(call.target.device_kind, call.op.name)
+        if evidence in entry.evidence
+    )
+
+
 def table_path(root: Path, device_kind: str, op: str) -> Path:
     return root / slug(device_kind) / f"{op}.json"
 

@@ -25,7 +25,9 @@ class TPUv4Kernels(LayerKernels, Figures):
     Args:
       precision: "bfloat16", "float32", "mixed" or "fp8": what operands are rounded to, and the results' type.
       optimization_level: "none" runs the specification, operation by operation; "basic" runs plain XLA;
-        "balanced" what dispatch picks; "aggressive" tunes a shape at its first sight, then as "balanced".
+        "balanced" what dispatch picks; "aggressive" tunes a shape at its first sight, then as "balanced". Tuning times
+        what there is to choose from, which takes seconds where there is a choice, and writes the answer to the user's
+        cache ($CAPIBARA_CACHE_DIR); the log says so. The other levels neither time nor write anything.
       enable_xla_fusion: True makes rounding, product and epilogue one program; False keeps XLA from fusing
         anything across a kernel's boundary.
       memory_layout_optimization: True reads transposed operands in place; False copies them into row-major

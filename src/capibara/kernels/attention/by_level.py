@@ -21,18 +21,15 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels import context, tables
+from capibara.kernels import tables
 from capibara.kernels.attention import inputs
 from capibara.kernels.attention.flash import flash_attention
 from capibara.kernels.attention.mask_shapes import mask_and_bias
-from capibara.kernels.dispatch import explain
 from capibara.kernels.draws import Draws
-from capibara.kernels.linalg.levels import Settings
+from capibara.kernels.linalg.levels import Settings, tune_once
 from capibara.kernels.linalg.placement import on_their_device
-from capibara.kernels.op import Call
 
 logger = logging.getLogger("capibara.kernels")
 
@@ -122,7 +119,8 @@ def attend(
         options=tuple(sorted(asked.items())),
     )
     if settings.optimization_level == "aggressive" and axis is None:
-        _tune_once(how, arrays)
+        names = tuple(arrays)
+        tune_once(how, lambda *xs: _attended(dict(zip(names, xs, strict=True)), how), tuple(arrays.values()))
     if not settings.compiled:
         return _attended(arrays, how)
     with on_their_device((q, k, v)):
@@ -234,44 +232,3 @@ def _dividing(names: tuple[str, ...], taken: str, size: int) -> tuple[str, ...] 
 @functools.cache
 def _say(what: str) -> None:
     logger.warning("%s (said once)", what)
-
-
-_SEEN: set[Any] = set()
-_TUNED: list[Call] = []
-
-
-def _tune_once(how: _How, arrays: dict[str, Any]) -> None:
-    """Time the implementations on this chip at the first sight of a call, and keep the answer in the user's table.
-
-    Nothing happens while something is traced, for a chip that is emulated or not attached, nor for arrays on several
-    devices. Masks, ids and seeds are tuned with values that hide nothing: what they hide is not part of a shape.
-    """
-    present = list(arrays.values())
-    if any(isinstance(x, jax.core.Tracer) or len(x.sharding.device_set) > 1 for x in present):
-        return
-    if context.explicit_target() is not None or context.current_interpret().mode != "off":
-        return
-    device = next(iter(arrays["query"].devices()))
-    key = (how, context.target_of(device), tuple((name, x.shape, x.dtype) for name, x in arrays.items()))
-    if key in _SEEN:
-        return
-    _SEEN.add(key)
-    with on_their_device(present):
-        (selection,) = explain(functools.partial(_attended, how=how), arrays).selections
-    call = selection.call
-    empty = any(0 in x.shape for x in call.args if x is not None)
-    taking = [i for i in call.op.implementations.values() if i.name != "reference" and i.refusal(call) is None]
-    if empty or call in _TUNED or sum(len(i.candidates(call)) for i in taking) < 2:
-        return
-    _TUNED.append(call)
-    # Here, because only this level tunes.
-    from capibara.kernels.tuning import autotune
-
-    with jax.default_device(device):
-        autotune(call.op, *map(_stand_in, call.args), params=call.changed_params)
-
-
-def _stand_in(x: Any) -> Any:
-    if x is None or jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return jnp.ones(x.shape, x.dtype) if x.dtype == jnp.bool_ else jnp.zeros(x.shape, x.dtype)

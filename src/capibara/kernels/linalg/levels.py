@@ -7,15 +7,19 @@
 | "balanced" | what dispatch picks | as one program |
 | "aggressive" | what dispatch picks after the shape was tuned, at its first sight | as one program |
 
-Tuning times every implementation that takes the call, on the device, and writes the answer to the user's
-cache, once a process for each shape. It happens outside of traces only: under jit, "aggressive" uses what was
-tuned before. Where one implementation alone takes a call, as on a CPU, there is nothing to tune.
+Tuning times every implementation that takes the call, on the device, which takes seconds, and writes the answer
+to the user's cache. It is said, the first time as a warning in the log and then at INFO: the op, the file, how
+long it took and what it found. A shape that the cache has an answer for, from this chip and this release of jax,
+is not tuned again. It happens outside of traces only: under jit, "aggressive" uses what was tuned before. Where
+one implementation alone takes a call, as on a CPU, there is nothing to tune. No other level tunes or writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -34,6 +38,8 @@ from capibara.kernels.linalg.placement import on_their_device, target_for
 from capibara.kernels.linalg.rounding import rounded
 from capibara.kernels.op import Call
 from capibara.kernels.operands import as_array
+
+logger = logging.getLogger("capibara.kernels")
 
 LEVELS: dict[str, str | None] = {"none": "reference", "basic": "xla", "balanced": None, "aggressive": None}
 """Level -> the implementation it forces; None leaves it to dispatch."""
@@ -216,12 +222,14 @@ def tune_once(what: Hashable, fn: Callable[..., Any], arrays: Sequence[Any]) -> 
     with on_their_device(present):
         calls = [selection.call for selection in explain(fn, *arrays).selections]
     for call in calls:
-        if call not in _TUNED and _choices(call) > 1:
+        ways = _choices(call)
+        if call not in _TUNED and ways > 1 and not tables.has_own(call, f"jax {jax.__version__},"):
             _TUNED.append(call)
-            _tune(call, next(iter(present[0].devices())))
+            _tune(call, ways, next(iter(present[0].devices())))
 
 
 _TUNED: list[Call] = []
+_SAID: list[Call] = []
 
 
 def _choices(call: Call) -> int:
@@ -232,14 +240,33 @@ def _choices(call: Call) -> int:
     return sum(len(i.candidates(call)) for i in taking)
 
 
-def _tune(call: Call, device: jax.Device) -> None:
+def _tune(call: Call, ways: int, device: jax.Device) -> None:
     # Here, because only this level tunes.
     from capibara.kernels.tuning import autotune
 
+    loud = logging.INFO if _SAID else logging.WARNING
+    _SAID.append(call)
+    logger.log(
+        loud,
+        "%s: optimization_level='aggressive' times the %d ways to run a shape on this %s when it first sees it, and "
+        "keeps the answer in %s. optimization_level='balanced' does neither%s.",
+        call,
+        ways,
+        call.target.device_kind,
+        tables.table_path(tables.cache_directory(), call.target.device_kind, call.op.name),
+        "" if loud == logging.INFO else "; later shapes are said at the log's level INFO",
+    )
+    started = time.perf_counter()
     with jax.default_device(device):
-        autotune(call.op, *map(_stand_in, call.args), params=call.changed_params)
+        report = autotune(call.op, *map(_stand_in, call.args), params=call.changed_params)
+    found = "no implementation gave the right result" if report.best is None else f"fastest is {report.best.name}"
+    kept = "nothing was written" if report.path is None else f"written to {report.path}"
+    logger.log(loud, "%s: tuned in %.1f s: %s; %s.", call, time.perf_counter() - started, found, kept)
 
 
 def _stand_in(x: Any) -> Any:
-    """Floats are drawn by the tuner. Seeds are not: any will do."""
-    return x if x is None or jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)
+    """Floats are drawn by the tuner. Ids and seeds are not: any will do; and masks hide nothing, since what they hide
+    is not part of a shape."""
+    if x is None or jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jnp.ones(x.shape, x.dtype) if x.dtype == jnp.bool_ else jnp.zeros(x.shape, x.dtype)
