@@ -163,7 +163,9 @@ def _read(
         if id(x) not in arrays:
             made = as_array(f"batch_operations({name!r})", what, x)
             if not jnp.issubdtype(made.dtype, jnp.floating) or made.ndim == 0:
-                raise rule_error(f"batch_operations({name!r}) takes float arrays", f"{what} {describe(made)}", "cast")
+                raise rule_error(
+                    f"batch_operations({name!r}) takes float arrays", f"{what} of {describe(made)}", "cast"
+                )
             arrays[id(x)] = made
         return arrays[id(x)]
 
@@ -181,7 +183,7 @@ def _read(
         if name == "matmul" and mine.get("b") is None:
             raise rule_error("matmul takes pairs (a, b), or a's and parameters={'b': b}", "no b", "pass one")
         vectors = {key: array(key, mine[key]) for key in operation.vectors if mine.get(key) is not None}
-        tensors.append({"x": array("a tensor of", x), **vectors})
+        tensors.append({"x": array("a tensor", x), **vectors})
         options.append({key: _option(key, value) for key, value in mine.items() if key in operation.options})
     return tensors, options
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from capibara.errors import rule_error
+from capibara.kernels.operands import as_array
 
 BLOCK = 128
 """Rows and columns of a TPU's matrix unit."""
@@ -23,7 +24,7 @@ def tile_layout(x: Shaped[Array, "b h w c"], block: int = BLOCK) -> Shaped[Array
     >>> tile_layout(jnp.ones((2, 200, 128, 3))).shape
     (2, 2, 1, 128, 128, 3)
     """
-    x = jnp.asarray(x)
+    x = as_array("tile_layout", "x", x)
     _check_block(block)
     if x.ndim != 4:
         raise rule_error("tile_layout takes [batch, height, width, channels]", f"{x.ndim} axes {x.shape}", "reshape it")

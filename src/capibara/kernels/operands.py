@@ -22,7 +22,25 @@ def as_array(what: str, name: str, x: Any, *, optional: bool = False) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:  # None is the latter
-        raise rule_error(f"{what} takes arrays", f"{name} of type {type(x).__name__}", "pass an array") from error
+        raise no_array(f"{what} takes arrays", name, x) from error
+
+
+def no_array(rule: str, name: str, x: Any) -> ValueError:
+    """The error for what is no array of numbers: an array of text or objects, a list that is none, or no array at all.
+
+    >>> no_array("gemm takes arrays", "a", np.array(["x"]))
+    ValueError("gemm takes arrays. Got a of <U1[1], which is no type of numbers. Fix: convert it, e.g. with \
+.astype('float32').")
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is not None:
+        shape = ",".join(map(str, getattr(x, "shape", ())))
+        return rule_error(
+            rule, f"{name} of {dtype}[{shape}], which is no type of numbers", "convert it, e.g. with .astype('float32')"
+        )
+    lists = isinstance(x, list | tuple)
+    fix = "pass an array of numbers" + (", or lists of them in which every row is as long" if lists else "")
+    return rule_error(rule, f"{name} of type {type(x).__name__}", fix)
 
 
 def as_dtype(name: str, given: Any) -> np.dtype[Any]:

@@ -38,6 +38,7 @@ from capibara.kernels.linalg.levels import LEVELS, Settings, tune_once
 from capibara.kernels.linalg.placement import on_their_device
 from capibara.kernels.linalg.rounding import rounded
 from capibara.kernels.op import describe
+from capibara.kernels.operands import no_array
 
 logger = logging.getLogger("capibara.kernels")
 
@@ -108,7 +109,7 @@ def array(name: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:  # None is the latter
-        raise rule_error(f"{name} is an array", f"a {type(x).__name__}", "pass an array") from error
+        raise no_array(f"{name} is an array", name, x) from error
 
 
 def number(name: str, x: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from capibara.errors import rule_error
 from capibara.kernels.held import held_at
 from capibara.kernels.layers.moe.expert_parallel import EXPERT_WEIGHTS, expert_parallel_moe
 from capibara.kernels.layers.moe.layer import moe_layer
+from capibara.kernels.operands import as_array
 
 ALL, FIRST, NONE = "all", "first", "none"
 
@@ -37,6 +39,7 @@ def in_precision(
     if precision is None:
         return fn(*arrays, **options)
     policy = precisions.policy(precision)
+    arrays = tuple(_numbers(fn, i, x) if i in rounds else x for i, x in enumerate(arrays))
     given = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     static = {name: x for name, x in options.items() if name not in given}
     rounded = tuple(policy.cast_to_compute(x) if i in rounds else x for i, x in enumerate(arrays))
@@ -56,6 +59,18 @@ def in_precision(
     if results == FIRST:
         return (policy.cast_to_output(made[0]), *made[1:])
     return policy.cast_to_output(made)
+
+
+def _numbers(fn: Callable[..., Any], index: int, tree: Any) -> Any:
+    """The arrays that `fn`'s argument of this index holds, or an error that names both."""
+
+    def one(path: Any, x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            return x
+        name = list(inspect.signature(fn).parameters)[index]
+        return as_array(getattr(fn, "__name__", "this function"), f"{name}{jax.tree_util.keystr(path)}", x)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, list))
 
 
 def moe_in_precision(
@@ -87,7 +102,7 @@ def moe_in_precision(
     experts = {name: value for name, value in params.items() if name in EXPERT_WEIGHTS}
     others = {name: value for name, value in params.items() if name not in EXPERT_WEIGHTS}
 
-    def run(experts: Any, others: Any, x: Any, **options: Any) -> Any:
-        return fn({**others, **experts}, jnp.asarray(x), **options)
+    def moe(experts: Any, others: Any, x: Any, **options: Any) -> Any:
+        return fn({**others, **experts}, as_array("moe_layer", "x", x), **options)
 
-    return in_precision(run, precision, (experts, others, x), rounds=(0, 2), results=FIRST, **options)
+    return in_precision(moe, precision, (experts, others, x), rounds=(0, 2), results=FIRST, **options)

@@ -20,11 +20,12 @@ from capibara.errors import rule_error
 from capibara.kernels import tables, transforms, vmem
 from capibara.kernels.dispatch import select
 from capibara.kernels.linalg.gemm import pallas_tpu
-from capibara.kernels.linalg.gemm.api import DTYPES, GEMM, gemm
+from capibara.kernels.linalg.gemm.api import DTYPES, GEMM, gemm, leading_axes
 from capibara.kernels.linalg.gemm.reference import epilogue
 from capibara.kernels.linalg.placement import on_their_device, target_for
 from capibara.kernels.linalg.rounding import rounded
 from capibara.kernels.op import Call
+from capibara.kernels.operands import as_array
 
 logger = logging.getLogger("capibara.kernels")
 
@@ -81,7 +82,7 @@ def gemm_tiled(
     if not isinstance(block_size, int | np.integer) or block_size <= 0 or block_size % LANES:
         raise rule_error(f"block_size is a positive multiple of {LANES}", repr(block_size), f"use {LANES} or 256")
     block = int(block_size)
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    a, b = as_array("gemm", "a", a), as_array("gemm", "b", b)
     out = jnp.result_type(a, b)
     if use_bfloat16 and jnp.issubdtype(out, jnp.floating):
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
@@ -131,6 +132,7 @@ def _blocked(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
+    bias, residual = (as_array("gemm", name, x, optional=True) for name, x in (("bias", bias), ("residual", residual)))
     given = {
         "bias": bias,
         "residual": residual,
@@ -138,7 +140,7 @@ def _blocked(
         "transpose_b": transpose_b,
         "activation": activation,
     }
-    a, b = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b))
+    a, b = as_array("gemm", "a", a), as_array("gemm", "b", b)
     # The operands are rounded whole: fp8 has one scale for all blocks.
     a, b, precision, out = rounded(a, b, precision, out_dtype)
     takes = all(np.dtype(x.dtype).name in DTYPES and x.ndim >= 2 for x in (a, b))
@@ -163,7 +165,7 @@ def _blocked(
 
 def _call(a: Any, b: Any, given: dict[str, Any], precision: str | None, out: str | None) -> Call:
     """The call that gemm makes of these: leading axes are folded into one."""
-    count = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    count = math.prod(leading_axes(a, b))
 
     def folded(x: Any) -> Any:
         if x is None or x.ndim <= 2:

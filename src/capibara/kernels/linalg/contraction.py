@@ -64,7 +64,13 @@ def plan(equation: str, shapes: tuple[tuple[int, ...], ...], optimize: str | boo
     """The steps of `equation` on operands of these shapes."""
     if optimize not in OPTIMIZE:
         raise unknown_name("optimize", optimize, OPTIMIZE)
-    inputs, output, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    try:
+        inputs, output, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    except ValueError as error:
+        raise rule_error(
+            "An einsum's equation has a term of letters for each operand, and '->' before the output's",
+            f"{equation!r} for {len(shapes)} operands ({str(error).rstrip('.')})", 'write e.g. "ij,jk->ik"',
+        ) from error  # fmt: skip
     terms = inputs.split(",")
     sizes = _sizes(equation, terms, shapes)
     squeezed = tuple(

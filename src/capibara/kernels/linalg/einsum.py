@@ -20,6 +20,7 @@ from capibara.kernels.linalg.contraction import Chunks, Plan, Step, chunked, pla
 from capibara.kernels.linalg.gemm.api import LAX_PRECISIONS
 from capibara.kernels.linalg.pairwise import How, contract_pair, plain
 from capibara.kernels.linalg.placement import on_their_device
+from capibara.kernels.operands import as_array
 
 MEMORY_FRACTION = 4
 """By default an intermediate may take one part in so many of the device's memory."""
@@ -64,7 +65,7 @@ def contract_as(
     compiled: bool = True,
 ) -> jax.Array:
     """`contract` with each product run as `how` says; step by step if not `compiled` and not traced."""
-    arrays = tuple(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands)
+    arrays = tuple(as_array("einsum", f"operand {i}", x) for i, x in enumerate(operands))
     how = typed(how, arrays)
     made = planned(equation, arrays, how, optimize, limit)
     if not compiled:

@@ -180,6 +180,8 @@ def gemm(
     (2, 4)
     """
     a, b = as_array("gemm", "a", a), as_array("gemm", "b", b)
+    bias = as_array("gemm", "bias", bias, optional=True)
+    residual = as_array("gemm", "residual", residual, optional=True)
     out = None if out_dtype is None else as_dtype("out_dtype", out_dtype).name
     if precision is not None and precision not in LAX_PRECISIONS:
         policy = precisions.policy(precision)
@@ -206,13 +208,29 @@ def gemm(
     return _with_leading_axes(a, b, bias, residual, params, implementation, config)
 
 
+def leading_axes(a: Any, b: Any) -> tuple[int, ...]:
+    """What the axes before the matrices broadcast to."""
+    try:
+        return np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError as error:
+        raise rule_error(
+            "The leading axes of a and b, before their matrices, are equal or 1, counted from the last",
+            f"{a.shape[:-2]} and {b.shape[:-2]} ({describe(a)} {describe(b)})",
+            "reshape or broadcast one of them",
+        ) from error
+
+
 def _with_leading_axes(
     a: jax.Array, b: jax.Array, bias: Any, residual: Any, params: dict[str, Any], implementation: Any, config: Any
 ) -> jax.Array:
     """Any number of leading axes, folded into the rows where that needs no copy, else into one batch axis."""
     if a.ndim < 2 or b.ndim < 2:
         GEMM.call(a, b, bias, residual, **params)  # raises, naming the operand
-    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    lead = leading_axes(a, b)
+    if residual is not None and residual.ndim < 2:
+        raise rule_error(
+            "The residual has the output's shape, matrices [..., M, N]", describe(residual), "broadcast it first"
+        )
     keep = {"implementation": implementation, "config": config}
     if b.ndim == 2 and not params.get("transpose_a") and (bias is None or bias.ndim == 1):
         rows = a.reshape(-1, a.shape[-1])

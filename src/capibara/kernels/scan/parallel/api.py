@@ -14,6 +14,7 @@ import jax
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels import dispatch
 from capibara.kernels.context import current_target
+from capibara.kernels.operands import no_array
 from capibara.kernels.scan.parallel import diagonal, matrix, plan, sequential
 from capibara.kernels.scan.parallel.plan import PATHS, ScanPlan
 from capibara.kernels.scan.parallel.step import Step, trace
@@ -166,8 +167,8 @@ def _check(f: Any, init: Any, xs: Any, num_segments: Any, path: str | None) -> N
             try:
                 jax.typeof(leaf)
             except TypeError as error:
-                told = f"{name}{jax.tree_util.keystr(where)} of type {type(leaf).__name__}"
-                raise rule_error("parallel_scan takes trees of arrays", told, "pass arrays") from error
+                leaf_name = f"{name}{jax.tree_util.keystr(where)}"
+                raise no_array("parallel_scan takes trees of arrays", leaf_name, leaf) from error
     try:
         wrong = num_segments is not None and (isinstance(num_segments, bool) or operator.index(num_segments) < 1)
     except TypeError:  # also of what is traced
