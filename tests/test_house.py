@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 
 # Each room may import from its own line and the lines above it.
 ORDER = [
-    ["_version", "distribution", "errors"],
+    ["_version", "distribution", "errors", "to_come"],
     ["precision", "user_file"],
     ["hardware"],
     ["kernels"],

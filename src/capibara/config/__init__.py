@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from capibara import to_come
+
 if TYPE_CHECKING:
     from capibara.config import tpu_config as tpu_config
     from capibara.config.tpu_config import TPUConfig as TPUConfig
 
 __all__ = ["TPUConfig", "tpu_config"]
+
+to_come.announce(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -17,9 +21,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "TPUConfig":
         return importlib.import_module(f"{__name__}.tpu_config").TPUConfig
-    if name == "ModularModelConfig":
-        raise AttributeError(f"{__name__}.{name} is not implemented yet in this version")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise to_come.no_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from capibara.jax import tpu_v4 as tpu_v4
     from capibara.jax.tpu_v4 import optimizations as tpu_v4_optimizations  # noqa: F401
 
+from capibara import to_come
 from capibara.jax import _alias
 from capibara.jax._config import config as config
 from capibara.jax._information import get_backend_info as get_backend_info
 from capibara.jax._information import get_optimization_status as get_optimization_status
 
 _alias.install()
+to_come.announce(__name__)
 _alias.adopt(
     __name__,
     own=("config", "get_backend_info", "get_optimization_status"),

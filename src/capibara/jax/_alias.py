@@ -21,6 +21,7 @@ from typing import Any
 from capibara.jax._changed import CHANGED, dispatching
 from capibara.jax._compat import MODULES, NAMES, Gone, warn_once
 from capibara.jax._targets import load
+from capibara.to_come import TO_COME, no_attribute
 
 __all__ = ["ALIASED", "AliasModule", "adopt", "install"]
 
@@ -67,6 +68,8 @@ class AliasModule(ModuleType):
             return load(NAMES[path].new)
         if path in MODULES:
             return importlib.import_module(f"{_PREFIX}.{path}")
+        if name in TO_COME.get(self.__name__, ()):
+            raise no_attribute(self.__name__, name)
         raise AttributeError(_unknown(self, name, said))
 
     def __setattr__(self, name: str, value: Any) -> None:

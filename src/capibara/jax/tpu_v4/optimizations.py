@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from capibara import to_come
 from capibara.jax._information import get_optimization_status
 from capibara.parallel.context import tpu_v4_optimization_context
 
@@ -19,21 +20,7 @@ __all__ = [
     "tpu_v4_optimization_context",
 ]
 
-_PLANNED = frozenset(
-    {
-        "HBMOptimizer",
-        "TpuCompilationConfig",
-        "TpuMemoryManager",
-        "TpuMemoryMonitor",
-        "TpuPerformanceProfiler",
-        "TpuProfiler",
-        "TpuWarmupManager",
-        "create_jitted_forward",
-        "create_optimized_cache",
-        "create_tpu_optimized_jit",
-    }
-)
-
+to_come.announce(__name__)
 
 # They import jax and the cost model, so they load when they are first used.
 _SHARDING = {"create_mesh_sharding": "model_sharding", "optimize_sharding_strategy": "planner"}
@@ -42,9 +29,7 @@ _SHARDING = {"create_mesh_sharding": "model_sharding", "optimize_sharding_strate
 def __getattr__(name: str) -> Any:
     if name in _SHARDING:
         return getattr(importlib.import_module(f"capibara.parallel.{_SHARDING[name]}"), name)
-    if name in _PLANNED:
-        raise AttributeError(f"{__name__}.{name} is not implemented yet in this version")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise to_come.no_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

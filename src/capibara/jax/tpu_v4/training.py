@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from capibara import to_come
 from capibara.parallel.training_mesh import create_training_mesh, training_mesh_config
 
 __all__ = ["create_training_mesh", "training_mesh_config"]
 
+to_come.announce(__name__)
+
 
 def __getattr__(name: str) -> Any:
-    if name == "TpuDistributedTrainer":
-        raise AttributeError(f"{__name__}.{name} is not implemented yet in this version")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise to_come.no_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:
