@@ -3,25 +3,32 @@
     python tools/contract_table.py           write the table
     python tools/contract_table.py --check   exit 1, with the difference, when the table is out of date
 
-The state of a name is computed by importing it and reading its signature, never written by hand:
-"there", "partial: ..." when it lacks a documented keyword or field, or "missing".
+The state of a name is computed, never written by hand: it is imported, its signature is read, and a call of it with
+the documented keywords and values (tools/contract_calls.py) is run. "there" means that the call ran; "partial: ..."
+that the name lacks a documented keyword or field, that its call fails, or that there is none; "missing" that it does
+not import.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.machinery
+import importlib.util
 import inspect
+import os
 import sys
+import tempfile
 import textwrap
 import tomllib
+import traceback
 import typing
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "contract.toml"
 TABLE = ROOT / "docs" / "contract.md"
+CALLS = ROOT / "tools" / "contract_calls.py"
 
 THERE = "there"
 MISSING = "missing"
@@ -175,8 +183,88 @@ def lacking_fields(obj: Any, fields: Sequence[str]) -> list[str]:
     return [name for name in fields if not hasattr(result, name) and _declared(result, name) is None]
 
 
-def state(entry: Entry, root: Path = ROOT) -> str:
-    """ "there", "partial: why" or "missing"."""
+@dataclass(frozen=True)
+class Shown:
+    """A call that was run for some names, and what came of it."""
+
+    run: Callable[[], None]
+    error: str | None
+
+    def lacking(self, entry: Entry) -> list[str]:
+        """What of the entry its source does not have: the name itself, or a documented keyword of it."""
+        tree = ast.parse(textwrap.dedent(inspect.getsource(self.run)))
+        module, _, names = entry.path.partition(":")
+        if not names:
+            return [] if module in _imported(tree) else [f"import of {module}"]
+        name = names.rpartition(".")[2]
+        called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        if name == "__call__":  # of an object, which has a name of its own
+            own = [node for node in called if isinstance(node.func, ast.Name)]
+        else:
+            own = [node for node in called if name in (getattr(node.func, "id", ""), getattr(node.func, "attr", ""))]
+            if name not in {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}:
+                return [name]
+        passed = {keyword.arg for node in own for keyword in node.keywords}
+        return [f"keyword {word}" for word in entry.keywords if word not in passed]
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def run_calls(path: Path) -> dict[str, Shown]:
+    """Run every call of the file: the documented path -> what came of the call that shows it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where inspect looks for a function's source
+    spec.loader.exec_module(module)
+    shown: dict[str, Shown] = {}
+    for run, paths in module.CALLS.items():
+        error = None
+        try:
+            with _own_cache(), warnings.catch_warnings():
+                # Names kept for older code, and what a layer says of itself: that is what they are for.
+                warnings.simplefilter("ignore")
+                run()
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the table says it
+            traceback.print_exc()
+            text = (str(caught).strip() or "no text").splitlines()[0]
+            error = f"{type(caught).__name__}: {text[:160]}".replace("|", "/")
+        for path_shown in paths:
+            if path_shown in shown:
+                raise ValueError(f"A name has one call. Got two of {path_shown}.")
+            shown[path_shown] = Shown(run, error)
+    return shown
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
+    """A folder for what a call tunes, instead of the user's own."""
+    from capibara.kernels import tables
+
+    kept = os.environ.get("CAPIBARA_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CAPIBARA_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            if kept is None:
+                del os.environ["CAPIBARA_CACHE_DIR"]
+            else:
+                os.environ["CAPIBARA_CACHE_DIR"] = kept
+            tables.forget()
+
+
+def state(entry: Entry, root: Path = ROOT, shown: Mapping[str, Shown] | None = None) -> str:
+    """ "there", "partial: why" or "missing"; `shown` are the calls that were run, None leaves them aside."""
     if entry.file:
         path = root / entry.file
         present = any(path.glob("**/*.py")) if path.is_dir() else path.is_file()
@@ -197,7 +285,15 @@ def state(entry: Entry, root: Path = ROOT) -> str:
         except (TypeError, ValueError):
             return "partial: no signature to read"
     lacks += [f"field {name}" for name in lacking_fields(found, entry.gives)]
-    return f"partial: lacks {', '.join(lacks)}" if lacks else THERE
+    if lacks or shown is None:
+        return f"partial: lacks {', '.join(lacks)}" if lacks else THERE
+    call = shown.get(entry.path)
+    if call is None:
+        return "partial: no call of it is run"
+    if call.error is not None:
+        return f"partial: its call fails: {call.error}"
+    left_out = call.lacking(entry)
+    return f"partial: its call leaves out {', '.join(left_out)}" if left_out else THERE
 
 
 def _counts(states: Sequence[str]) -> tuple[int, int, int]:
@@ -207,7 +303,8 @@ def _counts(states: Sequence[str]) -> tuple[int, int, int]:
 
 def render(sections: Sequence[Section], root: Path = ROOT) -> str:
     """The whole of contract.md."""
-    states = {entry: state(entry, root) for one in sections for entry in one.entries}
+    shown = run_calls(CALLS)
+    states = {entry: state(entry, root, shown) for one in sections for entry in one.entries}
     there, partial, missing = _counts(list(states.values()))
     lines = [
         "# The documented names",
@@ -216,9 +313,11 @@ def render(sections: Sequence[Section], root: Path = ROOT) -> str:
         "",
         f"{len(states)} names: {there} there, {partial} partial, {missing} missing.",
         "",
-        "*there*: it imports, and its signature takes every documented keyword by name. *partial*: it",
-        "imports and lacks what is named. *missing*: it does not import yet. What a name does is tested",
-        "elsewhere.",
+        "*there*: it imports, its signature takes every documented keyword by name, and a call of it with the",
+        "documented keywords and values ran when this table was written (tools/contract_calls.py: operands are",
+        "smaller than the documents', devices are 32 virtual ones; a file or folder is there). *partial*: it",
+        "imports, and what is named is wrong with it. *missing*: it does not import yet. Whether results are right",
+        "is tested elsewhere.",
         "",
         "| section | names | there | partial | missing |",
         "|---|---:|---:|---:|---:|",
@@ -258,6 +357,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write docs/contract.md from the code as it is.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when it is out of date")
     options = parser.parse_args(arguments)
+    if "jax" not in sys.modules:
+        # The documents' pod has 32 devices; XLA reads this when jax first starts.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=32"
     wanted = render(load(DATA.read_text(encoding="utf-8")))
     if not options.check:
         TABLE.write_text(wanted, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,6 +99,43 @@ HERE = __name__
 def test_the_table_is_current() -> None:
     changes = tool.difference(tool.render(tool.load(tool.DATA.read_text(encoding="utf-8"))))
     assert changes == "", "run: python tools/contract_table.py"
+
+
+def calls_of(folder: Path, body: str, paths: tuple[str, ...] = ("capibara.errors:rule_error",)) -> Path:
+    """A file of one call that shows these paths."""
+    path = folder / "some_calls.py"
+    path.write_text(f"def call():\n    {body}\n\n\nCALLS = {{call: {paths!r}}}\n")
+    return path
+
+
+IMPORT = "from capibara.errors import rule_error"
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("body", "state"),
+    [
+        (f"{IMPORT}; rule_error(rule='', arrived=1, fix='')", "there"),
+        (f"{IMPORT}; rule_error('', arrived=1, fix='')", "partial: its call leaves out keyword rule"),
+        ("import capibara.errors", "partial: its call leaves out rule_error"),
+        ("raise TypeError('a\\nb')", "partial: its call fails: TypeError: a"),
+        ("assert False", "partial: its call fails: AssertionError: no text"),
+    ],
+)
+def test_there_means_that_the_call_ran(body: str, state: str, tmp_path: Path) -> None:
+    entry = tool.Entry(issue="i", path="capibara.errors:rule_error", keywords=("rule", "arrived", "fix"))
+    assert tool.state(entry, shown=tool.run_calls(calls_of(tmp_path, body))) == state
+    other = tool.Entry(issue="i", path="capibara.errors:TPUError")
+    assert tool.state(other, shown={}) == "partial: no call of it is run"
+
+
+def test_calls_tune_into_a_folder_of_their_own(tmp_path: Path) -> None:
+    before, seen = os.environ["CAPIBARA_CACHE_DIR"], tmp_path / "seen"
+    body = f"import os, pathlib; pathlib.Path({str(seen)!r}).write_text(os.environ['CAPIBARA_CACHE_DIR'])"
+    tool.run_calls(calls_of(tmp_path, body))
+    assert seen.read_text() != before
+    assert not Path(seen.read_text()).exists()
+    assert os.environ["CAPIBARA_CACHE_DIR"] == before
 
 
 @pytest.mark.newest
@@ -210,6 +248,9 @@ def test_check_exits_1_with_the_difference(
     data.write_text(data_with('{ path = "capibara.errors:rule_error", issue = "i" }'))
     monkeypatch.setattr(tool, "DATA", data)
     monkeypatch.setattr(tool, "TABLE", table)
+    monkeypatch.setattr(
+        tool, "CALLS", calls_of(tmp_path, "from capibara.errors import rule_error; rule_error('', 1, '')")
+    )
     assert tool.main([]) == 0
     assert tool.main(["--check"]) == 0
     assert "1 names: 1 there, 0 partial, 0 missing." in table.read_text()
