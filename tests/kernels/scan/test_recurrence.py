@@ -12,10 +12,12 @@ import pytest
 from capibara.errors import ImplementationRefused
 from capibara.kernels import explain, interpret, target
 from capibara.kernels.check import check
+from capibara.kernels.dispatch import run
 from capibara.kernels.scan import LINEAR_RECURRENCE, LINEAR_RECURRENCE_GRAD, linear_recurrence
 from capibara.kernels.scan.recurrence.cases import LOWERED, draw_complex, draw_complex_decay, draw_decay
 from capibara.kernels.scan.recurrence.pallas_gpu_ring import TileConfig, Walk
 from capibara.kernels.scan.recurrence.pallas_tpu_tiles import BlockConfig
+from capibara.kernels.scan.recurrence.reference import reference_grad
 from capibara.kernels.scan.recurrence.xla import ChunkConfig
 
 EVERYWHERE = ("xla", "pallas_tpu", "reference")
@@ -297,3 +299,55 @@ def test_flags_and_axes_of_numpy() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             linear_recurrence(a, b, **options)
+
+
+def _extremes() -> tuple[Any, Any, Any]:
+    """A channel each: products of decays that overflow and that vanish where no state does, and what is not finite."""
+    rng = np.random.default_rng(3)
+    a, b = rng.uniform(0.5, 1.0, (1, 600, 8)), rng.standard_normal((1, 600, 8))
+    initial = np.zeros((1, 8))
+    a[..., 0], b[:, :-3, 0] = 1.5, 0.0  # 1.5^600 is not finite, and the state is zero until the end
+    a[:, :150, 1], a[:, 150:300, 1], b[:, :300, 1] = 0.5, 2.0, 0.0  # down by 2^150 and up again
+    initial[:, 1] = 2.0**100
+    a[:, 100:103, 2], a[:, 103:106, 2], b[:, 96:112, 2] = 1e20, 1e-20, 0.0
+    b[:, 300, 3], b[:, 310, 4] = np.nan, np.inf  # a NaN stays one, an infinity is carried on ...
+    a[:, 400, 4] = 0.0  # ... until a decay of zero makes it NaN
+    a[:, 50, 5], b[:, 50, 5] = np.inf, 0.0
+    a[..., 6], b[..., 6], initial[:, 6] = 1.25, -0.25, 1.0  # stays at 1, as the difference of two that grow
+    return tuple(jnp.asarray(x, "float32") for x in (a, b, initial))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("name", "config"), [("xla", ChunkConfig(8, True)), ("pallas_tpu", BlockConfig(64, 8, 16))])
+def test_decays_that_grow_and_states_that_are_not_finite(name: str, config: Any, reverse: bool) -> None:
+    """What the reference gives, one step after another, forwards and in the gradients, without and with such states."""
+    a, b, initial = _extremes()
+    if reverse:
+        a, b = a[:, ::-1], b[:, ::-1]
+    options: dict[str, Any] = {"reverse": reverse, "return_final": True, "implementation": name, "config": config}
+    plain = {**options, "implementation": "reference", "config": None}
+    with interpret("hlo"):
+        for got, wanted in zip(
+            linear_recurrence(a, b, initial, **options), linear_recurrence(a, b, initial, **plain), strict=True
+        ):
+            # One by one here and there: the same sums, up to whether a product and a sum are rounded once or twice.
+            np.testing.assert_allclose(got, wanted, rtol=2e-4)
+
+        def slopes(chosen: dict[str, Any]) -> Any:
+            total = lambda *xs: linear_recurrence(*xs, **chosen)[0].sum()  # noqa: E731
+            return jax.grad(total, (0, 1, 2))(a, b, initial)
+
+        for got, wanted in zip(slopes(options), slopes(plain), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
+
+
+def test_the_first_step_of_a_backward_scan_is_the_last_row_of_a_chunk() -> None:
+    """The chunk behind it is past the end of time: its gradient reads the initial state, and nobody's memory."""
+    a, h, initial, d_h = _decay(1, 24, 4), _normal(1, 24, 4), _normal(1, 4, seed=1), _normal(1, 24, 4, seed=2)
+    with interpret("hlo"):
+        options = {"implementation": "pallas_tpu", "config": BlockConfig(16, 4, 8)}
+        (da, *_) = run(LINEAR_RECURRENCE_GRAD, (a, h, initial, d_h), {"reverse": True}, **options)
+    (wanted, *_) = reference_grad(a, h, initial, d_h, reverse=True)
+    # 24 steps of two roundings of 2^-24 each, of products of numbers up to about 10.
+    np.testing.assert_allclose(da, wanted, atol=24 * 2 * 2**-24 * 10)

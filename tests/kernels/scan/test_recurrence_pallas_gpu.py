@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from capibara.kernels.check import check_output, expected
@@ -14,6 +16,7 @@ from capibara.kernels.scan.recurrence.cases import LOWERED, _case, grad_case
 from capibara.kernels.scan.recurrence.pallas_gpu import mosaic_gpu
 from capibara.kernels.scan.recurrence.pallas_gpu_grad import mosaic_gpu_grad
 from capibara.kernels.scan.recurrence.pallas_gpu_ring import TileConfig
+from capibara.kernels.scan.recurrence.reference import reference, reference_grad
 
 pytestmark = pytest.mark.newest
 
@@ -40,3 +43,25 @@ def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: TileC
 
     right(LINEAR_RECURRENCE, mosaic_gpu, case)
     right(LINEAR_RECURRENCE_GRAD, mosaic_gpu_grad, grad_case(case))
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_segments_whose_products_overflow(emulated_hopper: Callable[..., Any], grows: bool) -> None:
+    """Eight decays of 1e5 are not finite: all of time in one piece; and what is not finite stays so in its channel."""
+    a, b = np.full((1, 24, 128), 0.5, "float32"), np.ones((1, 24, 128), "float32")
+    if grows:
+        a[..., 3], b[:, :-2, 3] = 1e5, 0.0
+    else:
+        b[:, 5, 4] = np.inf
+        a[:, 20, 4] = 0.0
+    cut = TileConfig(4, 2, segments=3)
+    arrays, params = (jnp.asarray(a), jnp.asarray(b)), {"reverse": False, "return_final": True}
+    for got, wanted in zip(
+        emulated_hopper(mosaic_gpu, *arrays, config=cut, **params), reference(*arrays, **params), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    h = reference(*arrays)
+    operands = (arrays[0], h, None, arrays[1])
+    got = emulated_hopper(mosaic_gpu_grad, *operands, config=cut, reverse=False)
+    for one, wanted in zip(got[:2], reference_grad(*operands)[:2], strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-6)

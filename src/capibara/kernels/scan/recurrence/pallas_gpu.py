@@ -4,11 +4,13 @@ A program is one warpgroup, a thread of it owns a channel and keeps its state in
 by the copy engine, several ahead, so that enough is on its way to keep the memory busy; h leaves by it as well, from
 two buffers in turn. Where batch and channels give fewer programs than the chip has multiprocessors, time is cut into
 segments: a first kernel reads a and b and gives each segment's product of decays and its state from a start at zero,
-XLA links those, and the kernel proper computes all segments side by side.
+XLA links those, and the kernel proper computes all segments side by side. Where the segments do not meet (products of
+decays overflowed; see `xla`), the kernel runs once more over all of time in one piece.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,9 +44,9 @@ from capibara.kernels.scan.recurrence.pallas_gpu_ring import (
 )
 from capibara.kernels.scan.recurrence.planes import Number, join, split, store
 from capibara.kernels.scan.recurrence.reference import shifted, start_of, state_type
-from capibara.kernels.transforms import out_struct
+from capibara.kernels.transforms import out_struct, vary_like
 
-LINK = xla.ChunkConfig(8, parallel=True)  # how the states between segments, a small recurrence, are computed
+LINK = 8  # steps of XLA's segments of the states between segments, which are a small recurrence
 
 
 def candidates(call: Call) -> Sequence[TileConfig]:
@@ -146,7 +148,7 @@ def launch(
         grid_names=("batch", "column"),
         compiler_params=COMPILER_PARAMS,
     )(*jax.tree.leaves(given))
-    return jax.tree.unflatten(jax.tree.structure(made), results)
+    return jax.tree.unflatten(jax.tree.structure(made), [vary_like(x, like) for x in results])
 
 
 def state_struct(like: Number) -> Number:
@@ -160,8 +162,8 @@ def whole_struct(like: Number) -> Number:
 
 def segment_starts(
     a: jax.Array, b: jax.Array, start: jax.Array, config: TileConfig, *, reverse: bool, multiply_last: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """The state before each segment [batch · segments, channels], and the one after the last [batch, channels].
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The state before each segment [batch · segments, channels], after each, and after the last [batch, channels].
 
     a and b have the segments in the batch already. With `multiply_last` a step is a · (state + b).
     """
@@ -170,8 +172,18 @@ def segment_starts(
     state = state_struct(given[1])
     ends = launch(_ends_program, given, (state, state), config, backwards=reverse, multiply_last=multiply_last)
     products, states = (join(x).reshape(-1, config.segments, channels) for x in ends)
-    linked, final = xla.xla(products, states, start, config=LINK, reverse=reverse, return_final=True)
-    return shifted(linked, start, reverse).reshape(rows, channels), final
+    linked, final, _ = xla.segments(products, states, start, LINK, reverse)
+    return shifted(linked, start, reverse).reshape(rows, channels), linked.reshape(rows, channels), final
+
+
+def segments_met(starts: jax.Array, linked: jax.Array, computed: jax.Array, segments: int, length: int) -> jax.Array:
+    """Whether the kernel proper came to the states that the segments were linked by, all [batch · segments, channels].
+
+    The largest state is looked for at the segments' ends alone: where it lies inside of one, and its rounding is seen
+    at the end, the time of one more pass is lost and nothing else.
+    """
+    starts, linked, computed = (x.reshape(-1, segments, x.shape[-1]) for x in (starts, linked, computed))
+    return xla.segments_meet(linked, computed, jnp.maximum(jnp.abs(starts), jnp.abs(computed)), length)
 
 
 def in_segments(x: jax.Array, config: TileConfig) -> jax.Array:
@@ -185,17 +197,23 @@ def mosaic_gpu(
 ) -> Any:  # fmt: skip
     """The forward pass as one kernel over (batch, channels), or two where time is cut; see the module's text."""
     check_config(config, *b.shape[1:])
-    shape, wide, final = b.shape, state_type(b), None
-    start = None if initial is None else initial.astype(wide)
-    if config.segments > 1:
-        start = start_of(start, b, wide)
-        a, b = in_segments(a, config), in_segments(b, config)
-        start, final = segment_starts(a, b, start, config, reverse=reverse)
-    given = (split(a), split(b), split(start))
-    made = (whole_struct(given[1]), state_struct(given[1]) if return_final and final is None else None)
-    h, found = launch(_program, given, made, config, backwards=reverse)
-    h = join(h).reshape(shape)
-    return (h, join(found) if final is None else final) if return_final else h
+    wide = state_type(b)
+    if config.segments == 1:
+        given = (split(a), split(b), split(None if initial is None else initial.astype(wide)))
+        made = (whole_struct(given[1]), state_struct(given[1]) if return_final else None)
+        h, final = launch(_program, given, made, config, backwards=reverse)
+        return (join(h), join(final)) if return_final else join(h)
+    pieces = [in_segments(x, config) for x in (a, b)]
+    starts, linked, final = segment_starts(*pieces, start_of(initial, b, wide), config, reverse=reverse)
+    given = (*map(split, pieces), split(starts))
+    made = (whole_struct(given[1]), state_struct(given[1]))
+    h, ends = (join(x) for x in launch(_program, given, made, config, backwards=reverse))
+    met = segments_met(starts, linked, ends, config.segments, b.shape[1])
+    one_piece = functools.partial(
+        mosaic_gpu, config=dataclasses.replace(config, segments=1), reverse=reverse, return_final=return_final
+    )
+    h = h.reshape(b.shape)
+    return lax.cond(met, lambda: (h, final) if return_final else h, lambda: one_piece(a, b, initial))
 
 
 IMPLEMENTATION = Implementation(

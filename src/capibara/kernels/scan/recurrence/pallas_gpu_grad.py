@@ -7,6 +7,7 @@ pass's first step is told apart: its row before is the initial state.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from capibara.kernels.scan.recurrence.pallas_gpu import (
     in_segments,
     launch,
     segment_starts,
+    segments_met,
     state_struct,
     whole_struct,
 )
@@ -117,22 +119,32 @@ def mosaic_gpu_grad(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """(da, db, d_initial) as one kernel over (batch, channels), or two where time is cut."""
     check_config(config, *h.shape[1:])
-    shape, wide, first = h.shape, state_type(h), None
-    start, ending = (None if x is None else x.astype(wide) for x in (initial, d_final))
-    if config.segments > 1:
-        start, ending = start_of(start, h, wide), start_of(ending, h, wide)
-        a, h, d_h = (in_segments(x, config) for x in (a, h, d_h))
-        ending, first = segment_starts(a, d_h, ending, config, reverse=not reverse, multiply_last=True)
-        last = h[:, 0 if reverse else -1].astype(wide).reshape(-1, config.segments, shape[2])
-        start = shifted(last, start, reverse).reshape(-1, shape[2])
+    wide = state_type(h)
+    if config.segments == 1:
+        start, ending = (None if x is None else x.astype(wide) for x in (initial, d_final))
+        da, db, carried = _launch(a, d_h, h, start, ending, config, reverse, initial is not None)
+        return da, db, None if initial is None else carried.astype(initial.dtype)
+    pieces = [in_segments(x, config) for x in (a, d_h, h)]
+    endings, linked, first = segment_starts(
+        *pieces[:2], start_of(d_final, h, wide), config, reverse=not reverse, multiply_last=True
+    )
+    last = pieces[2][:, 0 if reverse else -1].astype(wide).reshape(-1, config.segments, h.shape[2])
+    starts = shifted(last, start_of(initial, h, wide), reverse).reshape(-1, h.shape[2])
+    da, db, carried = _launch(*pieces, starts, endings, config, reverse, True)
+    met = segments_met(endings, linked, carried, config.segments, h.shape[1])
+    made = (da.reshape(h.shape), db.reshape(h.shape), None if initial is None else first.astype(initial.dtype))
+    one_piece = functools.partial(mosaic_gpu_grad, config=dataclasses.replace(config, segments=1), reverse=reverse)
+    return lax.cond(met, lambda: made, lambda: one_piece(a, h, initial, d_h, d_final))
+
+
+def _launch(
+    a: jax.Array, d_h: jax.Array, h: jax.Array, start: Any, ending: Any, config: TileConfig, reverse: bool, keep: bool
+) -> tuple[Any, Any, Any]:
+    """(da, db) of each batch, and, to `keep`, what is carried out of its first step."""
     given = (split(a), split(d_h), split(h), split(start), split(ending))
-    carried = state_struct(given[2]) if initial is not None and first is None else None
-    made = (whole_struct(given[0]), whole_struct(given[2]), carried)
-    da, db, found = launch(_program, given, made, config, backwards=not reverse, edge=True)
-    d_initial = None
-    if initial is not None:
-        d_initial = (join(found) if first is None else first).astype(initial.dtype)
-    return join(da).reshape(shape), join(db).reshape(shape), d_initial
+    made = (whole_struct(given[0]), whole_struct(given[2]), state_struct(given[2]) if keep else None)
+    da, db, carried = launch(_program, given, made, config, backwards=not reverse, edge=True)
+    return join(da), join(db), join(carried) if keep else None
 
 
 IMPLEMENTATION = Implementation(

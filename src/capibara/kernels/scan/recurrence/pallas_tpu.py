@@ -22,12 +22,15 @@ from capibara.kernels.op import Call, Implementation
 from capibara.kernels.scan.recurrence.pallas_tpu_tiles import (
     ROWS,
     BlockConfig,
+    Watch,
     candidates_for,
     last_row,
     ordered,
     padded_steps,
+    put_row,
     read,
     refuses,
+    row_at,
     row_numbers,
     rows_of,
     scan_rows,
@@ -44,7 +47,7 @@ def candidates(call: Call) -> Sequence[BlockConfig]:
     return candidates_for(call, a.dtype.itemsize + 2 * b.dtype.itemsize)
 
 
-def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool) -> None:
+def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int, reverse: bool) -> None:
     (a_ref, b_ref, initial_ref), (h_ref, final_ref), state_ref = jax.tree.unflatten(tree, refs)
     turn, turns = pl.program_id(2), pl.num_programs(2)
     block = turns - 1 - turn if reverse else turn
@@ -59,7 +62,7 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool)
     chunks = config.steps // config.chunk
     ragged = steps % config.steps != 0
 
-    def chunk(number: jax.Array, state: Number) -> Number:
+    def operands(number: jax.Array) -> tuple[Any, Number, Number]:
         at = chunks - 1 - number if reverse else number
         rows = pl.ds(pl.multiple_of(at * config.chunk, config.chunk), config.chunk)
         decay, added = read(a_ref, rows), read(b_ref, rows)
@@ -67,22 +70,48 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool)
             # Past the end of time is nobody's memory: steps that change nothing stand for it.
             inside = block * config.steps + at * config.chunk + row_numbers(decay) < steps
             decay, added = choose(inside, decay, filled(decay, 1.0)), choose(inside, added, filled(added, 0.0))
+        return rows, decay, added
+
+    def chunk(number: jax.Array, carry: tuple[Number, Watch]) -> tuple[Number, Watch]:
+        state, watch = carry
+        rows, decay, added = operands(number)
         pieces = config.chunk // ROWS
         made: list[Any] = [None] * pieces
         for piece in ordered(pieces, reverse):
-            product, from_zero = scan_rows(rows_of(decay, piece), rows_of(added, piece), reverse)
+            decays = rows_of(decay, piece)
+            product, from_zero = scan_rows(decays, rows_of(added, piece), reverse)
             made[piece] = from_zero + product * state
+            watch = watch.see(decays, made[piece])
             state = last_row(made[piece], reverse)
         store(h_ref, (0, rows), stacked(made))
+        return state, watch
+
+    def row_by_row(number: jax.Array, state: Number) -> Number:
+        rows, decay, added = operands(number)
+        made = added
+        for row in ordered(config.chunk, reverse):
+            state = row_at(decay, row) * state + row_at(added, row)
+            made = put_row(made, row, state)
+        store(h_ref, (0, rows), made)
         return state
 
-    state = lax.fori_loop(0, chunks, chunk, jax.tree.map(lambda ref: ref[...], state_ref))
-    store(state_ref, ..., state)
+    start = jax.tree.map(lambda ref: ref[...], state_ref)
+    state, watch = lax.fori_loop(0, chunks, chunk, (start, Watch.start(jax.tree.leaves(start)[0])))
+    again = watch.found(pl.program_id(1), channels)
+
+    @pl.when(again)
+    def _again() -> None:
+        store(state_ref, ..., lax.fori_loop(0, chunks, row_by_row, jax.tree.map(lambda ref: ref[...], state_ref)))
+
+    @pl.when(jnp.logical_not(again))
+    def _keep() -> None:
+        store(state_ref, ..., state)
+
     if final_ref is not None:
 
         @pl.when(turn == turns - 1)
         def _finish() -> None:
-            store(final_ref, 0, state)
+            store(final_ref, 0, jax.tree.map(lambda ref: ref[...], state_ref))
 
 
 def pallas_tpu(
@@ -110,7 +139,8 @@ def pallas_tpu(
     state = jax.tree.map(lambda _: pltpu.VMEM((1, config.channels), jnp.float32), h)
     results = pl.pallas_call(
         functools.partial(
-            _body, tree=jax.tree.structure((given, made, state)), config=config, steps=steps, reverse=reverse
+            _body, tree=jax.tree.structure((given, made, state)), config=config, steps=steps, channels=channels,
+            reverse=reverse,
         ),
         out_shape=jax.tree.leaves(made),
         grid=(batch, math.ceil(channels / config.channels), turns),

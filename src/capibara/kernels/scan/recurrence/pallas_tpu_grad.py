@@ -23,13 +23,16 @@ from capibara.kernels.op import Call, Implementation
 from capibara.kernels.scan.recurrence.pallas_tpu_tiles import (
     ROWS,
     BlockConfig,
+    Watch,
     candidates_for,
     last_row,
     ordered,
     padded_steps,
+    put_row,
     read,
     refuses,
     roll,
+    row_at,
     row_numbers,
     rows_of,
     scan_rows,
@@ -47,7 +50,7 @@ def candidates(call: Call) -> Sequence[BlockConfig]:
     )
 
 
-def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool) -> None:
+def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int, reverse: bool) -> None:
     """`reverse` is the forward pass's; this one runs the other way."""
     given, made_refs, carried_ref = jax.tree.unflatten(tree, refs)
     a_ref, h_ref, edge_ref, flow_ref, initial_ref, final_ref = given
@@ -72,7 +75,8 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool)
     pieces = config.chunk // ROWS
     ragged = steps % config.steps != 0
 
-    def chunk(number: jax.Array, carried: Number) -> Number:
+    def operands(number: jax.Array) -> tuple[Any, Number, Number, Number, Number]:
+        """A chunk's rows, its operands, and the state that its first step took up."""
         at = number if reverse else chunks - 1 - number
         rows = pl.ds(pl.multiple_of(at * config.chunk, config.chunk), config.chunk)
         decay, state, flow = read(a_ref, rows), read(h_ref, rows), read(flow_ref, rows)
@@ -85,6 +89,13 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool)
             decay, flow = choose(inside, decay, filled(decay, 1.0)), choose(inside, flow, filled(flow, 0.0))
             # Where the forward pass ran backwards, it took up the initial state at the last step, not past it.
             state = choose(inside, state, initial)
+            if reverse:  # also where that step is a chunk's last
+                first = choose(block * config.steps + (at + 1) * config.chunk < steps, first, initial)
+        return rows, decay, state, flow, first
+
+    def chunk(number: jax.Array, carry: tuple[Number, Watch]) -> tuple[Number, Watch]:
+        carried, watch = carry
+        rows, decay, state, flow, first = operands(number)
         made: list[Any] = [None] * pieces
         for piece in ordered(pieces, not reverse):
             own, values = rows_of(decay, piece), rows_of(state, piece)
@@ -93,6 +104,7 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool)
             after = choose(row == (0 if reverse else ROWS - 1), filled(own, 1.0), roll(own, 1, not reverse))
             product, from_zero = scan_rows(after, rows_of(flow, piece), not reverse)
             total = from_zero + product * carried
+            watch = watch.see(own, total)
             carried = last_row(own * total, not reverse)
             neighbour = piece + (1 if reverse else -1)
             taken_up = last_row(rows_of(state, neighbour), reverse) if 0 <= neighbour < pieces else first
@@ -100,15 +112,38 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, reverse: bool)
             made[piece] = (total * before, total)
         for ref, parts in zip((da_ref, db_ref), zip(*made, strict=True), strict=True):
             store(ref, (0, rows), stacked(parts))
+        return carried, watch
+
+    def row_by_row(number: jax.Array, carried: Number) -> Number:
+        rows, decay, state, flow, first = operands(number)
+        da, db = decay, flow
+        for row in ordered(config.chunk, not reverse):
+            total = row_at(flow, row) + carried
+            carried = row_at(decay, row) * total
+            neighbour = row + (1 if reverse else -1)
+            before = row_at(state, neighbour) if 0 <= neighbour < config.chunk else first
+            da, db = put_row(da, row, total * before), put_row(db, row, total)
+        store(da_ref, (0, rows), da)
+        store(db_ref, (0, rows), db)
         return carried
 
-    carried = lax.fori_loop(0, chunks, chunk, jax.tree.map(lambda ref: ref[...], carried_ref))
-    store(carried_ref, ..., carried)
+    start = jax.tree.map(lambda ref: ref[...], carried_ref)
+    carried, watch = lax.fori_loop(0, chunks, chunk, (start, Watch.start(jax.tree.leaves(start)[0])))
+    again = watch.found(pl.program_id(1), channels)
+
+    @pl.when(again)
+    def _again() -> None:
+        store(carried_ref, ..., lax.fori_loop(0, chunks, row_by_row, jax.tree.map(lambda ref: ref[...], carried_ref)))
+
+    @pl.when(jnp.logical_not(again))
+    def _keep() -> None:
+        store(carried_ref, ..., carried)
+
     if start_ref is not None:
 
         @pl.when(turn == turns - 1)
         def _finish() -> None:
-            store(start_ref, 0, carried)
+            store(start_ref, 0, jax.tree.map(lambda ref: ref[...], carried_ref))
 
 
 def pallas_tpu_grad(
@@ -146,7 +181,8 @@ def pallas_tpu_grad(
 
     results = pl.pallas_call(
         functools.partial(
-            _body, tree=jax.tree.structure((given, made, carried)), config=config, steps=steps, reverse=reverse
+            _body, tree=jax.tree.structure((given, made, carried)), config=config, steps=steps, channels=channels,
+            reverse=reverse,
         ),
         out_shape=jax.tree.leaves(made),
         grid=(batch, math.ceil(channels / config.channels), turns),

@@ -3,6 +3,9 @@
 A register holds eight steps of 128 channels. Three rounds of rolling it against itself by one, two and four steps turn
 its decays into products and its terms into states (Hillis and Steele's scan), so that all eight rows work at once; the
 state that came before is then added in one more step. Only that last step waits for the registers before.
+
+Products of large decays overflow where no state does, and what is not finite is hidden by a row that does not hang on
+it. So a block is looked over when it is done (`Watch`), and one with such numbers in it is computed again row by row.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +29,9 @@ from capibara.kernels.scan.recurrence.rules import sizes_of
 
 LANES = 128
 ROWS = 8  # steps in a register of float32
+# Eight such decays are 2^112, or 2^116 where both planes of a complex number are as large, so all products are finite,
+# and one that underflows to nothing has lost, when the others have multiplied it, less than a state's rounding.
+LARGEST_DECAY = 2.0**14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +96,42 @@ def scan_rows(decay: Number, added: Number, reverse: bool) -> tuple[Number, Numb
         added = added + decay * choose(inside, roll(added, distance, reverse), filled(added, 0.0))
         decay = decay * choose(inside, roll(decay, distance, reverse), filled(decay, 1.0))
     return decay, added
+
+
+class Watch(NamedTuple):
+    """What a block's rows had in them, [8, channels]: the largest decays, and zero where all states were finite."""
+
+    decay: jax.Array
+    state: jax.Array
+
+    @classmethod
+    def start(cls, like: Any) -> Watch:
+        nothing = jnp.zeros((ROWS, like.shape[-1]), jnp.float32)
+        return cls(nothing, nothing)
+
+    def see(self, decay: Number, states: Number) -> Watch:
+        largest, poison = self
+        for plane in jax.tree.leaves(decay):
+            largest = jnp.maximum(largest, jnp.abs(plane))
+        for plane in jax.tree.leaves(states):
+            poison = poison + plane * 0.0  # not a number from the first state on that is not finite
+        return Watch(largest, poison)
+
+    def found(self, column: Any, channels: int) -> jax.Array:
+        """Whether any of the block's own channels had one; a block may reach past the last of them."""
+        lane = column * self.decay.shape[1] + lax.broadcasted_iota(jnp.int32, self.decay.shape, 1)
+        odd = jnp.logical_not((self.decay <= LARGEST_DECAY) & (self.state == 0))
+        return jnp.max(jnp.where(odd & (lane < channels), 1.0, 0.0)) > 0
+
+
+def row_at(x: Number, row: int) -> Number:
+    """One row of a chunk, [1, channels]."""
+    return jax.tree.map(lambda plane: plane[row : row + 1], x)
+
+
+def put_row(x: Number, row: int, value: Number) -> Number:
+    """A chunk with one row replaced."""
+    return choose(row_numbers(x) == row, value, x)
 
 
 def row_numbers(x: Number) -> jax.Array:

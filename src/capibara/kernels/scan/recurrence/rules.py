@@ -109,9 +109,13 @@ def tolerance(call: Call) -> float:
     after 1 / (1 - a) steps, so this is an upper end.
     """
     b = call.need("b")
-    wide = unit_roundoff(jnp.promote_types(jnp.float32, b.dtype))
-    each = 4 if is_complex(b) else 2
-    return unit_roundoff(b.dtype) + wide * (8 + 4 * each * sizes_of(call).steps ** 0.5)
+    return unit_roundoff(b.dtype) + drift(jnp.promote_types(jnp.float32, b.dtype), sizes_of(call).steps)
+
+
+def drift(dtype: Any, steps: int) -> float:
+    """How far two ways of summing may be apart after so many steps in a state's type; see `tolerance`."""
+    each = 4 if np.dtype(dtype).name in COMPLEXES else 2
+    return unit_roundoff(dtype) * (8 + 4 * each * steps**0.5)
 
 
 def tolerance_grad(call: Call) -> float:

@@ -4,11 +4,16 @@ On a CPU one loop over time has all the parallelism there is, and reads each num
 it than the channels give: there time is cut into short segments. A first pass reads a and b and gives each segment's
 product of decays and its state from a start at zero; the states between segments are a recurrence of the same kind
 over far fewer steps; and a second pass computes every step from the right start.
+
+A product of decays may overflow, or vanish, where no state does: 1.5 to the thousandth is infinite, and times a state
+of zero not a number. So the second pass is asked whether each segment ends where the next one was started; where one
+does not, to rounding, or is not finite, all steps are computed again in one loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +24,7 @@ from jax import lax
 from capibara.errors import rule_error
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.scan.recurrence.reference import shifted, start_of, state_type
+from capibara.kernels.scan.recurrence.rules import drift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +90,14 @@ def _loop(a: jax.Array, b: jax.Array, start: jax.Array, steps: int, reverse: boo
     return h, state
 
 
-def _segments(a: jax.Array, b: jax.Array, start: jax.Array, steps: int, reverse: bool) -> tuple[jax.Array, jax.Array]:
-    """Two passes over segments of `steps`; see the module's text."""
+def segments(
+    a: jax.Array, b: jax.Array, start: jax.Array, steps: int, reverse: bool
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Two passes over segments of `steps`, and whether they met; see the module's text."""
     batch, length, channels = b.shape
     if length <= steps:
         states = _chain(a, b, start, 1, reverse)
-        return jnp.stack(states, 1).astype(b.dtype), states[0 if reverse else -1]
+        return jnp.stack(states, 1).astype(b.dtype), states[0 if reverse else -1], True
     count = -(-length // steps)
     padding = ((0, 0), (0, count * steps - length), (0, 0))
     if padding[1][1]:
@@ -100,10 +108,31 @@ def _segments(a: jax.Array, b: jax.Array, start: jax.Array, steps: int, reverse:
     product = a[:, :, 0].astype(start.dtype)
     for step in range(1, steps):
         product = product * a[:, :, step].astype(start.dtype)
-    ends, final = _segments(product, from_zero, start, steps, reverse)
+    # Whether the links met among themselves is not asked: every one of them is the end of a segment here.
+    ends, final, _ = segments(product, from_zero, start, steps, reverse)
     states = _chain(a, b, shifted(ends, start, reverse), 2, reverse)
+    largest = functools.reduce(jnp.maximum, map(jnp.abs, states))
+    met = segments_meet(ends, states[0 if reverse else -1], largest, length)
     h = jnp.stack(states, 2).astype(b.dtype).reshape(batch, count * steps, channels)
-    return h[:, :length], final
+    return h[:, :length], final, met
+
+
+def segments_meet(linked: jax.Array, computed: jax.Array, largest: jax.Array, length: int) -> jax.Array:
+    """Whether segments [batch, segments, channels] end where the next were started, to rounding of the largest state.
+
+    If they do, every step follows from the one before: a number that is not finite would be so at its segment's end.
+    """
+    allowed = drift(computed.dtype, length) * jnp.max(largest, 1, keepdims=True)
+    return jnp.all(jnp.abs(computed - linked) <= allowed)  # false where anything is not finite
+
+
+def _checked_segments(
+    a: jax.Array, b: jax.Array, start: jax.Array, steps: int, reverse: bool
+) -> tuple[jax.Array, jax.Array]:
+    h, final, met = segments(a, b, start, steps, reverse)
+    if met is True:
+        return h, final
+    return lax.cond(met, lambda: (h, final), lambda: _loop(a, b, start, steps, reverse))
 
 
 def xla(
@@ -114,7 +143,7 @@ def xla(
     start = start_of(initial, b, state_type(b))
     if not b.size:
         return (jnp.zeros_like(b), start) if return_final else jnp.zeros_like(b)
-    scan = _segments if config.parallel else _loop
+    scan = _checked_segments if config.parallel else _loop
     h, final = scan(a, b, start, config.steps, reverse)
     return (h, final) if return_final else h
 
