@@ -311,19 +311,128 @@ def test_an_implementation_runs_or_is_refused() -> None:
     np.testing.assert_array_equal(final[0], 1)
 
 
-def test_a_reset_clears_a_nan_one_step_after_another() -> None:
-    def step(h: Any, x: Any) -> Any:
-        return jnp.where(x[1] > 0, x[0], h + x[0]), h
+RESETS = {
+    # A step, and whether its form is told to be the step's for finite numbers alone.
+    "takes x instead": (lambda h, x, a: jnp.where(x > 1, x, a * h + x), True),
+    "clears the carry": (lambda h, x, a: a * jnp.where(x > 1, 0.0, h) + x, True),
+    "by a mask, which does not": (lambda h, x, a: a * (h * (x < 1)) + x, True),
+    "chooses a gate": (lambda h, x, a: jnp.where(x > 1, a * h, h + x), False),
+    "multiplies and adds": (lambda h, x, a: a * h - x, False),
+    "overflows on the way": (lambda h, x, a: (h + x) * 1e38 * a * 1e-38, True),
+}
 
-    for bad in (jnp.nan, jnp.inf):
-        xs = jnp.asarray([[bad, 0.0], [1.0, 1.0], [1.0, 0.0]])
-        want, _ = jax.lax.scan(step, jnp.zeros(()), xs)
-        for path in ("sequential", None):  # on a CPU the second is one loop, too
-            assert float(parallel_scan(step, jnp.zeros(()), xs, path=path)[0]) == float(want) == 2.0
-        # On the parallel paths it does not, which is documented and told.
-        assert np.isnan(parallel_scan(step, jnp.zeros(()), xs, path="diagonal")[0])
-    said = "a reset does not clear a NaN or an infinity"
-    assert said in explain_scan(step, jnp.zeros(()), xs, path="diagonal").why
-    assert said in explain_scan(step, jnp.zeros(()), xs, path="matrix").why
-    assert said not in explain_scan(step, jnp.zeros(()), xs).why
-    assert said not in explain_scan(lambda h, x: (h + x[0], h), jnp.zeros(()), xs, path="diagonal").why
+
+@pytest.mark.newest
+@pytest.mark.parametrize("path", ["diagonal", "matrix"])
+@pytest.mark.parametrize("name", RESETS)
+def test_what_is_not_finite_is_lax_scans(name: str, path: str) -> None:
+    """Values and gradients, for a NaN and an infinity that a reset clears and for a carry that overflows."""
+    made, checked = RESETS[name]
+    gates = jnp.linspace(0.5, 1.25, 6)
+
+    def step(h: Any, x: Any, a: Any) -> Any:
+        new = made(h, x, a)
+        return new, 2 * new
+
+    xs = np.asarray(np.random.default_rng(1).normal(size=(24, 6)), np.float32)
+    xs[7, 1], xs[9, 2], xs[5, 3] = np.nan, np.inf, 3e38
+    xs[15] = 2.0
+    options = {"path": path, "num_segments": 5}
+    plan = explain_scan(functools.partial(step, a=gates), jnp.ones(6), xs, **options)
+    assert plan.checked == (checked or path == "matrix")
+    assert ("one by one" in plan.why) == plan.checked
+
+    def run(scan: Any, options: Any) -> Any:
+        def loss(a: Any, h: Any, xs: Any) -> Any:
+            final, ys = scan(functools.partial(step, a=a), h, xs, **options)
+            return jnp.where(jnp.isfinite(ys), ys, 0).sum(), (final, ys)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+
+    ours, jaxs = run(parallel_scan, options), run(jax.lax.scan, {})
+    for given in (xs, np.nan_to_num(xs, posinf=1.0) % 3):  # the other is finite throughout
+        for one, other in zip(
+            jax.tree.leaves(ours(gates, jnp.ones(6), given)),
+            jax.tree.leaves(jaxs(gates, jnp.ones(6), given)),
+            strict=True,
+        ):
+            # To rounding, as `agree` has it, column by column of such different sizes.
+            np.testing.assert_allclose(one, other, rtol=8 * 24 * 2.0**-24, atol=1e-5)
+
+
+def test_a_transition_that_grows_leaves_a_carry_of_zero_alone() -> None:
+    """The hundredth power of 3 is not a float32; zero times it is zero one step after another."""
+    w = 3 * jnp.eye(4)
+    xs = jnp.zeros((200, 4)).at[-2:].set(1.0)
+    want = jax.lax.scan(lambda h, x: (h @ w + x, h), jnp.zeros(4), xs)
+    got = parallel_scan(lambda h, x: (h @ w + x, h), jnp.zeros(4), xs, num_segments=2)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    double = jax.vmap(lambda xs: parallel_scan(lambda h, x: (h @ w + x, h), jnp.zeros(4), xs, num_segments=2))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b), double(jnp.stack([xs / 2, xs])), want)
+
+
+def test_forward_mode_of_a_checked_scan() -> None:
+    def step(h: Any, x: Any) -> Any:
+        return jnp.where(x > 1, x, 0.5 * h * x), h
+
+    xs = normal(T)
+    for given in (xs, xs.at[2].set(jnp.inf)):
+        got, want = (
+            jax.jvp(lambda xs, s=s, o=o: s(step, jnp.ones(()), xs, **o), (given,), (xs,))
+            for s, o in ((parallel_scan, {"path": "diagonal", "implementation": "reference"}), (jax.lax.scan, {}))
+        )
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+    # And a second derivative, in reverse mode.
+    got, want = (
+        jax.grad(lambda xs, s=s, o=o: jax.grad(lambda xs: s(step, 1.0, xs, **o)[0])(xs).sum())(xs)
+        for s, o in ((parallel_scan, {"path": "diagonal"}), (jax.lax.scan, {}))
+    )
+    agree(got, want)
+
+
+@pytest.mark.newest
+def test_matrices_and_resets_inside_shard_map() -> None:
+    """With its check of what varies over the mesh, also where a device alone has what is not finite."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    spec = PartitionSpec(None, "data")
+
+    def by_matrix(w: Any) -> Any:
+        return lambda h, x: (h @ w + x, jnp.sin(h))
+
+    def by_choice(w: Any) -> Any:
+        return lambda h, x: (jnp.where(x > 1, x, w[0] * h + x), h)
+
+    xs = normal(T, 2, 3, 4)
+    xs = xs.at[3, 1].set(jnp.inf).at[5, 1].set(2.0)
+    for made, given in ((by_matrix, normal(T, 2, 3, 4)), (by_choice, xs)):
+
+        def total(scan: Any, w: Any, xs: Any, made: Any = made, **options: Any) -> Any:
+            final, ys = scan(made(w), jnp.zeros_like(xs[0]), xs, **options)
+            return jnp.where(jnp.isfinite(ys), ys, 0) + final
+
+        def split(w: Any, xs: Any, total: Any = total) -> Any:
+            one = functools.partial(total, parallel_scan, num_segments=4)
+            return jax.shard_map(one, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)(w, xs).sum()
+
+        got = jax.jit(jax.value_and_grad(split, (0, 1)))(W, given)
+        want = jax.jit(jax.value_and_grad(lambda w, xs, t=total: t(jax.lax.scan, w, xs).sum(), (0, 1)))(W, given)
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=8 * 8 * T * 2.0**-24, atol=1e-4)
+
+
+def test_leaves_that_vary_differently_run_one_by_one() -> None:
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    told: list[str] = []
+
+    def step(carry: Any, x: Any) -> Any:
+        return (carry[0] @ W + carry[1] @ W + x, carry[1] @ W), carry[0]
+
+    def both(xs: Any) -> Any:
+        init = (jnp.zeros_like(xs[0]), jnp.ones((3, 4)))
+        told.append(explain_scan(step, init, xs, num_segments=3).why)
+        return parallel_scan(step, init, xs, num_segments=3)[1]
+
+    spec = PartitionSpec(None, "data")
+    jax.eval_shape(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec), normal(6, 6, 4))
+    assert "vary over different axes" in told[0]

@@ -31,12 +31,15 @@ class Affine:
     """scale * leaf + offset. No scale is 1, no offset is 0; a scale without axes holds for every element.
 
     `views` are the moves of elements (reshape, transpose, ...) between the leaf and this value; scale and offset have
-    made them already.
+    made them already. `exact` says that the step itself is this one product and this one sum. Where it is not, the two
+    agree for finite numbers alone: a choice of something else than the leaf is a scale of zero here, and zero times NaN
+    is NaN; and products and sums that were put together do not overflow where those of the step do.
     """
 
     scale: Any
     offset: Any
     views: tuple[View, ...] = ()
+    exact: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +132,16 @@ def _add(eqn: Any, args: list[Any]) -> Any:
     if isinstance(a, Affine) and isinstance(b, Affine):
         if a.views != b.views:
             return refuse(eqn, "it adds the carry to itself with its elements moved")
-        return Affine(_scale(a, aval) + _scale(b, aval), _plus(a.offset, b.offset), a.views)
+        return Affine(_scale(a, aval) + _scale(b, aval), _plus(a.offset, b.offset), a.views, exact=False)
     if not isinstance(a, Affine):
         a, b = b, a
-    return Affine(a.scale, _plus(a.offset, _full(b, aval)), a.views)
+    return Affine(a.scale, _plus(a.offset, _full(b, aval)), a.views, a.exact and a.offset is None)
 
 
 def _negative(a: Any, aval: Any) -> Any:
     if not isinstance(a, Affine):
         return -jnp.asarray(a)
-    return Affine(-_scale(a, aval), None if a.offset is None else -a.offset, a.views)
+    return Affine(-_scale(a, aval), None if a.offset is None else -a.offset, a.views, a.exact)
 
 
 def _sub(eqn: Any, args: list[Any]) -> Any:
@@ -146,7 +149,7 @@ def _sub(eqn: Any, args: list[Any]) -> Any:
 
 
 def _times(a: Affine, by: Callable[[Any], Any], aval: Any) -> Affine:
-    return Affine(by(_scale(a, aval)), None if a.offset is None else by(a.offset), a.views)
+    return Affine(by(_scale(a, aval)), None if a.offset is None else by(a.offset), a.views, exact=False)
 
 
 def _mul(eqn: Any, args: list[Any]) -> Any:
@@ -158,7 +161,8 @@ def _mul(eqn: Any, args: list[Any]) -> Any:
     aval = eqn.outvars[0].aval
     factor = jnp.asarray(b, aval.dtype)
     if a.scale is None:
-        return Affine(factor, None if a.offset is None else a.offset * factor, a.views)
+        offset = None if a.offset is None else a.offset * factor
+        return Affine(factor, offset, a.views, a.exact and offset is None)
     return _times(a, lambda part: part * factor, aval)
 
 
@@ -179,7 +183,7 @@ def _convert(eqn: Any, args: list[Any]) -> Any:
     if old != new and not (floats and jnp.promote_types(old, new) == new):
         return refuse(eqn, f"{old} to {new} rounds at every step")
     scale, offset = (None if part is None else part.astype(new) for part in (a.scale, a.offset))
-    return Affine(scale, offset, a.views)
+    return Affine(scale, offset, a.views, a.exact)
 
 
 def _same(eqn: Any, args: list[Any]) -> Any:
@@ -193,7 +197,7 @@ def _view(eqn: Any, args: list[Any]) -> Any:
     move = View(key, lambda x: compute(eqn, [x, *args[1:]])[0])
     (a, *_), aval = args, eqn.invars[0].aval
     scale = a.scale if a.scale is None or jnp.ndim(a.scale) == 0 else move.fn(_full(a.scale, aval))
-    return Affine(scale, None if a.offset is None else move.fn(a.offset), (*a.views, move))
+    return Affine(scale, None if a.offset is None else move.fn(a.offset), (*a.views, move), a.exact)
 
 
 def _select(eqn: Any, args: list[Any]) -> Any:
@@ -207,7 +211,8 @@ def _select(eqn: Any, args: list[Any]) -> Any:
     parts = [case if isinstance(case, Affine) else Affine(jnp.zeros((), aval.dtype), case, *views) for case in cases]
     scale = jax.lax.select_n(which, *(_full(_scale(part, aval), aval) for part in parts))
     offset = jax.lax.select_n(which, *(_full(0 if part.offset is None else part.offset, aval) for part in parts))
-    return Affine(scale, offset, *views)
+    exact = all(isinstance(case, Affine) and case.exact for case in cases)
+    return Affine(scale, offset, *views, exact=exact)
 
 
 _RULES: dict[str, Callable[[Any, list[Any]], Any]] = {

@@ -15,7 +15,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels import dispatch
 from capibara.kernels.context import current_target
 from capibara.kernels.operands import no_array
-from capibara.kernels.scan.parallel import diagonal, matrix, plan, sequential
+from capibara.kernels.scan.parallel import checked, diagonal, matrix, plan, sequential
 from capibara.kernels.scan.parallel.plan import PATHS, ScanPlan
 from capibara.kernels.scan.parallel.step import Step, trace
 from capibara.kernels.scan.recurrence.api import LINEAR_RECURRENCE
@@ -48,13 +48,14 @@ def parallel_scan(
       finds it faster, or when `num_segments` is given.
     - "sequential": anything else, by `lax.scan`.
 
-    On the parallel paths a reset, `jnp.where(restart, x, carry + x)`, is a scale of zero, and zero times NaN is NaN:
-    unlike `lax.scan`, they do not clear a NaN or an infinity of the carry. Pass path="sequential" where a reset must.
+    On the parallel paths products and sums of several steps are put together, which is what the step gives for finite
+    numbers alone: a reset, `jnp.where(restart, x, carry + x)`, is a scale of zero there, and zero times NaN is NaN. So
+    a step that is not one product and one sum is looked over when it has run; where a carry is not finite, or segments
+    do not meet, `lax.scan` runs as well, and its results and derivative are taken. `explain_scan` says so.
 
     Sums are made in another order than one by one, so a float32 carry agrees to rounding. A bfloat16 carry on the
     diagonal path has a float32 state, which `lax.scan` rounds at every step: the two differ by about the square root of
-    the number of steps that the carry remembers, in units of bfloat16's rounding. On the parallel paths products of
-    scales are formed over many steps; they must stay finite, also where the carry is zero. Those paths have the
+    the number of steps that the carry remembers, in units of bfloat16's rounding. The parallel paths have the
     memory of all steps, or of a segment's. For forward-mode derivatives ask for implementation="reference", or for
     path="sequential".
 
@@ -115,8 +116,8 @@ def explain_scan(
 
     `init` and `xs` are arrays or `jax.ShapeDtypeStruct`s. `str()` of the answer is the words; its fields and
     `as_dict()` are the data: path, why, segments, the primitive and the line that kept the scan sequential, and the
-    `linear_recurrence` calls with the implementation that dispatch would take. Where a parallel path would run a step
-    with a choice in it, `why` says that a reset does not clear a NaN or an infinity there.
+    `linear_recurrence` calls with the implementation that dispatch would take; and `checked`, whether the run is looked
+    over and made again one by one where a carry is not finite.
 
     >>> import jax.numpy as jnp
     >>> plan = explain_scan(lambda h, x: (jnp.tanh(h + x), h), jnp.zeros(4), jnp.zeros((9, 4)))
@@ -207,8 +208,17 @@ def _typed(x: Any, weak: bool) -> Any:
 def _run(step: Step, made: ScanPlan, implementation: str | None) -> Any:
     if made.one_loop:
         return sequential.in_one_loop(step, made.use_checkpointing)
-    if made.path == "diagonal":
-        return diagonal.run(step, made.rounds, made.segments, made.use_checkpointing, implementation)
-    if made.path == "matrix":
-        return matrix.run(step, made.rounds, made.segments, made.use_checkpointing, implementation)
-    return sequential.run(step, made.segments, made.use_checkpointing)
+    if made.path == "sequential":
+        return sequential.run(step, made.segments, made.use_checkpointing)
+    path = diagonal.run if made.path == "diagonal" else matrix.run
+
+    def parallel(step: Step) -> Any:
+        return path(step, made.rounds, made.segments, made.use_checkpointing, implementation, made.inexact)
+
+    def one_by_one(step: Step) -> Any:
+        return sequential.run(step, sequential.default_segments(step.length), made.use_checkpointing)
+
+    if not made.checked:
+        return parallel(step)[:2]
+    # Forward mode is what the recurrence's reference is asked for.
+    return checked.run(step, parallel, one_by_one, forward_mode=implementation == "reference")

@@ -17,19 +17,44 @@ from capibara.kernels.scan.recurrence.api import linear_recurrence
 Rounds = Sequence[Sequence[int]]
 
 
-def run(step: Step, rounds: Rounds, segments: int, checkpoints: bool, implementation: str | None) -> Any:
-    """(final carry, outputs) as leaves. Segments follow one another; inside one, all steps run at once."""
+def run(
+    step: Step, rounds: Rounds, segments: int, checkpoints: bool, implementation: str | None, inexact: Sequence[int]
+) -> tuple[Leaves, Leaves, Any]:
+    """(final carry, outputs) as leaves, and whether they are sound. Inside a segment all steps run at once.
+
+    Segments follow one another. `inexact` are the leaves that have to be looked over.
+    """
 
     def segment(carry: Leaves, xs: Leaves, steps: int) -> tuple[Leaves, Leaves]:
         # In one piece, the trajectories are kept and only what is computed from them is computed again.
         again = jax.checkpoint if checkpoints and segments == 1 else _once
         paths = trajectories(step, rounds, carry, xs, steps, implementation, again)
         ends = tuple(paths[i][0 if step.reverse else -1] for i in range(step.size))
-        return ends, outputs(step, paths, carry, xs, steps, again)
+        made = outputs(step, paths, carry, xs, steps, again)
+        return ends, (*made, sound(step, inexact, paths, carry, xs, steps)) if inexact else made
 
     if segments == 1:
-        return segment(step.init, step.xs, step.length)
-    return in_segments(segment, step.init, step.xs, step.length, segments, step.reverse, checkpoints)
+        carry, ys = segment(step.init, step.xs, step.length)
+    else:
+        carry, ys = in_segments(segment, step.init, step.xs, step.length, segments, step.reverse, checkpoints)
+    return (carry, ys[:-1], ys[-1]) if inexact else (carry, ys, True)
+
+
+def sound(step: Step, leaves: Sequence[int], paths: dict[int, Any], carry: Leaves, xs: Leaves, steps: int) -> Any:
+    """At every step, whether these leaves are finite, and also as the step itself makes them of the carry before."""
+    known = tuple(paths)
+    before = {i: shifted(paths[i], carry[i], step.reverse) for i in known}
+
+    def new(before: dict[int, Any], x: Leaves) -> Leaves:
+        env = {step.jaxpr.invars[i]: value for i, value in before.items()}
+        env |= dict(zip(step.jaxpr.invars[step.size :], x, strict=True))
+        return tuple(step.values([step.jaxpr.outvars[i] for i in leaves], env))
+
+    made = jax.vmap(new, axis_size=steps)(*jax.lax.stop_gradient((before, xs)))
+    found = jnp.ones((steps,), bool)
+    for value in (*made, *(jax.lax.stop_gradient(paths[i]) for i in leaves)):
+        found &= jnp.isfinite(value).reshape(steps, -1).all(1)
+    return found
 
 
 def _once(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,11 +2,13 @@
 
 Each segment is run from zero and, by the step's own derivative, from every direction that the carry can take: its
 offset and its transition. The segments' first carries follow from them one after another, and then every segment runs
-from the right one, all of them side by side.
+from the right one, all of them side by side. Sound it is where each segment ends in the next one's first carry: what a
+product of transitions lost, or made infinite, shows there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,10 +18,18 @@ from jax.flatten_util import ravel_pytree
 from capibara.kernels.scan.parallel import diagonal
 from capibara.kernels.scan.parallel.sequential import Leaves
 from capibara.kernels.scan.parallel.step import Step
+from capibara.kernels.scan.recurrence.rules import drift
+from capibara.kernels.transforms import vary_like
 
 
-def run(step: Step, rounds: diagonal.Rounds, segments: int, checkpoints: bool, implementation: str | None) -> Any:
-    """(final carry, outputs) as leaves. The leaves of `rounds` are found first, by themselves."""
+def run(
+    step: Step, rounds: diagonal.Rounds, segments: int, checkpoints: bool, implementation: str | None,
+    inexact: Sequence[int],
+) -> tuple[Leaves, Leaves, Any]:  # fmt: skip
+    """(final carry, outputs) as leaves, and whether they are sound. The leaves of `rounds` are found first.
+
+    `inexact` are those of them that have to be looked over.
+    """
     again: Any = jax.checkpoint if checkpoints else diagonal._once
     paths = diagonal.trajectories(step, rounds, step.init, step.xs, step.length, implementation, again)
     before = {i: diagonal.shifted(path, step.init[i], step.reverse) for i, path in paths.items()}
@@ -35,21 +45,23 @@ def run(step: Step, rounds: diagonal.Rounds, segments: int, checkpoints: bool, i
     if step.reverse:
         inputs = jax.tree.map(lambda x: jnp.flip(x, 0), inputs)
     # With checkpoints each step keeps its carry and computes the rest again.
-    state, ys = _forward(again(one), tuple(step.init[i] for i in left), inputs, step.length, segments)
+    state, ys, met = _forward(again(one), tuple(step.init[i] for i in left), inputs, step.length, segments)
     if step.reverse:
         ys = jax.tree.map(lambda y: jnp.flip(y, 0), ys)
     ends = tuple(paths[i][0 if step.reverse else -1] if i in paths else state[left.index(i)] for i in range(step.size))
-    return ends, ys
+    if inexact:
+        met &= diagonal.sound(step, inexact, paths, step.init, step.xs, step.length).all()
+    return ends, ys, met
 
 
-def _forward(one: Any, init: Leaves, inputs: Any, length: int, segments: int) -> tuple[Leaves, Leaves]:
+def _forward(one: Any, init: Leaves, inputs: Any, length: int, segments: int) -> tuple[Leaves, Leaves, Any]:
     each = length // segments
     whole = segments * each
     # Time within a segment in front, so that a loop over it takes all segments along.
     main = jax.tree.map(lambda x: jnp.swapaxes(x[:whole].reshape(segments, each, *x.shape[1:]), 0, 1), inputs)
     vector, leaves_of = ravel_pytree(init)
-    zero = jax.tree.map(jnp.zeros_like, init)
-    directions = jax.vmap(leaves_of)(jnp.eye(vector.size, dtype=vector.dtype))
+    zero = jax.tree.map(lambda x: vary_like(jnp.zeros_like(x), x), init)
+    directions = jax.vmap(leaves_of)(vary_like(jnp.eye(vector.size, dtype=vector.dtype), vector))
 
     def along(state: Any, x: Any) -> tuple[Any, None]:
         offset, columns = state
@@ -71,11 +83,22 @@ def _forward(one: Any, init: Leaves, inputs: Any, length: int, segments: int) ->
         transition, offset = of
         return jnp.dot(start, transition, precision="highest") + offset, start
 
-    _, starts = jax.lax.scan(next_start, vector, (transitions, offset_vectors))
+    last, starts = jax.lax.scan(next_start, vector, (transitions, offset_vectors))
     ends, ys = jax.lax.scan(lambda state, x: jax.vmap(one)(state, x), jax.vmap(leaves_of)(starts), main, length=each)
     ys = jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1).reshape(whole, *y.shape[2:]), ys)
     state = jax.tree.map(lambda x: x[-1], ends)
+    met = _meet(jnp.concatenate([starts[1:], last[None]]), jax.vmap(lambda tree: ravel_pytree(tree)[0])(ends), length)
     if whole < length:
         state, rest = jax.lax.scan(one, state, jax.tree.map(lambda x: x[whole:], inputs), length=length - whole)
         ys = jax.tree.map(lambda y, r: jnp.concatenate([y, r]), ys, rest)
-    return state, ys
+    return state, ys, met
+
+
+def _meet(linked: Any, computed: Any, length: int) -> Any:
+    """Whether segments [segments, numbers] end where the next were started, to rounding of the largest of all.
+
+    A sum of a transition's row has as many terms as there are numbers, and as many roundings a step.
+    """
+    linked, computed = jax.lax.stop_gradient((linked, computed))
+    allowed = linked.shape[1] * drift(linked.dtype, length) * jnp.max(jnp.abs(computed), initial=0)
+    return jnp.all(jnp.abs(computed - linked) <= allowed)  # false where anything is not finite

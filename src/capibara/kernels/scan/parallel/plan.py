@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from capibara.errors import ImplementationRefused
 from capibara.kernels.context import current_target
-from capibara.kernels.scan.parallel import affine, linear
+from capibara.kernels.scan.parallel import affine, diagonal, linear, sequential
 from capibara.kernels.scan.parallel.affine import Affine, General
 from capibara.kernels.scan.parallel.step import Step
 
@@ -36,6 +36,10 @@ class ScanPlan:
     line: str | None = None
     one_loop: bool = False
     """Diagonal, but run one step after another: on a CPU, where that reads each number once and is faster."""
+    inexact: tuple[int, ...] = ()
+    """The leaves of `rounds` whose scale and offset are the step's for finite numbers alone."""
+    checked: bool = False
+    """Looked over when it has run, and run again one step after another where a carry is not finite."""
     recurrences: tuple[Any, ...] = ()
     """The `linear_recurrence` calls that would run: dispatch's selections. Filled by `explain_scan`."""
 
@@ -72,7 +76,7 @@ def make(step: Step, segments: int | None, checkpoints: bool, path: str | None, 
         return _sequential(
             step, segments, checkpoints, "there is no carry, and one by one takes the memory of one step"
         )
-    rounds, stuck = solve(step)
+    rounds, stuck, inexact = solve(step)
     left = [i for i in range(step.size) if not any(i in found for found in rounds)]
     asked = "; it was asked for by name" if path else ""
     if not left and path in (None, "diagonal"):
@@ -84,17 +88,20 @@ def make(step: Step, segments: int | None, checkpoints: bool, path: str | None, 
             why += "; on a CPU one loop over such steps is faster, unless path='diagonal' or num_segments is given"
             plan = _sequential(step, 1, checkpoints, why)
             return dataclasses.replace(plan, path="diagonal", rounds=rounds, one_loop=True)
-        why += _about_resets(step)
+        why += _CHECKED if inexact else ""
         pieces = _pieces(step.length, segments or 1)
         plan = ScanPlan("diagonal", why, step.length, pieces, checkpoints, current_target().platform)
-        return dataclasses.replace(plan, rounds=rounds, leaves=step.carry_names)
+        return dataclasses.replace(plan, rounds=rounds, leaves=step.carry_names, inexact=inexact, checked=bool(inexact))
     if path == "diagonal":
         return _sequential(step, segments, checkpoints, "", path, stuck[left[0]])
     if not left:  # The matrix path was asked for, and any diagonal step is one of its kind.
-        rounds, left = (), list(range(step.size))
+        rounds, inexact, left = (), (), list(range(step.size))
     blocking = linear.blocker(step, left)
     if blocking is not None:
         return _sequential(step, segments, checkpoints, "", path, blocking)
+    if len({jax.typeof(step.init[i]).manual_axis_type.varying for i in left}) > 1:
+        told = "leaves of the carry vary over different axes of the mesh, and a transition has one vector of them all"
+        return _sequential(step, segments, checkpoints, told, path)
     size = sum(step.init[i].size for i in left)
     against = None if path or segments is not None else _why_no_matrix(size, step.length)
     if against is not None:
@@ -102,11 +109,13 @@ def make(step: Step, segments: int | None, checkpoints: bool, path: str | None, 
     why = f"the carry's {size} numbers are affine in themselves, by matrices" + (
         asked or ("; num_segments was given" if segments is not None else "; the cost rule finds it faster")
     )
-    why += _about_resets(step)
+    why += _CHECKED
     pieces = segments or max(1, math.isqrt(step.length))
     plan = ScanPlan("matrix", why, step.length, pieces, checkpoints, current_target().platform)
-    return dataclasses.replace(plan, rounds=rounds, leaves=step.carry_names)
+    return dataclasses.replace(plan, rounds=rounds, leaves=step.carry_names, inexact=inexact, checked=True)
 
+
+_CHECKED = "; where that is not what the step gives, as with a carry that is not finite, it runs again one by one"
 
 # Matrix products and convolutions, which gain by being made for all steps at once.
 _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -123,17 +132,14 @@ def _has(jaxpr: Any, names: Sequence[str]) -> bool:
     return False
 
 
-def _about_resets(step: Step) -> str:
-    """A choice may be a reset, which is a scale of zero here, and zero times NaN is NaN."""
-    if not _has(step.jaxpr, ("select_n",)):
-        return ""
-    return "; a reset does not clear a NaN or an infinity of the carry here, and does with path='sequential'"
+def solve(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[int, General], tuple[int, ...]]:
+    """The leaves that are affine in themselves, given those found before them; and what stops each of the others.
 
-
-def solve(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[int, General]]:
-    """The leaves that are affine in themselves, given those found before them; and what stops each of the others."""
+    Of the former, those whose form is the step's for finite numbers alone are told too.
+    """
     rounds: list[tuple[int, ...]] = []
     stuck: dict[int, General] = {}
+    inexact: list[int] = []
 
     # All leaves in one trace, and each of them once: what hangs on an unknown leaf is not affine, whatever it does.
     def look(carry: Sequence[Any], x: Sequence[Any]) -> None:
@@ -144,6 +150,7 @@ def solve(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[int, General]]:
             made = {leaf: inspected(step, leaf, known, carry, x) for leaf in ready}
             found = tuple(leaf for leaf in ready if not isinstance(made[leaf], General))
             stuck.update((leaf, one) for leaf, one in made.items() if isinstance(one, General))
+            inexact.extend(leaf for leaf in found if not _exact(made[leaf], step.init[leaf].dtype))
             waiting = [leaf for leaf in waiting if leaf not in made]
             if not found:
                 break
@@ -156,7 +163,15 @@ def solve(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[int, General]]:
 
     first = [jax.eval_shape(lambda x: x[0], x) for x in step.xs]
     jax.eval_shape(look, list(step.init), first)
-    return tuple(rounds), stuck
+    return tuple(rounds), stuck, tuple(inexact)
+
+
+def _exact(made: Affine | None, dtype: Any) -> bool:
+    """Whether the form is the step's also for numbers that are not finite."""
+    if made is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    # A state of float32 goes on where one of float16 has overflowed; float64 has products over many steps.
+    return made.exact and diagonal.takes(dtype) and jnp.finfo(dtype).max >= jnp.finfo(jnp.bfloat16).max
 
 
 def inspected(
@@ -234,7 +249,7 @@ def _sequential(
             f"parallel_scan: the path {path!r} was asked for and cannot run this step: {why}. "
             "Fix: change the step, or leave path out."
         )
-    pieces = _pieces(step.length, segments or math.isqrt(step.length - 1) + 1) if checkpoints else 1
+    pieces = _pieces(step.length, segments or sequential.default_segments(step.length)) if checkpoints else 1
     plan = ScanPlan("sequential", why, step.length, pieces, checkpoints, current_target().platform)
     return dataclasses.replace(
         plan, leaves=step.carry_names, primitive=by.operation if by else None, line=by.line if by else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,11 @@ def in_one_loop(step: Any, checkpoints: bool) -> tuple[Leaves, Leaves]:
 
     body = jax.checkpoint(one, prevent_cse=False) if checkpoints else one
     return jax.lax.scan(body, step.init, step.xs, length=step.length, reverse=step.reverse)
+
+
+def default_segments(length: int) -> int:
+    """The square root of the steps: as many segments as steps in each."""
+    return math.isqrt(length - 1) + 1
 
 
 def run(step: Any, segments: int, checkpoints: bool) -> tuple[Leaves, Leaves]:
