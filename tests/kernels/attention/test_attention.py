@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capibara.kernels import interpret, prng
+from capibara.kernels import explain, interpret, prng, target
 from capibara.kernels.attention.api import ATTENTION, attention
 from capibara.kernels.attention.chunks import ChunkConfig
 from capibara.kernels.check import check
@@ -303,3 +303,29 @@ def test_nan_in_padding_reaches_no_gradient(implementation: str) -> None:
     for grad in grads:
         assert np.isfinite(grad[:, :, :30]).all()
         assert (grad[:, :, 30:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "chip", "refused"),
+    [
+        ((1, 1, 1, 32), 1, "NVIDIA H200", "one query over one key"),
+        ((1, 1, 1, 32), 2, "NVIDIA H200", None),
+        ((1, 1, 2, 32), 1, "NVIDIA H200", None),
+        ((1, 1, 64, 256), 64, "NVIDIA H200", None),
+        ((1, 1, 64, 256), 64, "NVIDIA B200", "head_dim up to 128"),
+    ],
+)
+def test_what_cudnn_has_no_backward_pass_of(shape: tuple[int, ...], keys: int, chip: str, refused: str | None) -> None:
+    """It says so before it runs, and another takes the backward pass of its own forward."""
+    q, k = (jax.ShapeDtypeStruct((*shape[:2], length, shape[3]), "bfloat16") for length in (shape[2], keys))
+
+    def slope(q: Any, k: Any, v: Any) -> Any:
+        total = lambda q: ATTENTION(q, k, v, implementation="cudnn").astype("float32").sum()  # noqa: E731
+        return jax.grad(total)(q)
+
+    with target("gpu", chip):
+        *forward, backward = explain(slope, q, k, k).selections
+    assert {one.implementation for one in forward} == {"cudnn"}
+    assert (backward.implementation == "cudnn") == (refused is None)
+    (verdict,) = (one for one in backward.verdicts if one.implementation == "cudnn")
+    assert refused is None or refused in verdict.reason

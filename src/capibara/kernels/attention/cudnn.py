@@ -16,7 +16,8 @@ import numpy as np
 
 from capibara.kernels.op import Call, Implementation
 
-HOPPER_AND_LATER = ("NVIDIA H", "NVIDIA GH", "NVIDIA B", "NVIDIA GB")
+HOPPER = ("NVIDIA H", "NVIDIA GH")
+HOPPER_AND_LATER = (*HOPPER, "NVIDIA B", "NVIDIA GB")
 BEFORE_AMPERE = ("Tesla", "V100", "T4", "P100", "K80")
 
 
@@ -51,6 +52,12 @@ def refuses(call: Call) -> str | None:
 def refuses_grad(call: Call) -> str | None:
     if call["d_lse"] is not None:
         return "cuDNN takes no gradient of the log-sum-exp"
+    q, k = call.need("q"), call.need("k")
+    # Both as cuDNN's own frontend checks them, in the node of the backward pass.
+    if q.shape[2] == k.shape[2] == 1:
+        return "cuDNN has no backward pass of one query over one key"
+    if q.shape[-1] > 128 and not call.target.device_kind.startswith(HOPPER):
+        return f"cuDNN's backward pass takes a head_dim up to 128 on this chip, not {q.shape[-1]}"
     return refuses(call)
 
 
