@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
+import os
+import subprocess
+import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from typing import Any
 import jax
 import pytest
 
+import capibara
 from capibara.jax import _installation, diagnostics, get_backend_info, get_optimization_status
 from capibara.parallel.context import tpu_v4_optimization_context
 
@@ -116,7 +122,7 @@ def test_a_backend_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_installation.jnp, "array_equal", lambda a, b: False)
+    monkeypatch.setattr(jax.numpy, "array_equal", lambda a, b: False)
     assert "came out wrong" in diagnostics.check_installation().error_message
 
 
@@ -143,3 +149,48 @@ def test_libtpu_is_missing_only_where_it_installs(
     found = [one for one in _installation._missing(set()) if one.what == "libtpu"]
     assert bool(found) is expected
     assert all("pip install 'capibara-jax[tpu]'" in str(one) for one in found)
+
+
+BROKEN = {
+    "raises": ("raise ImportError('libxla.so: cannot open shared object file')", "libxla.so", "that load"),
+    "is too old": ("__version__ = '0.4.30'", "jax", "that load"),
+    "is absent": ("raise ModuleNotFoundError(\"No module named 'jaxlib'\", name='jaxlib')", "jaxlib", "jaxlib"),
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_jaxlib_that_does_not_load(name: str, tmp_path: Path) -> None:
+    """The diagnostics import and answer; every other name says what is wrong and the command that mends it."""
+    source, said, lacking = BROKEN[name]
+    (tmp_path / "jaxlib").mkdir()
+    (tmp_path / "jaxlib" / "__init__.py").write_text(source)
+    script = """
+        import json
+        from capibara.jax import diagnostics
+        found = diagnostics.check_installation()
+        refused = []
+        for line in ("import capibara.jax.numpy", "from capibara.jax import jit", "import capibara.jax as j; j.vmap"):
+            try:
+                exec(line)
+            except ImportError as error:
+                refused.append(str(error))
+        print(json.dumps([found.jax_native_available, found.error_message, list(found.versions), str(found),
+                          [[one.what, one.command] for one in found.missing], refused]))
+    """
+    source_of_ours = str(Path(capibara.__file__).parents[1])
+    made = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), source_of_ours])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    works, message, versions, text, missing, refused = json.loads(made.stdout)
+    assert works is False
+    assert said in message
+    assert "capibara" in versions
+    assert f"capibara.jax does not work: {message}" in text
+    assert lacking in missing[0][0]
+    assert missing[0][1] == "pip install --upgrade --force-reinstall jax jaxlib"
+    assert len(refused) == 3
+    assert all(message.partition(": ")[2] in one and missing[0][1] in one for one in refused)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import platform as host
 from typing import Any
 
 import jax
 
-from capibara._version import __version__
 from capibara.errors import ImplementationRefused
+from capibara.jax._installation import versions
 from capibara.parallel import context
 
-__all__ = ["get_backend_info", "get_optimization_status", "versions"]
+__all__ = ["get_backend_info", "get_optimization_status"]
 
 # The documented keys that stand for a family of kernels.
 _FAMILIES = {"flash_attention": "attention", "parallel_scan": "scan", "vq_kernels": "vq"}
@@ -51,17 +49,6 @@ def get_optimization_status() -> dict[str, bool]:
         # Nothing manages memory in this version.
         "memory_optimized": False,
     }
-
-
-def versions() -> dict[str, str]:
-    """Of capibara and what it stands on; packages that are not installed are left out."""
-    found = {"capibara": __version__, "python": host.python_version()}
-    for package in ("jax", "jaxlib", "numpy", "libtpu"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _capabilities() -> dict[str, bool]:

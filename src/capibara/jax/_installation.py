@@ -1,22 +1,21 @@
-"""Whether capibara.jax works on this machine, and what it lacks."""
+"""Whether capibara.jax works on this machine, and what it lacks. Imports without jax, to say that it does not."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-
+from capibara._version import __version__
 from capibara.distribution import install_command
 from capibara.hardware import devices
 from capibara.hardware.devices import AttachedDevice
-from capibara.jax._information import versions
+from capibara.jax import _broken
 
-__all__ = ["Installation", "Missing", "check_installation"]
+__all__ = ["Installation", "Missing", "check_installation", "versions"]
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -55,22 +54,48 @@ class Installation:
 def check_installation() -> Installation:
     """Try jax on this machine, and look for what is missing."""
     found: tuple[AttachedDevice, ...] = ()
-    problem: str | None = None
-    try:
-        found = tuple(devices.attached())
-        problem = _wrong_product()
-    except RuntimeError as error:  # what jax raises when a backend cannot start or dies
-        problem = str(error)
+    broken = _broken.reason()
+    if broken is not None:
+        problem: str | None = f"jax cannot be imported: {_broken.described(broken)}"
+    else:
+        try:
+            found = tuple(devices.attached())
+            problem = _wrong_product()
+        except RuntimeError as error:  # what jax raises when a backend cannot start or dies
+            problem = str(error)
     return Installation(
         jax_native_available=problem is None,
         error_message=problem,
         versions=versions(),
         devices=found,
-        missing=tuple(_missing({one.platform for one in found})),
+        missing=(*_missing_of_jax(broken), *_missing({one.platform for one in found})),
     )
 
 
+def versions() -> dict[str, str]:
+    """Of capibara and what it stands on; packages that are not installed are left out."""
+    found = {"capibara": __version__, "python": platform.python_version()}
+    for package in ("jax", "jaxlib", "numpy", "libtpu"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _missing_of_jax(broken: Exception | None) -> list[Missing]:
+    if broken is None:
+        return []
+    absent = broken.name if isinstance(broken, ModuleNotFoundError) else None
+    if absent in ("jax", "jaxlib"):
+        return [Missing(absent, "it is not installed, and nothing runs without it", _broken.REINSTALL)]
+    return [Missing("a jax and a jaxlib that load", "those installed do not", _broken.REINSTALL)]
+
+
 def _wrong_product() -> str | None:
+    import jax
+    import jax.numpy as jnp
+
     # Small whole numbers are exact at every matmul precision.
     a = jnp.arange(64.0, dtype=jnp.float32).reshape(8, 8)
     swap = jnp.eye(8)[::-1]
