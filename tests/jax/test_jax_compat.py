@@ -79,7 +79,7 @@ def test_module_imports(path: str, quiet: None) -> None:
 
 
 def test_there_are_many() -> None:
-    assert len(NAMES) + len(MODULES) > 150
+    assert len(NAMES) + len(MODULES) > 300
 
 
 def test_the_warning_points_at_the_caller() -> None:
@@ -242,3 +242,36 @@ def test_pvary(quiet: None) -> None:
         lambda: capibara.jax.lax.pvary(jnp.ones(1), "data"), mesh=mesh, in_specs=(), out_specs=P("data")
     )
     assert mapped().shape == (4,)
+
+
+@pytest.mark.newest
+def test_what_0_4_30_had(quiet: None) -> None:
+    """Names of its modules that today's jax has not, each with what it did."""
+    assert capibara.jax.core.ConcretizationTypeError is jax.errors.ConcretizationTypeError
+    assert capibara.jax.core.canonicalize_shape((np.int64(2), 3)) == (2, 3)
+    assert capibara.jax.interpreters.xla.canonicalize_dtype(np.float64(1)).dtype == np.float32
+    assert capibara.jax.interpreters.xla.abstractify(np.ones(3, np.int8)) == jax.typeof(np.ones(3, np.int8))
+    assert capibara.jax.interpreters.batching.not_mapped is None
+    built = capibara.jax.tree_util.build_tree(jax.tree.structure({"a": (1, 2), "b": 3}), ((1, 2), 3))
+    assert built == {"a": (1, 2), "b": 3}
+    with importlib.import_module("capibara.jax.experimental.x64_context").enable_x64():
+        assert jnp.asarray(np.float64(1)).dtype == jnp.float64
+
+
+def test_the_config_was_in_a_module_of_its_name() -> None:
+    with pytest.warns(DeprecationWarning, match="jax.config.config is gone") as caught:
+        assert capibara.jax.config.config is capibara.jax.config
+    assert caught[0].filename == __file__
+
+
+def test_loads_and_stores_of_pallas(quiet: None) -> None:
+    pl = capibara.jax.experimental.pallas
+
+    def kernel(x: Any, y: Any) -> None:
+        pl.store(y, slice(0, 4), 2 * pl.load(x, slice(4, 8)))
+        pl.store(y, slice(4, 8), pl.swap(y, slice(0, 4), pl.load(x, slice(0, 4), mask=None)))
+        with pytest.raises(TypeError, match=r"pl.load has no mask any more.*ref.at"):
+            pl.load(x, slice(0, 4), mask=jnp.ones(4, bool))
+
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8,), "float32"), interpret=True)
+    np.testing.assert_array_equal(call(jnp.arange(8.0)), [0, 1, 2, 3, 8, 10, 12, 14])

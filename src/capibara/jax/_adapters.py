@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 NINF = -np.inf
 PZERO = 0.0
 NZERO = -0.0
+not_mapped = None
 
 
 def pjit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -179,3 +180,37 @@ def id_print(arg: Any, *, result: Any = None, what: str | None = None, **unused:
 def id_tap(tap_func: Callable[..., Any], arg: Any, *, result: Any = None, **kwargs: Any) -> Any:
     jax.debug.callback(lambda value: tap_func(value, (), **kwargs), arg)
     return arg if result is None else result
+
+
+def build_tree(treedef: Any, xs: Any) -> Any:
+    """The tree of this structure from iterables that are nested as it is."""
+    return treedef.from_iterable_tree(xs)
+
+
+def _without_mask(name: str, options: dict[str, Any]) -> None:
+    given = [key for key, value in options.items() if value is not None and value is not False]
+    if given:
+        raise TypeError(
+            f"pl.{name} has no {', '.join(given)} any more. Use {name} of jax.experimental.pallas.triton or "
+            "jax.experimental.pallas.tpu, which take a view, ref.at[idx]."
+        )
+
+
+def load(ref: Any, idx: Any, **options: Any) -> Any:
+    """`pl.load` of what is not masked."""
+    _without_mask("load", options)
+    return ref[idx]
+
+
+def store(ref: Any, idx: Any, val: Any, **options: Any) -> None:
+    """`pl.store` of what is not masked."""
+    _without_mask("store", options)
+    ref[idx] = val
+
+
+def swap(ref: Any, idx: Any, val: Any, **options: Any) -> Any:
+    """`pl.swap` of what is not masked: what was there."""
+    _without_mask("swap", options)
+    before = ref[idx]
+    ref[idx] = val
+    return before

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 __all__ = ["MODULES", "NAMES", "Gone", "warn_once"]
 
 _BEFORE = "0.10.2 or before"
+_BY_NEWEST = "0.12.0 or before"
 _NEVER = ""
 
 
@@ -43,6 +44,11 @@ def _moved(old: str, new: str, since: str, names: str) -> Iterable[Gone]:
     """Names that moved from one module to another as they are."""
     prefix = f"{old}." if old else ""
     return (Gone(prefix + name, f"{new}:{name}", since) for name in names.split())
+
+
+def _internal(old: str, new: str, names: str, since: str = _BEFORE) -> Iterable[Gone]:
+    """Names that jax has kept to itself: the same objects, with the parameters that they had in 0.4.30."""
+    return (Gone(f"{old}.{name}", f"{new}:{name}", since, f"{new}.{name}, internal to jax") for name in names.split())
 
 
 _NAMES = (
@@ -108,7 +114,18 @@ _NAMES = (
     *_moved("core", "jax.errors", "0.11.0", "InconclusiveDimensionOperation JaxprTypeError"),
     *_moved("core", "jax.errors", "0.4.24", "TracerArrayConversionError TracerIntegerConversionError"),
     *_moved("core", "jax.errors", "0.4.24", "UnexpectedTracerError"),
+    *_moved("core", "jax.errors", _BEFORE, "ConcretizationTypeError"),
     *_moved("core", "jax._src.util", "0.4.24", "safe_map safe_zip"),
+    *_internal("core", "jax._src.core", "EvalTrace TRACER_LEAK_DEBUGGER_WARNING call_p canonicalize_shape check_eqn"),
+    *_internal("core", "jax._src.core", "check_type closed_call_p dedup_referents definitely_equal dimension_as_value"),
+    *_internal("core", "jax._src.core", "escaped_tracer_error full_lower get_referent join_effects reset_trace_state"),
+    *_internal("core", "jax._src.core", "leaked_tracer_error typecheck typecompat pp_aval pp_eqn pp_eqn_rules pp_eqns"),
+    *_internal("core", "jax._src.core", "pp_jaxpr pp_jaxpr_eqn_range pp_jaxpr_skeleton pp_jaxprs pp_kv_pair"),
+    *_internal("core", "jax._src.core", "pp_kv_pairs pp_var pp_vars AxisSize DimSize InputType Shape"),
+    *_internal("core", "jax._src.core", "JaxprPpContext JaxprPpSettings OutputType abstract_token", _BY_NEWEST),
+    *_internal("core", "jax._src.core", "aval_mapping_handlers concretization_function_error", _BY_NEWEST),
+    *_internal("core", "jax._src.core", "custom_typechecks is_constant_dim is_constant_shape", _BY_NEWEST),
+    *_internal("core", "jax._src.core", "literalable_types no_axis_name", _BY_NEWEST),
     *_moved("core", "jax._src.core", _BEFORE, "trace_state_clean"),
     *_moved("abstract_arrays", "jax.core", "0.4.17", "ShapedArray"),
     _adapted("abstract_arrays.raise_to_shaped", "0.4.17", "the aval as it is"),
@@ -117,6 +134,51 @@ _NAMES = (
     *_moved("interpreters.xla", "jax", "0.4.11", "Device device_put"),
     *_moved("interpreters.xla", "jax.core", "0.4.24", "ShapedArray"),
     *_moved("interpreters.xla", "jax.core", _BEFORE, "pytype_aval_mappings"),
+    Gone("interpreters.xla.abstractify", "jax:typeof", _BEFORE),
+    # It took a value, not a type.
+    Gone(
+        "interpreters.xla.canonicalize_dtype",
+        "jax._src.dtypes:canonicalize_value",
+        _BEFORE,
+        "jax.numpy.asarray of the value, or jax.dtypes.canonicalize_dtype of a type",
+    ),
+    *_internal("interpreters.ad", "jax._src.interpreters.ad", "CustomVJPException bilinear_transpose call_transpose"),
+    *_internal("interpreters.ad", "jax._src.interpreters.ad", "custom_lin_p defjvp_zero jvp_jaxpr linear_jvp zero_jvp"),
+    *_internal("interpreters.ad", "jax._src.interpreters.ad", "linear_transpose linear_transpose2 rearrange_binders"),
+    *_internal("interpreters.ad", "jax._src.interpreters.ad", "reducing_transposes standard_jvp standard_jvp2"),
+    *_internal("interpreters.ad", "jax._src.ad_util", "zeros_like_jaxval zeros_like_p"),
+    _adapted("interpreters.batching.not_mapped", _BEFORE, "None"),
+    *(
+        row
+        for names in (
+            "AxisSize BatchTrace BatchTracer Elt MapSpec NotMapped Vmappable Zero ZeroIfMapped batch_subtrace",
+            "batch_custom_jvp_subtrace flatten_fun_for_vmap from_elt_handlers is_vmappable make_iota moveaxis to_elt",
+            "make_iota_handlers spec_types to_elt_handlers vmappables zero_if_mapped",
+            "FromEltHandler GetIdx MakeIotaHandler ToEltHandler",
+        )
+        for row in _internal("interpreters.batching", "jax._src.interpreters.batching", names)
+    ),
+    *(
+        row
+        for names in (
+            "Const ConstVar DynamicJaxprTrace FreeVar JaxprEqnRecipe JaxprStackFrame JaxprTrace LambdaBinding",
+            "TracerAsName TracerId call_partial_eval_custom_rule closed_call_partial_eval_custom_rule const_fold_rules",
+            "custom_staging_rules forwarding_rules make_jaxpr_effects move_binders_to_back move_binders_to_front",
+            "partial_eval_jaxpr_custom partial_eval_jaxpr_nounits partial_eval_wrapper_nounits partition_pvals",
+            "trace_to_subjaxpr_nounits trace_to_subjaxpr_nounits_fwd ConstFoldRule DCERule ForwardingRule",
+            "ParamsUpdater PartialEvalCustomResult PartialEvalCustomRule ResAvalUpdater",
+        )
+        for row in _internal("interpreters.partial_eval", "jax._src.interpreters.partial_eval", names)
+    ),
+    *_moved("interpreters.partial_eval", "jax.extend.core", _BEFORE, "Jaxpr"),
+    *_internal(
+        "interpreters.pxla",
+        "jax._src.interpreters.pxla",
+        "MeshAxisName MeshExecutable global_aval_to_result_handler global_result_handlers ArrayMapping Index",
+        _BY_NEWEST,
+    ),
+    *_internal("interpreters.pxla", "jax._src.sharding_impls", "array_mapping_to_axis_resources", _BY_NEWEST),
+    *_internal("interpreters.pxla", "jax._src.op_shardings", "op_sharding_to_indices", _BY_NEWEST),
     *_moved("interpreters.pxla", "jax.sharding", "0.4.11", "Mesh PartitionSpec"),
     *_moved("interpreters.pxla", "jax", "0.4.14", "device_put"),
     Gone("interpreters.pxla.ShardedDeviceArray", "jax:Array", "0.4.14"),
@@ -149,16 +211,33 @@ _NAMES = (
     Gone("sharding.MeshPspecSharding", "jax.sharding:NamedSharding", _BEFORE),
     Gone("sharding.XLACompatibleSharding", "jax.sharding:Sharding", "0.4.34"),
     Gone("sharding.use_mesh", "jax:set_mesh", "0.7.1"),
+    *_internal("sharding", "jax._src.sharding_impls", "GSPMDSharding"),
+    _adapted("tree_util.build_tree", _BEFORE, "jax.tree.unflatten(treedef, leaves)"),
+    *_internal("errors", "jax._src.traceback_util", "SimplifiedTraceback"),
+    *_internal("custom_derivatives", "jax._src.custom_derivatives", "custom_jvp_call_jaxpr_p"),
+    *_internal("extend.core.primitives", "jax._src.ad_util", "zeros_like_p"),
+    *_internal("dlpack", "jax._src.dlpack", "SUPPORTED_DTYPES"),
     _adapted("dlpack.to_dlpack", _BEFORE, "x.__dlpack__()"),
     Gone("stages.OutInfo", "jax:ShapeDtypeStruct", "0.7.0"),
     Gone("extend.core.primitives.pjit_p", "jax.extend.core.primitives:jit_p", "0.7.0"),
     # jax.experimental
     *_moved("experimental", "jax.sharding", "0.4.11", "PartitionSpec"),
     *_moved("experimental.maps", "jax.sharding", "0.4.11", "Mesh"),
+    *_internal("experimental.maps", "jax._src.mesh", "EMPTY_ENV ResourceEnv thread_resources"),
     *_moved("experimental.pjit", "jax.sharding", "0.4.11", "PartitionSpec NamedSharding"),
     *_moved("experimental.pjit", "jax.lax", _BEFORE, "with_sharding_constraint"),
     _adapted("experimental.pjit.pjit", _BEFORE, "jax.jit with in_shardings and out_shardings"),
     Gone("experimental.pjit.pjit_p", "jax.extend.core.primitives:jit_p", _BEFORE),
+    *_moved("experimental.shard_map", "jax.sharding", _BEFORE, "Mesh NamedSharding PartitionSpec"),
+    Gone("experimental.shard_map.P", "jax.sharding:PartitionSpec", _BEFORE),
+    *_moved("experimental.x64_context", "jax", _BEFORE, "enable_x64"),
+    _adapted("experimental.x64_context.disable_x64", _BEFORE, "jax.enable_x64(False)"),
+    *_internal(
+        "experimental.compilation_cache.compilation_cache",
+        "jax._src.compilation_cache",
+        "initialize_cache is_initialized",
+    ),
+    *_internal("experimental.jet", "jax._src.core", "shaped_abstractify"),
     _adapted("experimental.shard_map.shard_map", _BEFORE, "jax.shard_map with check_vma"),
     *_moved("experimental.shard", "jax.sharding", "0.7.0", "reshard auto_axes explicit_axes"),
     *_moved("experimental", "jax", _BEFORE, "enable_x64"),
@@ -171,6 +250,22 @@ _NAMES = (
     Gone("experimental.pallas.tpu.TPUCompilerParams", "jax.experimental.pallas.tpu:CompilerParams", _BEFORE),
     Gone("experimental.pallas.tpu.TPUMemorySpace", "jax.experimental.pallas.tpu:MemorySpace", _BEFORE),
     Gone("experimental.pallas.tpu.ANY", "jax.experimental.pallas:ANY", _BEFORE),
+    *_moved("experimental.pallas.tpu", "jax.experimental.pallas", _BEFORE, "CostEstimate delay run_scoped"),
+    *_moved("experimental.pallas.tpu", "jax.experimental.pallas", _BY_NEWEST, "DeviceIdType semaphore semaphore_read"),
+    *_moved("experimental.pallas.tpu", "jax.experimental.pallas", _BY_NEWEST, "semaphore_signal semaphore_wait"),
+    *(
+        row
+        for names in (
+            "atomic_add atomic_and atomic_cas atomic_max atomic_min atomic_or atomic_xchg atomic_xor",
+            "max_contiguous dot",
+        )
+        for row in _moved("experimental.pallas", "jax.experimental.pallas.triton", _BEFORE, names)
+    ),
+    _adapted("experimental.pallas.load", _BEFORE, "ref[idx]; with a mask, load of pallas.triton or pallas.tpu"),
+    _adapted(
+        "experimental.pallas.store", _BEFORE, "ref[idx] = value; with a mask, store of pallas.triton or pallas.tpu"
+    ),
+    _adapted("experimental.pallas.swap", _BEFORE, "ref[idx], then ref[idx] = value"),
     Gone("experimental.pallas.tpu.HOST", "jax.experimental.pallas:HOST", "0.12.0"),
 )
 
@@ -202,8 +297,10 @@ _MODULES = (
         "0.4.35",
         "jax.debug, jax.pure_callback, jax.experimental.io_callback",
     ),
+    Gone("experimental.pallas.gpu", "jax.experimental.pallas.triton", _BEFORE),
     Gone("experimental.pjit", "", _BEFORE, "jax.jit"),
     Gone("experimental.shard_map", "", _BEFORE, "jax.shard_map"),
+    Gone("experimental.x64_context", "", _BEFORE, "jax.enable_x64"),
 )
 
 NAMES: dict[str, Gone] = {one.old: one for one in _NAMES}

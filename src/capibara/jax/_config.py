@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from capibara.errors import rule_error
+from capibara.jax._compat import NAMES, warn_once
 from capibara.parallel import context
 from capibara.parallel.overrides import Overrides
 
@@ -65,6 +66,12 @@ class _Config(type(jax.config)):  # type: ignore[misc]
     @property
     def values(self) -> dict[str, Any]:
         return {**jax.config.values, **{name: read() for name, (read, _, _) in _OPTIONS.items()}}
+
+    @property
+    def config(self) -> _Config:
+        """Itself: `jax.config` was a module with this object in it."""
+        warn_once(NAMES["config.config"], stacklevel=2)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return _OPTIONS[name][0]() if name in _OPTIONS else getattr(jax.config, name)
