@@ -18,7 +18,6 @@ from capibara.parallel.rules import partition_spec, with_sharding_constraint
 
 MESH = MeshConfig((4, 8))
 X = np.ones((32, 64), np.float32)
-quiet = pytest.mark.filterwarnings("ignore:use_rules was entered in a coroutine")
 
 
 @jax.jit
@@ -87,7 +86,6 @@ def test_another_thread_has_its_own_table() -> None:
     assert seen == ["data"]
 
 
-@quiet
 def test_tasks_do_not_see_each_others_table() -> None:
     async def one(value: str | None, order: list[Any]) -> None:
         with use_rules({"batch": value}):
@@ -106,32 +104,38 @@ def test_tasks_do_not_see_each_others_table() -> None:
     assert order[0][0] != order[1][0], "the tasks took turns"
 
 
-@quiet
-def test_a_jit_in_a_coroutine_follows_the_table_around_and_never_poisons_the_cache() -> None:
-    def plainly() -> P:
-        with use_rules({"batch": "model", "hidden": "data"}):
-            return constrained(X).sharding.spec
-
+def test_a_jit_in_a_coroutine_follows_its_table_and_never_poisons_the_cache() -> None:
     async def main() -> tuple[P, P, P]:
+        before = asyncio.create_task(later())
         with use_rules({"batch": "model", "hidden": "data"}):
             eager = partition_spec(("batch",), {"data": 4, "model": 8})
-            return eager, constrained(X).sharding.spec, plainly()
+            await asyncio.sleep(0)
+            inside = constrained(X).sharding.spec
+            return eager, inside, await before
+
+    async def later() -> P:
+        return constrained(X).sharding.spec
 
     with jax.set_mesh(MESH.build()):
-        assert asyncio.run(main()) == (P("model"), P("data", "model"), P("model", "data"))
+        assert asyncio.run(main()) == (P("model"), P("model", "data"), P("data", "model"))
         assert constrained(X).sharding.spec == P("data", "model")
 
 
-def test_entering_in_a_coroutine_is_said_once() -> None:
-    active_rules._say_what_a_coroutine_gets.cache_clear()
+def test_a_coroutine_driven_by_hand_is_told_once_what_it_gets() -> None:
+    active_rules._say_what_is_only_remembered.cache_clear()
 
-    async def main() -> None:
+    async def main() -> tuple[Any, P]:
+        with use_rules({"batch": "model", "hidden": "data"}):
+            return current_rules()["batch"], constrained(X).sharding.spec
+
+    def twice() -> None:
         for _ in range(2):
-            with use_rules({"batch": None}):
-                await asyncio.sleep(0)
+            with pytest.raises(StopIteration) as done:
+                main().send(None)
+            assert done.value.value == ("model", P("data", "model"))
 
-    with pytest.warns(RuntimeWarning, match="use_rules was entered in a coroutine") as caught:
-        asyncio.run(main())
+    with jax.set_mesh(MESH.build()), pytest.warns(RuntimeWarning, match="use_rules was entered in a coro") as caught:
+        twice()
     assert len(caught) == 1
 
 

@@ -2,8 +2,8 @@
 
 What a constraint means is decided while a function is traced, so the table is part of jit's cache key: a function
 traced under one table is never reused under another. jax keeps that per thread. In a coroutine, where another task
-runs on the same thread while this one awaits, the table is kept for the task alone and seen by calls outside of jit
-(`capibara.parallel.context` says more about this).
+runs on the same thread while this one awaits, the table follows the task; where it cannot, it is seen by calls outside
+of jit (`capibara.parallel.context` says more about this).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 from capibara.errors import rule_error
 from capibara.kernels import placement
 from capibara.kernels.placement import RULES
-from capibara.parallel import context
+from capibara.parallel import context, task_states
 
 __all__ = ["RULES", "MeshAxes", "Rules", "checked_rules", "current_rules", "mesh_axes_of", "use_rules"]
 
@@ -33,20 +33,22 @@ Rules: TypeAlias = Mapping[str, MeshAxes]
 _Items: TypeAlias = tuple[tuple[str, MeshAxes], ...]
 
 
-class _Held(NamedTuple):
+class _Table(NamedTuple):
     items: _Items
-    of_task: bool
+    held: task_states.Held | None
+    """By the task of a coroutine."""
 
 
 _IN_FORCE = jax.make_user_context(default_value=None)
-_HELD: ContextVar[_Held | None] = ContextVar("capibara_rules", default=None)
+_HELD: ContextVar[_Table | None] = ContextVar("capibara_rules", default=None)
 
 
 def current_rules() -> Rules:
     """The table in force for the code that calls; `RULES` outside of every `use_rules`."""
-    held = _HELD.get()
-    if held is not None and held.of_task and not context._tracing():
-        return _table(held.items)
+    table = _HELD.get()
+    remembered = table is not None and table.held is not None and not task_states.in_force(table.held)
+    if table is not None and remembered and not context._tracing():
+        return _table(table.items)
     # Inside a trace jax's own state is the only truth, since it is what the trace is cached under.
     items = _IN_FORCE.value
     return RULES if items is None else _table(items)
@@ -65,17 +67,21 @@ def use_rules(rules: Rules, *, replace: bool = False) -> Iterator[Rules]:
     """
     table = checked_rules(rules)
     items: _Items = tuple((table if replace else {**current_rules(), **table}).items())
-    of_task = context._may_be_suspended(sys._getframe(0))
-    if of_task:
-        _say_what_a_coroutine_gets()
+    held = None
+    if context._may_be_suspended(sys._getframe(0)):
+        held = task_states.Held(lambda: _IN_FORCE(items))
+        if not task_states.hold(held):
+            _say_what_is_only_remembered()
     before = _HELD.get()
-    _HELD.set(_Held(items, of_task))
+    _HELD.set(_Table(items, held))
     try:
-        with contextlib.nullcontext() if of_task else _IN_FORCE(items):
+        with contextlib.nullcontext() if held is not None else _IN_FORCE(items):
             yield _table(items)
     finally:
         # Not by token: an async generator may be closed in another context than it was started in.
         _HELD.set(before)
+        if held is not None:
+            task_states.release(held)
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,11 +120,12 @@ def _value(name: str, value: Any) -> MeshAxes:
 
 
 @functools.cache
-def _say_what_a_coroutine_gets() -> None:
+def _say_what_is_only_remembered() -> None:
     warnings.warn(
-        "use_rules was entered in a coroutine. Constraints outside of jit follow it there, but jax keeps what jit "
-        "sees per thread, where other tasks would see it while this one awaits: a jitted function follows the rules "
-        "around. Put the `with` in a plain function that calls the jitted one.",
+        "use_rules was entered in a coroutine that cannot be followed: asyncio does not run it, or it was started "
+        "eagerly and has not awaited yet. Constraints outside of jit follow it there, but jax keeps what jit sees per "
+        "thread, where other tasks would see it while this one awaits: a jitted function follows the rules around. Put "
+        "the `with` in a plain function that calls the jitted one.",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -4,11 +4,12 @@ Three of jax's states are set, all of them per thread: matmul precision, the mes
 part of jit's cache key, so that what is traced inside is never reused outside nor the other way round. A
 `with` in a plain function cannot be interrupted, so there jax's states hold the truth.
 
-A coroutine can: another task runs on the same thread while it awaits, and jax's states would follow it there.
-So a `with` in a coroutine changes nothing of the thread. It is remembered in a `ContextVar`, which asyncio
-keeps apart task by task, and applied only while a call that goes through dispatch runs (`call`). A function
-that was jitted cannot be reached so; `OptimizationContext.run` calls it with all in force, and entering says
-that once.
+A coroutine can: another task runs on the same thread while it awaits. So what a `with` in a coroutine sets follows its
+task (`task_states`): it is there while the task runs, in its own calls and in what it traces and jits, and not while
+another does. A coroutine that asyncio does not run cannot be followed, nor a thread that a task hands work to. There
+nothing of jax's states is set; the context is remembered in a `ContextVar` and applied only while a call that goes
+through dispatch runs (`call`). A function that was jitted cannot be reached so; `OptimizationContext.run` calls it with
+all in force, and entering says that once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import jax
 from jax.sharding import Mesh
 
 from capibara.errors import rule_error
+from capibara.parallel import task_states
 from capibara.parallel.mesh import MeshConfig
 from capibara.parallel.overrides import Overrides
 from capibara.precision import policy
@@ -80,7 +82,7 @@ _INNERMOST: ContextVar[_Link | None] = ContextVar("capibara_optimization_context
 def current() -> OptimizationState | None:
     """What is in force for the code that calls; None outside of every context."""
     link = _INNERMOST.get()
-    if link is not None and link.entry.of_task and not _tracing():
+    if link is not None and link.entry.remembered and not _tracing():
         return link.entry.owner.state
     # Inside a trace jax's own state is the only truth, since it is what the trace is cached under.
     return _STATE.value
@@ -93,19 +95,19 @@ def active() -> bool:
 
 
 def call(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call under what is in force; in a coroutine this is where jax's states are set, for just this call."""
+    """Call under what is in force; where no state of jax is set, this sets it for just this call."""
     link = _INNERMOST.get()
-    if link is not None and link.entry.of_task and not _tracing():
+    if link is not None and link.entry.remembered and not _tracing():
         return link.entry.owner.run(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
 def task_mesh() -> Mesh | None:
-    """The mesh of a context that a coroutine holds; jax does not know of it."""
+    """The mesh of a context that is only remembered: jax does not know of it."""
     link = _INNERMOST.get()
-    if link is None or not link.entry.of_task or _tracing():
+    if link is None or not link.entry.remembered or _tracing():
         return None
-    while link is not None and link.entry.of_task:
+    while link is not None and link.entry.remembered:
         if link.entry.owner.mesh is not None:
             return link.entry.owner.mesh
         link = link.outer
@@ -126,22 +128,33 @@ class _Entry:
 
     def __init__(self, owner: OptimizationContext, of_task: bool) -> None:
         self.owner = owner
-        self.of_task = of_task
+        self.held = task_states.Held(self._states) if of_task else None
         self.thread = threading.get_ident()
         self._undo: contextlib.ExitStack | None = None
 
-    def apply(self) -> None:
-        if self.of_task:
-            return
+    @property
+    def remembered(self) -> bool:
+        """Of a coroutine that cannot be followed here: no state of jax has it."""
+        return self.held is not None and not task_states.in_force(self.held)
+
+    def _states(self) -> contextlib.ExitStack:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_STATE(self.owner.state))
             stack.enter_context(jax.default_matmul_precision(self.owner.matmul_precision))
             if self.owner.mesh is not None:
                 stack.enter_context(jax.set_mesh(self.owner.mesh))
-            self._undo = stack.pop_all()
+            return stack.pop_all()
+
+    def apply(self) -> None:
+        if self.held is None:
+            self._undo = self._states()
+        elif not task_states.hold(self.held):
+            _say_what_is_only_remembered()
 
     def undo(self) -> None:
-        if self._undo is not None:
+        if self.held is not None:
+            task_states.release(self.held)
+        elif self._undo is not None:
             self._undo.close()
             self._undo = None
 
@@ -156,8 +169,6 @@ class OptimizationContext:
 
     def __enter__(self) -> OptimizationContext:
         entry = _Entry(self, of_task=_may_be_suspended(sys._getframe(1)))
-        if entry.of_task:
-            _say_what_a_coroutine_gets()
         entry.apply()
         _INNERMOST.set(_Link(entry, _INNERMOST.get()))
         return self
@@ -167,7 +178,7 @@ class OptimizationContext:
         while link is not None and link.entry.owner is not self:
             inner.append(link.entry)
             link = link.outer
-        if link is None or (not link.entry.of_task and link.entry.thread != threading.get_ident()):
+        if link is None or (link.entry.held is None and link.entry.thread != threading.get_ident()):
             if _may_be_suspended(sys._getframe(1)):
                 # An async generator that the event loop closes elsewhere: nothing of this thread was changed.
                 return
@@ -208,7 +219,8 @@ def tpu_v4_optimization_context(
     """Kernel dispatch on, matmuls at `precision`, and `mesh` set, for what runs inside the `with`.
 
     A mesh config is built over the attached devices. With no mesh, the one around stays. `dispatch=False` is
-    a part without dispatch inside a part with it. In a coroutine, call jitted functions with `.run`.
+    a part without dispatch inside a part with it. In a coroutine that asyncio runs it is in force while that task
+    runs, and not while it awaits.
     """
     if isinstance(mesh, MeshConfig):
         mesh = mesh.build()
@@ -264,12 +276,13 @@ def _must_be_plain(function: Callable[..., Any]) -> None:
 
 
 @functools.cache
-def _say_what_a_coroutine_gets() -> None:
+def _say_what_is_only_remembered() -> None:
     warnings.warn(
-        "tpu_v4_optimization_context was entered in a coroutine. Calls that go through dispatch are "
-        "optimised there, but jax keeps precision, mesh and jit's cache key per thread, where other tasks "
-        "would see them while this one awaits: a jitted function called directly runs as if outside. Call "
-        "it with `context.run(function, ...)`, or put the `with` in a plain function.",
+        "tpu_v4_optimization_context was entered in a coroutine that cannot be followed: asyncio does not run it, or "
+        "it was started eagerly and has not awaited yet. Calls that go through dispatch are optimised there, but jax "
+        "keeps precision, mesh and jit's cache key per thread, where other tasks would see them while this one awaits: "
+        "a jitted function called directly runs as if outside. Call it with `context.run(function, ...)`, or put the "
+        "`with` in a plain function.",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

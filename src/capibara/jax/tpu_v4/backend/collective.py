@@ -108,6 +108,6 @@ class TpuV4CollectiveOps:
 
 
 def _mesh(axis_name: Axes, given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords, with the mesh of a context that a coroutine holds, which jax does not know of."""
+    """The keywords, with the mesh of a context that is only remembered, which jax does not know of."""
     held = task_mesh() if axis_name is None else None
     return given if held is None else {"mesh": held, **given}
