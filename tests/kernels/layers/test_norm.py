@@ -262,3 +262,35 @@ def test_vmap_of_vmap_of_no_rows() -> None:
 def test_a_traced_number_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is a Python number.*Got f32"):
         jax.jit(lambda number: rms_norm(jnp.ones((2, 4)), jnp.ones(4), **{name: number}))(1e-5)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_rows_of_any_size(norm: Any, name: str) -> None:
+    """Squares of the second row overflow float32, and those of the third are nothing beside eps."""
+    sizes = np.asarray([1.0, 1e25, 1e-25, 1e30])[:, None]
+    x, scale, flow = _normal(4, 40), _normal(40, seed=1), _normal(4, 40, seed=2)
+    given = x * jnp.asarray(sizes, "float32")
+
+    def pulled(x: Any, scale: Any) -> Any:
+        y, pull = jax.vjp(lambda x, scale: norm(x, scale, implementation=name), x, scale)
+        return y, *pull(flow)
+
+    with interpret("hlo"):
+        y, dx, dscale = jax.jit(pulled)(given, scale)
+        plain, plain_dx, _ = jax.jit(pulled)(x, scale)
+    eps = 1e-5 if norm is layer_norm else 1e-6
+    # As `test_against_numpy`; a row's size is out of y and stands over dx, where eps is nothing beside it any more.
+    wanted = _naive(np.asarray(given, np.float64), scale, eps=eps, centre=norm is layer_norm)
+    np.testing.assert_allclose(y, wanted, atol=1e-5)
+    np.testing.assert_array_equal(y[0], plain[0])
+    for row in (1, 3):
+        np.testing.assert_allclose(np.asarray(dx[row], np.float64) * sizes[row], plain_dx[row], atol=2e-5 + 5 * eps)
+    rows = np.asarray(given, np.float64)
+    rows = rows - rows.mean(-1, keepdims=True) if norm is layer_norm else rows
+    normal = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps)
+    np.testing.assert_allclose(dscale, (np.asarray(flow) * normal).sum(0), atol=2e-5)
+    # What is not finite stays so.
+    with interpret("hlo"):
+        assert np.isnan(norm(x.at[0, 3].set(jnp.inf), implementation=name)[0, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from capibara.kernels.check import check_output, expected
@@ -16,6 +17,11 @@ from capibara.kernels.layers.norm.pallas_gpu_ring import RingConfig
 from capibara.kernels.op import Case, Op
 
 pytestmark = pytest.mark.newest
+
+
+def _large(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    return generator.standard_normal(shape) * np.asarray([1, 1e25, 1e-25, 1e37, 1])[:, None]
+
 
 CASES = [
     # (rows, columns, parameters): more rows than a ring holds, rows of one piece and of several, every operand.
@@ -29,6 +35,8 @@ CASES = [
     ),
     Case("plain", ((2, 3, 128), None, None, None), "float32"),
     Case("grouped", ((3, 4, 128), (3, 128), (3, 128), None)),
+    # Squares that overflow float32.
+    Case("large", ((5, 256), (256,), None, None), "float32", {"kind": "rms"}, draw={0: _large}),
 ]
 
 

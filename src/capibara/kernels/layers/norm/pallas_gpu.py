@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,7 +32,7 @@ from capibara.kernels.layers.norm.pallas_gpu_ring import (
     row_bytes,
     vector_pieces,
 )
-from capibara.kernels.layers.norm.reference import outputs
+from capibara.kernels.layers.norm.reference import SMALLER, outputs, spread_of
 from capibara.kernels.layers.norm.rules import sizes, sizes_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
@@ -105,15 +106,24 @@ def _program(
                 value = values(number)
                 return value if mean is None else value - mean
 
-            def square(number: int) -> Any:
-                value = centred(number)
-                return value * value
+            def mean_square(factor: Any) -> Any:
+                def square(number: int) -> Any:
+                    value = centred(number)
+                    value = value if factor is None else value * factor
+                    return value * value
 
-            rstd = lax.rsqrt(mean_of(square) + eps)
+                return mean_of(square)
+
+            plain = mean_square(None)
+            # Made again only for a row whose squares overflowed.
+            again = jnp.where(plain == np.inf, np.int32(1), np.int32(0))
+            smaller = lax.fori_loop(0, again, lambda _, __: mean_square(np.float32(SMALLER)), np.float32(0))
+            factor, spread = spread_of(plain, smaller, eps, lax.rsqrt)
+            rstd = factor * spread
             for number in range(cut.pieces):
                 if sum_hbm is not None:
                     sum_hbm.at[row, cut.at(number)][...] = total(number)
-                y = centred(number) * rstd
+                y = (centred(number) * factor) * spread
                 if scale is not None:
                     y = y * (scale(number) + offset)
                 if bias is not None:

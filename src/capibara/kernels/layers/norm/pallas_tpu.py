@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.errors import rule_error
 from capibara.kernels import vmem
 from capibara.kernels.context import current_interpret
-from capibara.kernels.layers.norm.reference import outputs
+from capibara.kernels.layers.norm.reference import SMALLER, outputs, spread_of
 from capibara.kernels.layers.norm.rules import MOST_COLUMNS, sizes, sizes_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
@@ -101,12 +101,14 @@ def vector_rows(vector: jax.Array, groups: int) -> jax.Array:
 
 
 def statistics(values: jax.Array, kind: str, eps: float) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """The rows' mean (None for RMS norm), 1/std, and the values about the mean; each [rows, 1 or columns]."""
+    """The rows' mean (None for RMS norm), 1/std, and the normal values; each [rows, 1 or columns]."""
     columns = values.shape[-1]
     mean = values.sum(-1, keepdims=True) * (1 / columns) if kind == "layer" else None
     centred = values if mean is None else values - mean
-    variance = (centred * centred).sum(-1, keepdims=True) * (1 / columns)
-    return mean, lax.rsqrt(variance + eps), centred
+    smaller = centred * SMALLER
+    means = ((part * part).sum(-1, keepdims=True) * (1 / columns) for part in (centred, smaller))
+    factor, spread = spread_of(*means, eps, lax.rsqrt)
+    return mean, factor * spread, (centred * factor) * spread
 
 
 def _body(
@@ -129,8 +131,7 @@ def _body(
             if sum_ref is not None:
                 sum_ref[at, :] = total
             values = total.astype(jnp.float32)
-        mean, rstd, centred = statistics(values, kind, eps)
-        y = centred * rstd
+        mean, rstd, y = statistics(values, kind, eps)
         if scale_ref is not None:
             y = y * (scale_ref[...] + offset)
         if bias_ref is not None:

@@ -32,6 +32,19 @@ def residual_sum(x: jax.Array, residual: jax.Array | None) -> jax.Array:
     return (x.astype(wide) + residual.astype(wide)).astype(x.dtype)
 
 
+# Squares of what is beyond 2^56 or so overflow float32. Times this they do not, nor does the sum of 32,768 of them.
+SMALLER = 2.0**-80
+
+
+def spread_of(plain: Any, smaller: Any, eps: float, rsqrt: Any) -> tuple[Any, Any]:
+    """(factor, r): 1 / std of a row is factor · r, from the mean of its squares and that of its squares times SMALLER.
+
+    The factor is 1, and eps added, but where the squares overflowed: beside those eps is nothing.
+    """
+    large = plain == jnp.inf
+    return jnp.where(large, SMALLER, 1.0).astype(plain.dtype), rsqrt(jnp.where(large, smaller, plain + eps))
+
+
 def outputs(y: Any, total: Any, mean: Any, rstd: Any, kind: str, return_residual: bool, return_stats: bool) -> Any:
     """What the op returns: y alone, or (y, the sum, mean, rstd), each where it is asked for; RMS norm has no mean."""
     made = [y]
@@ -64,8 +77,10 @@ def reference(
     wide = total.astype(wide_type(x))
     mean = wide.mean(-1) if kind == "layer" else None
     centred = wide if mean is None else wide - mean[..., None]
-    rstd = 1 / jnp.sqrt(jnp.square(centred).mean(-1) + eps)
-    y = centred * rstd[..., None]
+    means = (jnp.square(centred * factor).mean(-1) for factor in (1, SMALLER))
+    factor, spread = spread_of(*means, eps, lambda variance: 1 / jnp.sqrt(variance))
+    rstd = factor * spread
+    y = (centred * factor[..., None]) * spread[..., None]
     if scale is not None:
         y = y * (across(scale, x) + offset)
     if bias is not None:
