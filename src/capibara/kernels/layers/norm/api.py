@@ -88,8 +88,8 @@ def layer_norm(
 ) -> Any:
     """(s - mean) / sqrt(variance + eps) · scale + bias over the last axis of s = x + residual.
 
-    Statistics and arithmetic are in float32; the result has x's type. The backward pass keeps s (x itself, where there
-    is no residual) and two numbers a row, and computes every gradient in one pass.
+    Statistics and arithmetic are in float32, for rows of numbers up to 1e29; the result has x's type. The backward pass
+    keeps s (x itself, where there is no residual) and two numbers a row, and computes every gradient in one pass.
 
     Args:
       x: [..., columns].

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -32,7 +31,7 @@ from capibara.kernels.layers.norm.pallas_gpu_ring import (
     row_bytes,
     vector_pieces,
 )
-from capibara.kernels.layers.norm.reference import SMALLER, outputs, spread_of
+from capibara.kernels.layers.norm.reference import outputs, shrink_of
 from capibara.kernels.layers.norm.rules import sizes, sizes_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
@@ -65,6 +64,7 @@ def _program(
     sum_hbm = rest.pop(0) if summed else None
     stat_hbm = rest[:stats]
     sources = [x_hbm] if residual_hbm is None else [x_hbm, residual_hbm]
+    shrink = shrink_of(eps)
 
     @functools.partial(
         pl.run_scoped,
@@ -106,24 +106,15 @@ def _program(
                 value = values(number)
                 return value if mean is None else value - mean
 
-            def mean_square(factor: Any) -> Any:
-                def square(number: int) -> Any:
-                    value = centred(number)
-                    value = value if factor is None else value * factor
-                    return value * value
+            def square(number: int) -> Any:
+                value = centred(number) * shrink
+                return value * value
 
-                return mean_of(square)
-
-            plain = mean_square(None)
-            # Made again only for a row whose squares overflowed.
-            again = jnp.where(plain == np.inf, np.int32(1), np.int32(0))
-            smaller = lax.fori_loop(0, again, lambda _, __: mean_square(np.float32(SMALLER)), np.float32(0))
-            factor, spread = spread_of(plain, smaller, eps, lax.rsqrt)
-            rstd = factor * spread
+            rstd = lax.rsqrt(mean_of(square) + eps * shrink**2) * shrink
             for number in range(cut.pieces):
                 if sum_hbm is not None:
                     sum_hbm.at[row, cut.at(number)][...] = total(number)
-                y = (centred(number) * factor) * spread
+                y = centred(number) * rstd
                 if scale is not None:
                     y = y * (scale(number) + offset)
                 if bias is not None:

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.errors import rule_error
 from capibara.kernels import vmem
 from capibara.kernels.context import current_interpret
-from capibara.kernels.layers.norm.reference import SMALLER, outputs, spread_of
+from capibara.kernels.layers.norm.reference import outputs, shrink_of
 from capibara.kernels.layers.norm.rules import MOST_COLUMNS, sizes, sizes_of
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
@@ -101,14 +101,13 @@ def vector_rows(vector: jax.Array, groups: int) -> jax.Array:
 
 
 def statistics(values: jax.Array, kind: str, eps: float) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """The rows' mean (None for RMS norm), 1/std, and the normal values; each [rows, 1 or columns]."""
-    columns = values.shape[-1]
+    """The rows' mean (None for RMS norm), 1/std, and the values about the mean; each [rows, 1 or columns]."""
+    columns, shrink = values.shape[-1], shrink_of(eps)
     mean = values.sum(-1, keepdims=True) * (1 / columns) if kind == "layer" else None
     centred = values if mean is None else values - mean
-    smaller = centred * SMALLER
-    means = ((part * part).sum(-1, keepdims=True) * (1 / columns) for part in (centred, smaller))
-    factor, spread = spread_of(*means, eps, lax.rsqrt)
-    return mean, factor * spread, (centred * factor) * spread
+    smaller = centred * shrink
+    variance = (smaller * smaller).sum(-1, keepdims=True) * (1 / columns)
+    return mean, lax.rsqrt(variance + eps * shrink**2) * shrink, centred
 
 
 def _body(
@@ -131,7 +130,8 @@ def _body(
             if sum_ref is not None:
                 sum_ref[at, :] = total
             values = total.astype(jnp.float32)
-        mean, rstd, y = statistics(values, kind, eps)
+        mean, rstd, centred = statistics(values, kind, eps)
+        y = centred * rstd
         if scale_ref is not None:
             y = y * (scale_ref[...] + offset)
         if bias_ref is not None:

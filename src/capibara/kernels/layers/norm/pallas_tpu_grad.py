@@ -76,7 +76,8 @@ def _body(
 
     def step(turn: Any, carry: None) -> None:
         at = pl.ds(pl.multiple_of(turn * chunk, chunk), chunk)
-        _, rstd, normal = statistics(x_ref[at, :].astype(jnp.float32), kind, eps)
+        _, rstd, centred = statistics(x_ref[at, :].astype(jnp.float32), kind, eps)
+        normal = centred * rstd
         flow = flow_ref[at, :].astype(jnp.float32)
         start = block_index * config.block + turn * chunk
         if dscale_ref is not None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from capibara.kernels.layers.norm.reference import SMALLER, across, outputs, residual_sum, spread_of, wide_type
+from capibara.kernels.layers.norm.reference import across, outputs, residual_sum, shrink_of, wide_type
 from capibara.kernels.op import Implementation
 
 
@@ -21,11 +21,9 @@ def xla(
     wide = total.astype(wide_type(x))
     mean = wide.mean(-1, keepdims=True) if kind == "layer" else None
     centred = wide if mean is None else wide - mean
-    # Both sums in one pass.
-    means = (jnp.square(centred * factor).mean(-1, keepdims=True) for factor in (1, SMALLER))
-    factor, spread = spread_of(*means, eps, lax.rsqrt)
-    rstd = factor * spread
-    y = (centred * factor) * spread
+    shrink = shrink_of(eps)
+    rstd = shrink * lax.rsqrt(jnp.square(centred * shrink).mean(-1, keepdims=True) + eps * shrink**2)
+    y = centred * rstd
     if scale is not None:
         y = y * (across(scale, x) + offset)
     if bias is not None:
