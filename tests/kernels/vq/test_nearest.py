@@ -86,6 +86,30 @@ def test_the_true_nearest_by_the_tpu_kernel(name: str) -> None:
     assert (chosen - least <= (16 + 4) * 2.0**-24 * scale).all()
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("implementation", ["xla", "reference", "pallas_tpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_whose_squares_vanish(dtype: str, implementation: str) -> None:
+    """At 1e-25; a row of an ordinary size is as far from all of them, and a code that is no number is left out."""
+    x, codebook = _normal(7, 60, 16), _normal(8, 40, 16)
+    codebook[3] = np.nan
+    x[5], x[6] = 0, 1e25
+    x, codebook = (jnp.asarray(1e-25 * v, dtype) for v in (x, codebook))
+    with interpret("hlo"):
+        indices = np.asarray(nearest_code(x, codebook, implementation=implementation))
+    exact = _distances(x, codebook)
+    exact[:, 3] = np.inf
+    right = exact.argmin(1)
+    assert indices[6] >= 0
+    assert indices[6] != 3
+    right[6] = indices[6]
+    np.testing.assert_array_equal(indices, right)
+    # One power of two more or less changes no digit, and no index.
+    with interpret("hlo"):
+        again = nearest_code(x * 2.0**70, codebook * 2.0**70, implementation=implementation)
+    np.testing.assert_array_equal(np.delete(indices, 6), np.delete(np.asarray(again), 6))
+
+
 def test_huge_codes_do_not_overflow_about_their_centre() -> None:
     codebook = jnp.array([[1.7e19, 0.0], [-1.7e19, 0.0], [0.0, 1.7e19], [jnp.nan, 0.0]])
     assert nearest_code(codebook[jnp.array([2, 0, 1, 3])], codebook).tolist() == [2, 0, 1, -1]

@@ -140,11 +140,25 @@ def test_what_hides_in_a_stream() -> None:
     assert (indices == 5).all()
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12])
 def test_the_scale_of_the_data_is_no_matter(scale: float) -> None:
-    x, codebook = _normal(5, 136, 128) * np.float32(scale), _normal(6, 60, 128) * np.float32(scale)
+    """Also where squares of what is compared are below all numbers of float32."""
+    x, codebook = _normal(5, 136, 128), _normal(6, 60, 128)
+    codebook[30:45] = codebook[:15] * np.float32(1 + 2**-13)
+    x[:15] = codebook[:15]
+    x, codebook = x * np.float32(scale), codebook * np.float32(scale)
     indices, counts = _found(x, codebook, SearchConfig(64, 2))
-    assert (counts < 4).mean() > 0.9
+    assert (counts < 4).mean() > 0.5
+    assert (counts > 1).mean() > 0.1
+    np.testing.assert_array_equal(indices, _distances(x, codebook).argmin(1))
+
+
+@pytest.mark.parametrize("config", [SearchConfig(64, 2), RESIDENT], ids=str)
+def test_small_numbers_of_bfloat16(config: SearchConfig) -> None:
+    """Their products would vanish in float32; scaled, they are as exact as any."""
+    x, codebook = (jnp.asarray(1e-25 * v, jnp.bfloat16) for v in (_normal(5, 136, 128), _normal(6, 140, 128)))
+    indices, counts = _found(x, codebook, config)
+    assert (counts < config.kept).mean() > 0.95
     np.testing.assert_array_equal(indices, _distances(x, codebook).argmin(1))
 
 
@@ -280,6 +294,12 @@ def test_codes_that_stay(codes: int, dtype: str) -> None:
     codebook[20:30] = codebook[:10] * np.float32(1 + 2**-13)
     codebook[30:35] = codebook[5:10]
     x, codebook = (jnp.asarray(v).astype(dtype) for v in (x, codebook))
+    np.testing.assert_array_equal(_of_few(x, codebook), _distances(x, codebook).argmin(1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_codes_that_stay(dtype: str) -> None:
+    x, codebook = (jnp.asarray(1e-25 * v, dtype) for v in (_normal(5, 136, 128), _normal(6, 60, 128)))
     np.testing.assert_array_equal(_of_few(x, codebook), _distances(x, codebook).argmin(1))
 
 

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.hopper import SMEM_BYTES, load, swizzled
 from capibara.kernels.transforms import out_struct
 from capibara.kernels.vq.nearest.pallas_gpu_compare import LARGEST_USABLE
+from capibara.kernels.vq.nearest.pallas_gpu_prepare import enlargement
 from capibara.kernels.vq.nearest.pallas_gpu_resolve import look_again
 from capibara.kernels.vq.nearest.pallas_gpu_search import (
     COLUMN_BITS,
@@ -184,10 +185,11 @@ def _prepare(codes_hbm: Any, codes_smem: Any, half_smem: Any, warpgroup: Any, co
 
     first = fetched(0)
     scale: Any = np.float32(1)
-    if not exact:
-        sizes = jnp.abs(first)
+    if codes_hbm.dtype != jnp.float16:
+        sizes = jnp.abs(first.astype(jnp.float32))
         largest = jnp.where(sizes < 1e30, sizes, 0.0).max(axis=1).max()
-        scale = LARGEST_NUMBER / jnp.where(largest > 1e-30, largest, LARGEST_NUMBER)
+        usual = LARGEST_NUMBER / jnp.where(largest > 1e-30, largest, LARGEST_NUMBER)
+        scale = enlargement(largest) if exact else usual
     nothing = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), ROW_LAYOUT)
 
     def step(number: Any, carry: Any) -> Any:
@@ -195,15 +197,13 @@ def _prepare(codes_hbm: Any, codes_smem: Any, half_smem: Any, warpgroup: Any, co
         following = fetched(jnp.minimum(number + 1, steps - 1))
         wide = raw.astype(jnp.float32)
         whole = whole + (wide * wide).sum(axis=1)
-        narrow = raw
-        if not exact:
-            wide = wide * scale
-            narrow = jnp.where(jnp.abs(wide) < 65000.0, wide, 0.0).astype(codes_smem.dtype)
-        back = narrow.astype(jnp.float32)
-        if exact:
-            narrow = jnp.where(jnp.abs(back) < np.inf, back, 0.0).astype(codes_smem.dtype)
+        wide = wide * scale
+        # Codes of 16 bits have the scale twice, for themselves and for the rows.
+        taken = wide * scale if exact else wide
+        held = jnp.abs(taken) < np.float32(np.inf if exact else 65000.0)
+        narrow = jnp.where(held, taken, 0.0).astype(codes_smem.dtype)
         norms = norms + (wide * wide).sum(axis=1)
-        gone = wide - back
+        gone = jnp.where(held, 0.0, wide) if exact else wide - narrow.astype(jnp.float32)
         lost = lost + (gone * gone).sum(axis=1)
 
         @pl.when(lax.rem(number, 2) == warpgroup)
@@ -241,10 +241,9 @@ def _contract(
         plgpu.barrier_wait(filled.at[slot])
         raw = load(x_smem.at[slot, warpgroup], LAYOUT)
         plgpu.barrier_arrive(drained.at[slot])
-        wide = raw.astype(jnp.float32)
+        wide = raw.astype(jnp.float32) * scale
         if exact:
             return raw, (norms[0] + (wide * wide).sum(axis=1), norms[1])
-        wide = wide * scale
         narrow = wide.astype(codes_smem.dtype)
         gone = wide - narrow.astype(jnp.float32)
         return narrow, (norms[0] + (wide * wide).sum(axis=1), norms[1] + (gone * gone).sum(axis=1))

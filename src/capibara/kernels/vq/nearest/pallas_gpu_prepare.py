@@ -3,6 +3,9 @@
 Distances do not change when rows and codes move together, and products of what is left are the smaller, and so their
 rounding, the more rows and codes had in common. Any place to move to is right; it is the mean of some codes. The scale
 is from them too. What it brings beyond float16 is left out of the products, and is in what was lost.
+
+Numbers of 16 bits are multiplied as they are. Products of very small bfloat16 numbers would be nothing to float32: such
+codes are scaled by a power of two, which is exact, once for themselves and once for the rows, which are not touched.
 """
 
 from __future__ import annotations
@@ -107,12 +110,16 @@ def _program(
             raw, norms, lost = carry
             depth = pl.ds(number * DEPTH, DEPTH)
             raw = raw + (wide * wide).sum(axis=1)
-            if not exact:
+            if exact:
+                wide, most = wide * scale, np.float32(np.inf)
+                taken = wide * scale
+            else:
+                most = np.float32(LARGEST_NARROW)
                 off = load(centre_smem.at[depth], COLUMN_LAYOUT, optimized=False)
-                wide = (wide - lax.broadcast_in_dim(off, (ROWS, DEPTH), (1,))) * scale
-            narrow = jnp.where(jnp.abs(wide) < LARGEST_NARROW if not exact else jnp.abs(wide) < np.inf, wide, 0.0)
-            narrow = narrow.astype(narrow_hbm.dtype)
-            gone = wide - narrow.astype(jnp.float32)
+                wide = taken = (wide - lax.broadcast_in_dim(off, (ROWS, DEPTH), (1,))) * scale
+            held = jnp.abs(taken) < most
+            narrow = jnp.where(held, taken, 0.0).astype(narrow_hbm.dtype)
+            gone = jnp.where(held, 0.0, wide) if exact else wide - narrow.astype(jnp.float32)
             return narrow, (raw, norms + (wide * wide).sum(axis=1), lost + (gone * gone).sum(axis=1))
 
         raw, norms, lost = lax.fori_loop(0, steps // ahead, several, (nothing, nothing, nothing))
@@ -127,19 +134,33 @@ def _program(
         plgpu.wait_smem_to_gmem(0)
 
 
+def enlargement(largest: Any) -> Any:
+    """A power of two for bfloat16 codes of such numbers: 1, but where products of them would be none of float32.
+
+    Times it they are between 2^-26 and 2^15, and times its square, which is what rows meet, 2^100 at the most.
+    """
+    by: Any = np.float32(1)
+    for below, power in ((-30, 45), (-60, 75), (-90, 100)):
+        by = jnp.where(largest < np.float32(2.0**below), np.float32(2.0**power), by)
+    return jnp.where(largest > 0, by, np.float32(1))
+
+
 def _root(square: Any) -> Any:
     return square * lax.rsqrt(jnp.maximum(square, TINY))
 
 
 def _sampled(codes_hbm: Any, count: int, exact: bool) -> tuple[Any, Any]:
-    """(the centre [D], the scale) from codes all over the codebook; none for 16-bit codes, whose products are exact."""
+    """(the centre [D], the scale) from codes all over the codebook; 16-bit codes, whose products are exact, stay."""
     width = codes_hbm.shape[1]
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))
-    if exact:
-        return plgpu.layout_cast(jnp.full((width,), 0, jnp.float32), layout), np.float32(1)
+    nowhere = plgpu.layout_cast(jnp.full((width,), 0, jnp.float32), layout)
+    if codes_hbm.dtype == jnp.float16:
+        return nowhere, np.float32(1)
     some = min(SAMPLE, count)
-    rows = [load(codes_hbm.at[number * count // some], layout) for number in range(some)]
+    rows = [load(codes_hbm.at[number * count // some], layout).astype(jnp.float32) for number in range(some)]
     rows = [jnp.where(jnp.abs(row) < LARGEST_SAMPLED, row, 0.0) for row in rows]
+    if exact:
+        return nowhere, enlargement(jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, rows))))
     centre = functools.reduce(jnp.add, rows) * (1 / some)
     largest = jnp.max(functools.reduce(jnp.maximum, [jnp.abs(row - centre) for row in rows]))
     return centre, LARGEST_NUMBER / jnp.where(largest > 1e-30, largest, LARGEST_NUMBER)

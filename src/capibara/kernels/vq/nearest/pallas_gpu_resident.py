@@ -195,6 +195,7 @@ class _Rows:
         def rounded(step: Any, raw: Any, norms: Any) -> Any:
             wide = raw.astype(jnp.float32)
             if self.x_hbm.dtype == self.x_smem.dtype:
+                wide = wide * self.scale  # the codes have it twice: for themselves and for the rows
                 return raw, (norms[0] + (wide * wide).sum(axis=1), norms[1])
             wide = (wide - across(self.centre_hbm, step * BLOCK, (ROWS, BLOCK))) * self.scale
             narrow = wide.astype(self.x_smem.dtype)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.transforms import out_struct
-from capibara.kernels.vq.nearest.pallas_gpu_compare import TOGETHER, Row, usable
+from capibara.kernels.vq.nearest.pallas_gpu_compare import TOGETHER, Row, twice_if_small, usable
 from capibara.kernels.vq.nearest.pallas_gpu_lists import entry_of
 from capibara.kernels.vq.nearest.pallas_gpu_resident import stream_of
 from capibara.kernels.vq.nearest.pallas_gpu_slices import SHORTEST, by_slices
@@ -102,24 +102,27 @@ def look_again(
 def _of_a_few(row: Row, found: Any, kept: int, codes: int, streams: bool) -> Any:
     listed, count = [found(place) for place in range(kept - 1)], found(kept)
 
-    def nearer(best: Any, others: list[Any]) -> Any:
+    def nearer(best: Any, others: list[Any], by: Any) -> Any:
         least, index = best
-        for there, other in zip(row.distances(others), others, strict=True):
+        for there, other in zip(row.distances(others, by), others, strict=True):
             better = (there < least) | ((there == least) & (other < index))
             least, index = jnp.where(better, there, least), jnp.where(better, other, index)
         return least, index
 
-    best = nearer((np.float32(np.inf), np.int32(codes)), listed[: min(2, kept - 1)])
-    best = lax.fori_loop(2, count, lambda place, best: nearer(best, [found(place)]), best)
-    for place in range(1, kept - 1) if streams else ():
-        start, apart, length = stream_of(listed[place], codes)
-        alike = [stream_of(other, codes)[0] == start for other in listed[:place]]
-        # Where the list has another of its stream, all of it. Past the last code there is none: the first again.
-        repeated = (place < count) & functools.reduce(operator.or_, alike)
+    def search(by: Any) -> Any:
+        best = nearer((np.float32(np.inf), np.int32(codes)), listed[: min(2, kept - 1)], by)
+        best = lax.fori_loop(2, count, lambda place, best: nearer(best, [found(place)], by), best)
+        for place in range(1, kept - 1) if streams else ():
+            start, apart, length = stream_of(listed[place], codes)
+            alike = [stream_of(other, codes)[0] == start for other in listed[:place]]
+            # Where the list has another of its stream, all of it. Past the last code there is none: the first again.
+            repeated = (place < count) & functools.reduce(operator.or_, alike)
 
-        def look(turn: Any, best: Any, start: Any = start, apart: int = apart) -> Any:
-            several = [start + (turn * TOGETHER + number) * apart for number in range(TOGETHER)]
-            return nearer(best, [jnp.where(code < codes, code, start) for code in several])
+            def look(turn: Any, best: Any, start: Any = start, apart: int = apart) -> Any:
+                several = [start + (turn * TOGETHER + number) * apart for number in range(TOGETHER)]
+                return nearer(best, [jnp.where(code < codes, code, start) for code in several], by)
 
-        best = lax.fori_loop(0, jnp.where(repeated, length // TOGETHER, 0), look, best)
-    return best[1]
+            best = lax.fori_loop(0, jnp.where(repeated, length // TOGETHER, 0), look, best)
+        return best
+
+    return twice_if_small(search)

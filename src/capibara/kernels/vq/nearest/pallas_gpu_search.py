@@ -199,7 +199,7 @@ class _Ring:
         if self.x_smem.dtype == self.codes_smem.dtype:
             narrow = raw
             if norms is not None:
-                wide = raw.astype(jnp.float32)
+                wide = raw.astype(jnp.float32) * scale  # the codes have it twice: for themselves and for the rows
                 norms = norms[0] + (wide * wide).sum(axis=1), norms[1]
             return narrow, norms
         wide = (raw - across(self.centre_hbm, lax.rem(turn, self.steps) * DEPTH, (ROWS, DEPTH))) * scale

@@ -26,7 +26,7 @@ from capibara.kernels.context import current_interpret
 from capibara.kernels.op import Call, Implementation
 from capibara.kernels.transforms import out_struct
 from capibara.kernels.vq.nearest.equal import lowest_equal
-from capibara.kernels.vq.nearest.reference import is_finite, squared_norms
+from capibara.kernels.vq.nearest.reference import enlargement, is_finite, squared_norms
 from capibara.kernels.vq.nearest.rules import sizes_of
 from capibara.kernels.vq.nearest.xla import centre_of, finish
 
@@ -124,11 +124,14 @@ def pallas_tpu(
     # A product with a code that cannot be used would spoil nothing but itself, were it not for parts of infinities.
     both = jnp.result_type(x, codebook)
     given, clean = flat.astype(both), jnp.where(usable[:, None], codebook, jnp.zeros_like(codebook)).astype(both)
+    by = enlargement(codebook.astype(jnp.float32))
     if both == jnp.float32:  # bfloat16 numbers, exact in the product, are too coarse for its rounding to hide anything
-        centre, enough = centre_of(codebook.astype(both))
+        centre, enough = centre_of(codebook.astype(both), by)
         centre = jnp.where(enough, centre, 0)
         given, clean = given - centre, clean - centre
+    clean = clean * by.astype(both)
     half = jnp.where(usable, squared_norms(clean.astype(jnp.float32)) / 2, jnp.inf).reshape(1, codes)
+    clean = clean * by.astype(both)  # for the rows, which stay as they are
     as_lanes = block % LANES == 0
     steps = math.ceil(codes / config.codes)
     # bfloat16 products are exact in float32 by one pass; float32 takes all six.

@@ -23,16 +23,34 @@ def squared_norms(x: jax.Array) -> jax.Array:
     return jnp.square(x).sum(-1)
 
 
-def distances_to(x: jax.Array, codebook: jax.Array, indices: jax.Array) -> jax.Array:
-    """|x - codebook[index]|² of every row in the wide type, NaN where the index is -1.
+SMALL = 2.0**-30  # squares of numbers from here on, and of their differences, are numbers of float32
+
+
+def enlargement(codes: jax.Array) -> jax.Array:
+    """What rows and codes are multiplied by to be compared: 1, but for a codebook of numbers below SMALL.
+
+    Squares of those vanish: at 1e-25 all distances would be zero. It is the power of two that brings the largest to
+    about 1, so no digit changes. A row so large that it overflows then is as far from all codes.
+    """
+    usable = is_finite(squared_norms(codes))
+    largest = jnp.where(usable[:, None], jnp.abs(codes), 0).max(initial=0)
+    power = jnp.exp2(jnp.clip(-jnp.floor(jnp.log2(jnp.maximum(largest, jnp.finfo(codes.dtype).tiny))), 0, 120))
+    return jnp.where((largest < SMALL) & (largest > 0), power, 1).astype(codes.dtype)
+
+
+def distances_to(x: jax.Array, codebook: jax.Array, indices: jax.Array, by: Any = None) -> jax.Array:
+    """|x - codebook[index]|² of every row in the wide type, NaN where the index is -1; of differences enlarged `by`.
 
     By differences: the expanded form |x|² - 2 x·c + |c|² loses what two close vectors have in common.
     """
     wide = wide_type(x, codebook)
     found = indices >= 0
     codes = codebook[jnp.maximum(indices, 0)].astype(wide)
+    difference = x.astype(wide) - codes
+    if by is not None:
+        difference = difference * by
     # Rows without a code are cleared first: a derivative of zero times NaN would be NaN.
-    difference = jnp.where(found[..., None], x.astype(wide) - codes, 0)
+    difference = jnp.where(found[..., None], difference, 0)
     return jnp.where(found, jnp.square(difference).sum(-1), jnp.nan)
 
 
@@ -57,8 +75,9 @@ def reference(x: jax.Array, codebook: jax.Array, *, return_distances: bool = Fal
     codes = lax.stop_gradient(codebook).astype(wide)
     rows = lax.stop_gradient(x).astype(wide)
     usable = is_finite(squared_norms(codes))
+    by = enlargement(codes)
     # A code at a time, so that no number of x is kept K times. [K, ...].
-    table = lax.map(lambda code: jnp.square(rows - code).sum(-1), codes)
+    table = lax.map(lambda code: jnp.square((rows - code) * by).sum(-1), codes)
     table = jnp.where(usable.reshape(-1, *(1,) * (x.ndim - 1)) & ~jnp.isnan(table), table, jnp.inf)
     valid = is_finite(squared_norms(rows)) & usable.any()
     # Where every distance overflows, the first code that can be used is as near as any.

@@ -11,7 +11,14 @@ from jax import lax
 
 from capibara.kernels.op import Implementation
 from capibara.kernels.vq.nearest.equal import lowest_equal
-from capibara.kernels.vq.nearest.reference import distances_to, is_finite, outputs, squared_norms, wide_type
+from capibara.kernels.vq.nearest.reference import (
+    distances_to,
+    enlargement,
+    is_finite,
+    outputs,
+    squared_norms,
+    wide_type,
+)
 from capibara.kernels.vq.nearest.statistics import statistics
 
 CHUNKS = 80  # the table is an eightieth of N x K, or smaller
@@ -19,25 +26,28 @@ TABLE_NUMBERS = 1 << 24  # the most of it at a time: 64 MiB
 CANDIDATES = 2
 
 
-def centre_of(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def centre_of(codes: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(the mean of the codes [K, D] that can be used, whether it brings each of them closer, or hardly farther).
+
+    They are compared enlarged `by`.
 
     A product rounds |x|·|c|, so what rows and codes have in common is better taken off them before. Where codes are of
     very different sizes that would round the small ones away: such a codebook has no centre. Nor have codes so large
     that a product about it could overflow; their mean is zero here.
     """
-    norms = squared_norms(codes)
+    norms = squared_norms(codes * by)
     usable = is_finite(norms)
     mean = jnp.where(usable[:, None], codes, 0).sum(0) / jnp.maximum(usable.sum(), 1).astype(codes.dtype)
     largest = jnp.where(usable, norms, 0).max()
     mean = jnp.where(largest < jnp.finfo(codes.dtype).max / 16, mean, 0)
-    return mean, (~usable | (squared_norms(codes - mean) <= 4 * norms)).all()
+    return mean, (~usable | (squared_norms((codes - mean) * by) <= 4 * norms)).all()
 
 
-def nearest_about(rows: jax.Array, codebook: jax.Array, centre: jax.Array) -> jax.Array:
+def nearest_about(rows: jax.Array, codebook: jax.Array, centre: jax.Array, by: jax.Array) -> jax.Array:
     """Indices of rows [n, D] by one product at full precision, of what is left of rows and codes without `centre`.
 
-    The product rounds |x|·|c|, which hides a small distance between large vectors. So the best two by it are held
+    Scores are those of rows and codes enlarged `by`; the codes take it for both, so that rows stay as they are. The
+    product rounds |x|·|c|, which hides a small distance between large vectors. So the best two by it are held
     against each other by their differences from the row. It may round equal codes differently, too: `lowest_equal` of
     what is found is the caller's to take.
     """
@@ -45,40 +55,43 @@ def nearest_about(rows: jax.Array, codebook: jax.Array, centre: jax.Array) -> ja
     codes, values = codebook.astype(wide), rows.astype(wide)
     usable = is_finite(squared_norms(codes))
     valid = is_finite(squared_norms(values)) & usable.any()
-    codes, values = codes - centre, values - centre
+    enlarged, values = ((codes - centre) * by) * by, values - centre
     # A code that cannot be used spoils its own column, which is not looked at.
     product = lax.dot_general(
-        values, codes, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=wide
+        values, enlarged, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=wide
     )
-    scores = jnp.where(usable, squared_norms(codes) / 2 - product, jnp.inf)
+    scores = jnp.where(usable, squared_norms(enlarged / by) / 2 - product, jnp.inf)
     numbers = jnp.arange(codes.shape[0], dtype=jnp.int32)
     best = jnp.argmin(scores, axis=1).astype(jnp.int32)
     if codes.shape[0] >= CANDIDATES:
         other = jnp.argmin(jnp.where(numbers == best[:, None], jnp.inf, scores), axis=1).astype(jnp.int32)
         # Where one code can be used, the other is any.
-        best = nearer(rows, codebook, best, jnp.where(usable[other], other, best))
+        best = nearer(rows, codebook, best, jnp.where(usable[other], other, best), by)
     return jnp.where(valid, best, -1)
 
 
-def nearer(rows: jax.Array, codebook: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+def nearer(rows: jax.Array, codebook: jax.Array, one: jax.Array, other: jax.Array, by: jax.Array) -> jax.Array:
     """Of two codes a row [n], the one whose difference from the row is smaller, the lower where they are alike."""
     low, high = jnp.minimum(one, other), jnp.maximum(one, other)
-    return jnp.where(distances_to(rows, codebook, high) < distances_to(rows, codebook, low), high, low)
+    far, near = (distances_to(rows, codebook, at, by) for at in (high, low))
+    return jnp.where(far < near, high, low)
 
 
 def nearest_rows(rows: jax.Array, codebook: jax.Array, *, chunked: bool = False) -> jax.Array:
     """Indices of rows [n, D]: about the codes' centre, and where that may hide small codes also about zero."""
-    centre, enough = centre_of(codebook.astype(wide_type(rows, codebook)))
+    codes = codebook.astype(wide_type(rows, codebook))
+    by = enlargement(codes)
+    centre, enough = centre_of(codes, by)
 
     def both(rows: jax.Array) -> jax.Array:
         # One after another, in the same memory. A row that has no code has none by either.
         centres = jnp.stack([centre, jnp.zeros_like(centre)])
-        return nearer(rows, codebook, *lax.map(lambda about: nearest_about(rows, codebook, about), centres))
+        return nearer(rows, codebook, *lax.map(lambda about: nearest_about(rows, codebook, about, by), centres), by)
 
     def over(fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
         return in_chunks(fn, codebook.shape[0], rows) if chunked else fn(rows)
 
-    return lax.cond(enough, lambda: over(lambda rows: nearest_about(rows, codebook, centre)), lambda: over(both))
+    return lax.cond(enough, lambda: over(lambda rows: nearest_about(rows, codebook, centre, by)), lambda: over(both))
 
 
 def in_chunks(fn: Callable[..., jax.Array], codes: int, *arrays: jax.Array) -> jax.Array:
