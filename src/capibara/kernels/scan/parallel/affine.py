@@ -208,11 +208,12 @@ def _select(eqn: Any, args: list[Any]) -> Any:
     views = {case.views for case in cases if isinstance(case, Affine)}
     if len(views) > 1:
         return refuse(eqn, "its choices have the carry's elements at different places")
-    parts = [case if isinstance(case, Affine) else Affine(jnp.zeros((), aval.dtype), case, *views) for case in cases]
+    (moved,) = views
+    parts = [case if isinstance(case, Affine) else Affine(jnp.zeros((), aval.dtype), case, moved) for case in cases]
     scale = jax.lax.select_n(which, *(_full(_scale(part, aval), aval) for part in parts))
     offset = jax.lax.select_n(which, *(_full(0 if part.offset is None else part.offset, aval) for part in parts))
     exact = all(isinstance(case, Affine) and case.exact for case in cases)
-    return Affine(scale, offset, *views, exact=exact)
+    return Affine(scale, offset, moved, exact)
 
 
 _RULES: dict[str, Callable[[Any, list[Any]], Any]] = {

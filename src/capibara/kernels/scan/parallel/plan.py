@@ -166,9 +166,9 @@ def solve(step: Step) -> tuple[tuple[tuple[int, ...], ...], dict[int, General], 
     return tuple(rounds), stuck, tuple(inexact)
 
 
-def _exact(made: Affine | None, dtype: Any) -> bool:
+def _exact(made: Affine | General | None, dtype: Any) -> bool:
     """Whether the form is the step's also for numbers that are not finite."""
-    if made is None or not jnp.issubdtype(dtype, jnp.inexact):
+    if not isinstance(made, Affine) or not jnp.issubdtype(dtype, jnp.inexact):
         return True
     # A state of float32 goes on where one of float16 has overflowed; float64 has products over many steps.
     return made.exact and diagonal.takes(dtype) and jnp.finfo(dtype).max >= jnp.finfo(jnp.bfloat16).max

@@ -203,9 +203,9 @@ def mosaic_gpu(
         made = (whole_struct(given[1]), state_struct(given[1]) if return_final else None)
         h, final = launch(_program, given, made, config, backwards=reverse)
         return (join(h), join(final)) if return_final else join(h)
-    pieces = [in_segments(x, config) for x in (a, b)]
-    starts, linked, final = segment_starts(*pieces, start_of(initial, b, wide), config, reverse=reverse)
-    given = (*map(split, pieces), split(starts))
+    decays, terms = in_segments(a, config), in_segments(b, config)
+    starts, linked, final = segment_starts(decays, terms, start_of(initial, b, wide), config, reverse=reverse)
+    given = (split(decays), split(terms), split(starts))
     made = (whole_struct(given[1]), state_struct(given[1]))
     h, ends = (join(x) for x in launch(_program, given, made, config, backwards=reverse))
     met = segments_met(starts, linked, ends, config.segments, b.shape[1])

@@ -124,13 +124,13 @@ def mosaic_gpu_grad(
         start, ending = (None if x is None else x.astype(wide) for x in (initial, d_final))
         da, db, carried = _launch(a, d_h, h, start, ending, config, reverse, initial is not None)
         return da, db, None if initial is None else carried.astype(initial.dtype)
-    pieces = [in_segments(x, config) for x in (a, d_h, h)]
+    decays, flows, states = (in_segments(x, config) for x in (a, d_h, h))
     endings, linked, first = segment_starts(
-        *pieces[:2], start_of(d_final, h, wide), config, reverse=not reverse, multiply_last=True
+        decays, flows, start_of(d_final, h, wide), config, reverse=not reverse, multiply_last=True
     )
-    last = pieces[2][:, 0 if reverse else -1].astype(wide).reshape(-1, config.segments, h.shape[2])
+    last = states[:, 0 if reverse else -1].astype(wide).reshape(-1, config.segments, h.shape[2])
     starts = shifted(last, start_of(initial, h, wide), reverse).reshape(-1, h.shape[2])
-    da, db, carried = _launch(*pieces, starts, endings, config, reverse, True)
+    da, db, carried = _launch(decays, flows, states, starts, endings, config, reverse, True)
     met = segments_met(endings, linked, carried, config.segments, h.shape[1])
     made = (da.reshape(h.shape), db.reshape(h.shape), None if initial is None else first.astype(initial.dtype))
     one_piece = functools.partial(mosaic_gpu_grad, config=dataclasses.replace(config, segments=1), reverse=reverse)

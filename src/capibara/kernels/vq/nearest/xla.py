@@ -86,7 +86,8 @@ def nearest_rows(rows: jax.Array, codebook: jax.Array, *, chunked: bool = False)
     def both(rows: jax.Array) -> jax.Array:
         # One after another, in the same memory. A row that has no code has none by either.
         centres = jnp.stack([centre, jnp.zeros_like(centre)])
-        return nearer(rows, codebook, *lax.map(lambda about: nearest_about(rows, codebook, about, by), centres), by)
+        one, other = lax.map(lambda about: nearest_about(rows, codebook, about, by), centres)
+        return nearer(rows, codebook, one, other, by)
 
     def over(fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
         return in_chunks(fn, codebook.shape[0], rows) if chunked else fn(rows)
