@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from capibara.errors import ImplementationRefused
 from capibara.kernels import explain, interpret, target
@@ -351,3 +354,21 @@ def test_the_first_step_of_a_backward_scan_is_the_last_row_of_a_chunk() -> None:
     (wanted, *_) = reference_grad(a, h, initial, d_h, reverse=True)
     # 24 steps of two roundings of 2^-24 each, of products of numbers up to about 10.
     np.testing.assert_allclose(da, wanted, atol=24 * 2 * 2**-24 * 10)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("segments", [1, 4])
+def test_the_hopper_kernels_inside_a_checked_shard_map(segments: int) -> None:
+    """From an initial state, and where time is cut; forwards and backwards, as far as they are traced."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    config = TileConfig(32, 2, segments=segments)
+
+    def total(*operands: Any) -> Any:
+        one = functools.partial(linear_recurrence, return_final=True, implementation="mosaic_gpu", config=config)
+        h, final = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(*operands)
+        return h.sum() + final.sum()
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 512, 128), (2, 512, 128), (2, 128))]
+    with target("gpu", "NVIDIA H200"):
+        made = jax.eval_shape(jax.grad(total, (0, 1, 2)), *shapes)
+    assert [one.shape for one in made] == [one.shape for one in shapes]

@@ -264,7 +264,10 @@ def read_rows(buffers: Number, slot: Any, rows: Sequence[Any], layout: Any) -> l
 
 def state_at(refs: Number, batch: Any, columns: Any, config: TileConfig) -> Number:
     """A channel's state from device memory."""
-    return jax.tree.map(lambda ref: load(ref.at[batch, columns], config.layout, optimized=False), refs)
+    # Inside of a checked shard_map what is read varies over the mesh by its type, and what a kernel computes does not:
+    # a product with 1 is computed, and a loop may carry it.
+    one = np.float32(1)
+    return jax.tree.map(lambda ref: load(ref.at[batch, columns], config.layout, optimized=False) * one, refs)
 
 
 def constant(value: float, like: Number, config: TileConfig) -> Number:
