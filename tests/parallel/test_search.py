@@ -14,6 +14,7 @@ from tests.parallel.standins import HEADS, HIDDEN, MLP, VOCAB, TenLines, decoder
 from capibara.hardware.chips import chip
 from capibara.hardware.topology import Slice, slice_by_name
 from capibara.parallel.anatomy import Anatomy, Leaf
+from capibara.parallel.confirmation import MOST_REFUSALS
 from capibara.parallel.exploration import TARGETS, Exploration
 from capibara.parallel.job import Job
 from capibara.parallel.mesh import MeshConfig
@@ -206,24 +207,79 @@ def test_budget_and_deadline_stop_it() -> None:
 
 def test_a_compiler_has_the_last_word() -> None:
     plain = _search(top=3)
+    limit = plain.best.estimate.memory.limit
     asked: list[str] = []
 
     def confirm(layout: Any) -> Any:
         asked.append(layout.name)
         if layout == plain.ranked[0].layout:
-            return SimpleNamespace(error="out of memory", total_bytes=None)
+            return SimpleNamespace(error="no such product", total_bytes=None)
         if layout == plain.ranked[1].layout:
-            return SimpleNamespace(error=None, total_bytes=2.0 * EVERYTHING)
-        return SimpleNamespace(error=None, total_bytes=0.9 * EVERYTHING)
+            return SimpleNamespace(error=None, total_bytes=1.01 * limit)
+        return SimpleNamespace(error=None, total_bytes=0.9 * limit)
 
     plans = _search(top=2, confirm=confirm)
     assert len(asked) == 4
-    assert plans.best.layout == plain.ranked[2].layout
     assert plans.best.confirmed
-    assert plans.best.estimate.memory.total == pytest.approx(0.9 * EVERYTHING)
-    reasons = [one.reason for one in plans.refused]
-    assert "the compiler refused it: out of memory" in reasons
-    assert any(reason.startswith("the compiler needs") for reason in reasons)
+    assert plans.best.estimate.memory.total == pytest.approx(0.9 * limit)
+    first, second = plans.by_compiler
+    assert (first.layout, first.reason) == (plain.ranked[0].layout, "the compiler refused it: no such product")
+    assert second.layout == plain.ranked[1].layout
+    assert second.reason.startswith("the compiler needs")
+    assert second.bytes == 1.01 * limit, "the compiler's bytes, and not the model's"
+    out = [one.layout for one in plans.by_compiler]
+    assert all(one.layout not in out for one in plans.ranked), "what was refused is not offered again"
+
+
+def test_after_a_refusal_the_next_is_the_best_that_fits_if_the_model_is_as_low_again() -> None:
+    model, asked = TenLines(decoder(), EVERYTHING), []
+
+    def confirm(layout: Any) -> Any:
+        asked.append(layout)
+        too_large = len(asked) == 1
+        return SimpleNamespace(
+            error="out of memory" if too_large else None, total_bytes=1.5 * EVERYTHING if too_large else None
+        )
+
+    plans = _search(top=1, confirm=confirm, model=lambda job, slice: model, fixes=False)
+    seen = [(layout, model.estimate(layout)) for layout in list(model.seen)]
+    first, second = (model.estimate(layout) for layout in asked[:2])
+    assert plans.low == pytest.approx(1.5 * EVERYTHING / first.memory.total)
+    believed = [(one.seconds, layout.name) for layout, one in seen if plans.low * one.memory.total <= EVERYTHING]
+    assert (second.seconds, asked[1].name) == min(believed)
+
+
+def test_when_the_compiler_takes_none_of_the_tried_the_verdict_has_its_bytes() -> None:
+    plans = _search(confirm=lambda layout: SimpleNamespace(error="too large", total_bytes=1.2 * EVERYTHING))
+    assert plans.best is None
+    assert len(plans.by_compiler) == MOST_REFUSALS
+    assert plans.unasked > 0
+    near = plans.closest
+    assert near.by_compiler
+    assert near.bytes == 1.2 * EVERYTHING
+    # A change is offered where it fits with the model as low as the compiler found it.
+    assert all(fix.estimate.memory.total * plans.low <= EVERYTHING for fix in plans.fixes)
+
+
+def test_a_compiler_settles_what_the_models_margin_leaves_open() -> None:
+    least = min(TenLines(decoder(), EVERYTHING).estimate(layout).memory.total for layout in _every_layout())
+
+    class Unsure(TenLines):
+        def estimate(self, layout: Any) -> Any:
+            found = super().estimate(layout)
+            return dataclasses.replace(found, memory=dataclasses.replace(found.memory, margin=0.1))
+
+    job, limit = _job(decoder()), 1.05 * least
+    keywords = {"model": lambda job, slice: Unsure(decoder(), limit), "fixes": False, "memory_limit": limit}
+    assert search(job, "v4-16", **keywords).best is None
+    taken = search(
+        job, "v4-16", **keywords, confirm=lambda layout: SimpleNamespace(error=None, total_bytes=0.99 * limit)
+    )
+    assert taken.best is not None
+    assert taken.best.confirmed
+    assert taken.best.layout not in [one.layout for one in taken.refused]
+    # And where it does not answer, the model's word stands.
+    assert search(job, "v4-16", **keywords, confirm=lambda layout: None).best is None
 
 
 # When nothing fits.

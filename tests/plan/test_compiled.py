@@ -168,13 +168,18 @@ def test_a_witness_refuses_what_does_not_fit_and_asks_about_the_next(monkeypatch
         "a": Compiled("tpu", "", 40.0, 0.0, 0.0, 0.0),
         "b": Compiled("tpu", "", error="still compiling", error_kind="timeout"),
         "c": Compiled("tpu", "", 10.0, 0.0, 0.0, 0.0),
-        "d": Compiled("tpu", "", error="RESOURCE_EXHAUSTED", error_kind="hbm_oom"),
+        "d": Compiled("tpu", "", temporaries=50.0, error="RESOURCE_EXHAUSTED", error_kind="hbm_oom"),
     }
     monkeypatch.setattr("capibara.plan.evidence.compile_layout", lambda job, layout, where: answers[layout.name])
     witness = Witness(_job(), place("v4-64"), "tpu", 2, limit=30.0)
-    said = {name: witness(replace(_tensor_parallel(), name=name)).error for name in "adbcc"}
-    assert said["a"] is not None
-    assert said["d"] == "RESOURCE_EXHAUSTED"
-    assert said["b"] is None, "a compiler that did not answer says nothing against a layout"
-    assert said["c"] is None
+    said = [witness(replace(_tensor_parallel(), name=name)) for name in "adbcc"]
+    too_large, refused, silent, taken, unasked = said
+    assert too_large is not None
+    assert too_large.total_bytes == 40.0, "the compiler's own figure"
+    assert refused is not None
+    assert (refused.error, refused.total_bytes) == ("RESOURCE_EXHAUSTED", 50.0)
+    assert silent is None, "a compiler that did not answer has neither refused nor confirmed a layout"
+    assert taken is not None
+    assert taken.error is None
+    assert unasked is None
     assert [layout.name for layout, _ in witness.said] == ["a", "d", "b", "c"], "two that stand are enough"

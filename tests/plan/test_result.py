@@ -17,8 +17,9 @@ from capibara.fleet.pricing import price_table
 from capibara.plan.compiled import Compiled
 from capibara.plan.layout_text import layout_as_dict, layout_from_dict
 from capibara.plan.money import bills
+from capibara.plan.place import place
 from capibara.plan.report import as_text, show
-from capibara.plan.result import Plan
+from capibara.plan.result import Change, Plan
 
 Make = Callable[..., Plan]
 GiB = 2**30
@@ -64,7 +65,9 @@ def test_a_job_that_does_not_fit_says_what_would(make_plan: Make) -> None:
     text = as_text(make_plan(fits=False))
     assert "DOES NOT FIT: 44.00 GiB a chip of 30.75 GiB" in text
     assert "Step, had it the memory:" in text
-    assert "would fit: half the batch on v4-64: 25.00 GiB a chip, 1.1 s a step, 500 USD a billion tokens" in text
+    assert (
+        "would fit: half the batch on v4-64: predicted 25.00 GiB a chip, 1.1 s a step, 500 USD a billion tokens" in text
+    )
 
 
 def test_a_narrow_screen_leaves_room_for_the_layout(make_plan: Make) -> None:
@@ -148,7 +151,75 @@ def test_a_compilers_word_counts(make_plan: Make) -> None:
         plan.best, compiled=Compiled("tpu", "", temporaries=40.0 * GiB, error="too big", error_kind="hbm_oom")
     )
     assert not refused.fits
-    assert refused.level == "analytic"
+    assert refused.level == "tpu"
+    assert refused.bytes == 40 * GiB, "what the compiler said that it needs"
+
+
+def test_what_is_printed_as_the_compilers_is_the_compilers(make_plan: Make) -> None:
+    plan = make_plan(asked_level="tpu")
+    assert plan.best is not None
+    said = Compiled("tpu", "by libtpu", 10.0 * GiB, 3.0 * GiB, 13.0 * GiB, 2.0 * GiB, peak=21.5 * GiB, seconds=30.0)
+    taken = replace(plan, candidates=(replace(plan.best, compiled=said),))
+    assert (
+        "FITS: 21.50 GiB a chip of 30.75 GiB usable, the peak by the TPU compiler (its arguments 10.00 GiB, "
+        "temporaries 13.00 GiB, outputs beside them 1.00 GiB), predicted 20.00 GiB (-7.0 %)" in str(taken)
+    )
+    assert "Largest buffers at the peak, predicted" in str(taken)
+    document = taken.as_dict()
+    assert (document["bytes_per_chip"], document["bytes_by"]) == (21.5 * GiB, "tpu compiler")
+    assert document["predicted_bytes_per_chip"] == 20 * GiB
+    assert document["layouts"][0]["compiled"]["temporaries"] == 13 * GiB
+    assert plan.as_dict()["bytes_by"] == "predicted"
+    assert "FITS: 20.00 GiB a chip of 30.75 GiB usable, predicted (arguments 12.00 GiB, beside them 8.00 GiB" in str(
+        plan
+    )
+
+
+def test_a_layout_that_the_compiler_refused_is_said_to_be(make_plan: Make, tmp_path: Path) -> None:
+    plan = make_plan(asked_level="tpu")
+    assert plan.best is not None
+    near = replace(plan.best.estimate, memory=replace(plan.best.estimate.memory, margin=0.6))
+    oom = Compiled("tpu", "by libtpu", temporaries=49.8 * GiB, error="HbmOom", error_kind="hbm_oom")
+    out = replace(plan.best, estimate=near, compiled=oom)
+    none = replace(plan, fits=False, candidates=(out,), refused_by_compiler=(out,), unasked=2, changes=())
+    lines = str(none).splitlines()
+    assert "refused by the TPU compiler" in lines[0]
+    assert lines[1] == (
+        "DOES NOT FIT: the TPU compiler refused the one layout that it was asked about; the least that it wants is "
+        "49.80 GiB a chip of 30.75 GiB usable, for data 4 x model 8, fully sharded (predicted 20.00 GiB); 2 more that "
+        "may fit by the model were not tried: --mesh names one"
+    )
+    assert lines[2].startswith(
+        "Refused by the TPU compiler: data 4 x model 8, fully sharded: 49.80 GiB a chip of 30.75"
+    )
+    assert "--level tpu" not in str(none), "it was asked"
+    assert "tpu: refused" in str(none)
+    assert "Refused by the TPU compiler" in none.save_html(tmp_path / "plan.html").read_text(encoding="utf-8")
+    document = none.as_dict()
+    assert document["refused_by_compiler"][0]["bytes"] == 49.8 * GiB
+    assert document["refused_by_compiler"][0]["refused_by_compiler"] is True
+    assert (document["compiler_not_asked_about"], document["asked_level"]) == (2, "tpu")
+
+    # Another was taken in its place: the refusal is told all the same.
+    taken = replace(plan.candidates[1], compiled=Compiled("tpu", "by libtpu", 10.0 * GiB, 0.0, 9.0 * GiB, 0.0))
+    text = str(replace(plan, candidates=(taken,), refused_by_compiler=(out,)))
+    assert "FITS: 19.00 GiB" in text
+    assert "Refused by the TPU compiler: data 4 x model 8, fully sharded: 49.80 GiB a chip" in text
+
+
+def test_a_refusal_for_another_reason_has_the_compilers_words(make_plan: Make) -> None:
+    plan = make_plan(asked_level="xla")
+    assert plan.best is not None
+    out = replace(plan.best, compiled=Compiled("xla", "by XLA", error="ValueError: 3\nmore", error_kind="lowering"))
+    text = str(replace(plan, fits=False, candidates=(out,), refused_by_compiler=(out,), changes=()))
+    assert "DOES NOT FIT: XLA for the CPU refused the one layout that it was asked about" in text
+    assert "Refused by XLA for the CPU: data 4 x model 8, fully sharded: ValueError: 3\n" in text
+
+
+def test_a_change_says_what_it_would_need_by_what_the_compiler_showed(make_plan: Make) -> None:
+    change = Change("half the batch", "v4-64", 1.1, 10 * GiB, None, 18 * GiB)
+    text = str(make_plan(fits=False, changes=(change,)))
+    assert "predicted 10.00 GiB a chip (18.00 GiB where the compiler needs 1.80 times as much, as it did above)" in text
 
 
 def test_the_models_margin_is_part_of_the_verdict(make_plan: Make) -> None:
@@ -159,6 +230,9 @@ def test_the_models_margin_is_part_of_the_verdict(make_plan: Make) -> None:
     assert not near.fits, "30 GiB may be 32.4, of 30.75"
     text = str(replace(plan, fits=False, candidates=(near,)))
     assert "may be 8.0 % low, 32.40 GiB, so it may or may not fit: --level tpu settles it" in text
+    asked = str(replace(plan, fits=False, candidates=(near,), asked_level="tpu"))
+    assert "so it may or may not fit: the TPU compiler was asked and gave no answer" in asked
+    assert "may not fit: a run tells" in str(replace(plan, fits=False, candidates=(near,), where=place("h200")))
     sure = replace(near, compiled=Compiled("tpu", "", 12.0 * GiB, 0.0, 18.5 * GiB, 0.0))
     assert sure.fits, "what the compiler says needs no margin"
 

@@ -31,9 +31,10 @@ class PaperModel:
         self.job, self.slice, self.memory_limit, self.calibration = job, slice, memory_limit, calibration
         self._programs: dict[tuple[tuple[str, Any], ...], Any] = {}
 
-    def elsewhere(self, job: Job, slice: Any) -> PaperModel:
-        """The same model of a job on a slice of this chip; what was traced of the same job is not traced again."""
-        made = PaperModel(job, slice, memory_limit=self.memory_limit, calibration=self.calibration)
+    def elsewhere(self, job: Job, slice: Any, memory_limit: float | None = None) -> PaperModel:
+        """The same model of a job on a slice of this chip, with this limit where one is given; what was traced of the
+        same job is not traced again."""
+        made = PaperModel(job, slice, memory_limit=memory_limit or self.memory_limit, calibration=self.calibration)
         if job.build is self.job.build and slice.chip == self.slice.chip:
             made._programs = self._programs
         return made

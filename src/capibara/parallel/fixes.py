@@ -38,12 +38,16 @@ def changes_that_fit(
 
     limit = options["memory_limit"] or float(slice.chip.capacity_bytes)
 
-    def tried(change: str, job: Job, slice: Any, mesh: Any, **more: Any) -> Fix | float | None:
+    def tried(change: str, changed: Job, slice: Any, mesh: Any, **more: Any) -> Fix | float | None:
         keywords = {**options, **more}
-        plans = search(job, slice, mesh=mesh, top=1, budget=_BUDGET, fixes=False, **keywords)
+        if changed is not job:  # The same places of other arrays are another layout.
+            keywords["without"] = ()
+        plans = search(changed, slice, mesh=mesh, top=1, budget=_BUDGET, fixes=False, **keywords)
         if plans.best is None:
             return None if plans.closest is None else plans.closest.bytes
-        return Fix(change, slice, job, plans.best.layout, plans.best.estimate)
+        needed = plans.best.estimate.memory.total
+        # A model with a limit of its own may not know this one.
+        return needed if needed > limit else Fix(change, slice, changed, plans.best.layout, plans.best.estimate)
 
     def first(chain: Iterator[Try]) -> Fix | None:
         """The first of a chain of growing changes that fits."""

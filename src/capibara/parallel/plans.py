@@ -47,6 +47,8 @@ class Refused:
     estimate: Estimate | None = None
     bytes: float | None = None
     """What it needs of a chip, or at the least; None where memory is not the reason."""
+    by_compiler: bool = False
+    """Whether a compiler refused it, and `bytes` are its own; else the model did."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Plans:
     fixes: tuple[Fix, ...] = ()
     """When nothing fits: changes with which something does, the cheapest first."""
     notes: tuple[str, ...] = ()
+    unasked: int = 0
+    """Layouts that may fit by the model and that no compiler was asked about, where it took none that it was."""
+    low: float = 1.0
+    """How many times the model's bytes a compiler needed, of what it refused for its size."""
 
     @property
     def best(self) -> Ranked | None:
@@ -90,10 +96,18 @@ class Plans:
         return self.fixes[0] if self.fixes else None
 
     @property
+    def by_compiler(self) -> tuple[Refused, ...]:
+        """The layouts that a compiler refused, in the order in which it was asked."""
+        return tuple(one for one in self.refused if one.by_compiler)
+
+    @property
     def closest(self) -> Refused | None:
-        """When nothing fits: the layout that lacks the least memory."""
+        """When nothing fits: the layout that lacks the least memory, by the compiler where it said so of any."""
+        named = [one for one in self.by_compiler if one.bytes is not None]
+        if named:
+            return min(named, key=lambda one: (one.bytes, one.name))
         # What was costed whole comes first: of the others only the arguments were counted.
-        short = [one for one in self.refused if one.bytes is not None]
+        short = [one for one in self.refused if one.bytes is not None and not one.by_compiler]
         return min(short, key=lambda one: (one.estimate is None, one.bytes, one.name), default=None)
 
     def require(self) -> Ranked:

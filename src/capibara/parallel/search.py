@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from capibara.errors import rule_error, unknown_name
 from capibara.hardware.topology import slice_by_name
+from capibara.parallel.confirmation import Confirmation, may_fit
 from capibara.parallel.evaluation import CostModel, PaperModel
 from capibara.parallel.exploration import BUDGET, TARGETS, Exploration, Result
 from capibara.parallel.job import Job
@@ -37,6 +39,7 @@ def search(
     pipelines: bool = False,
     model: Callable[[Job, Any], CostModel] | None = None,
     fixes: bool = True,
+    without: Sequence[Layout] = (),
 ) -> Plans:
     """The best layouts of a job on a slice, by the cost model; with `confirm`, by a compiler too.
 
@@ -49,8 +52,10 @@ def search(
     cost model.
 
     `confirm` takes a layout and returns an object with `error` (a string, or None) and `total_bytes` of a chip (or
-    None): what the compiler refuses is refused, and its bytes replace the estimate's. When nothing fits, `best` is None
-    and `fixes` has the changes that would, the cheapest first; `fixes=False` does not look for them.
+    None), or None where the compiler is not asked: what it refuses is refused, with its bytes, and those of what it
+    takes replace the estimate's (`confirmation` says which layouts it is asked about). When nothing fits, `best` is
+    None and `fixes` has the changes that would, the cheapest first; `fixes=False` does not look for them.
+    `without` are layouts that are known to be out.
     """
     if target not in TARGETS:
         raise unknown_name("optimization_target", target, TARGETS)
@@ -76,17 +81,24 @@ def search(
     )
     run = Exploration(space, cost, target, budget, deadline_s)
     run.go()
-    plans = _plans(run, job, slice, top, confirm)
+    plans = _plans(run, job, slice, top, confirm, without)
     if plans.best is None and fixes:
         from capibara.parallel.fixes import changes_that_fit
 
+        # Where a compiler needed more than the model said, it will of a changed job too.
+        tighter = None if plans.low == 1 else limit / plans.low
         again = {
             "target": target,
-            "memory_limit": memory_limit,
+            "memory_limit": memory_limit if tighter is None else tighter,
             "calibration": calibration,
             "offload": offload,
             "pipelines": pipelines,
-            "model": cost.elsewhere if model is None and isinstance(cost, PaperModel) else model,
+            "model": (
+                functools.partial(cost.elsewhere, memory_limit=tighter)
+                if model is None and isinstance(cost, PaperModel)
+                else model
+            ),
+            "without": [one.layout for one in plans.by_compiler if one.layout is not None],
         }
         untried = tuple(
             f"{change} was not tried: the program refuses it ({why})" for change, why in job.not_smaller.items()
@@ -97,34 +109,44 @@ def search(
 
 
 def _least_bytes(plans: Plans) -> float | None:
+    """What the job needs of a chip by the model, whose bytes a changed job's are compared with."""
     near = plans.closest
-    return None if near is None else near.bytes
+    if near is None:
+        return None
+    return near.bytes if near.estimate is None else near.estimate.memory.total
 
 
-def _plans(run: Exploration, job: Job, slice: Any, top: int, confirm: Callable[[Layout], Any] | None) -> Plans:
+def _plans(
+    run: Exploration,
+    job: Job,
+    slice: Any,
+    top: int,
+    confirm: Callable[[Layout], Any] | None,
+    without: Sequence[Layout],
+) -> Plans:
     """The best of each kind of layout, confirmed where a compiler was given, and why the others are out."""
     ordered = sorted(run.results.values(), key=run.worth)
+    costed = [Ranked(r.layout, r.estimate) for r in ordered if r.layout is not None and r.estimate is not None]
+    costed = [one for one in costed if one.layout not in without]
     refused = [_refusal(result, run.space) for result in ordered if not result.fits]
-    kinds: dict[Any, Ranked] = {}
-    for result in ordered:
-        if result.fits and result.layout is not None and result.estimate is not None:
-            kind = (result.layout.mesh, result.layout.specs)
-            kinds.setdefault(kind, Ranked(result.layout, result.estimate))
-    ranked: list[Ranked] = []
-    for one in kinds.values():
-        if len(ranked) == top:
-            break
-        seen = one if confirm is None else _confirmed(one, confirm)
-        ranked += [seen] if isinstance(seen, Ranked) else []
-        refused += [seen] if isinstance(seen, Refused) else []
-    return Plans(
-        job=job,
-        slice=slice,
-        target=run.target,
-        ranked=tuple(ranked),
-        refused=tuple(refused),
-        evaluations=run.evaluations,
-        notes=job.notes,
+    plans = Plans(job, slice, run.target, (), tuple(refused), run.evaluations, notes=job.notes)
+    if confirm is None:
+        kinds: dict[Any, Ranked] = {}
+        for one in costed:
+            if one.estimate.memory.fits:
+                kinds.setdefault((one.layout.mesh, one.layout.specs), one)
+        return replace(plans, ranked=tuple(kinds.values())[:top])
+    asked = Confirmation(confirm)
+    asked.ask([one for one in costed if may_fit(one)], top)
+    # What the compiler settled is no longer what the model thought of it.
+    settled = [one.layout for one in (*asked.ranked, *asked.refused)]
+    kept = [one for one in refused if one.layout is None or one.layout not in settled]
+    return replace(
+        plans,
+        ranked=tuple(asked.ranked),
+        refused=(*asked.refused, *kept),
+        unasked=asked.unasked,
+        low=asked.low,
     )
 
 
@@ -135,17 +157,3 @@ def _refusal(result: Result, space: Space) -> Refused:
         needed = memory.total
         reason = f"needs {bytes_in_words(memory.total, memory.limit)} a chip, most at {memory.peak_at}"
     return Refused(result.layout, reason, space.words(result.point), result.estimate, needed)
-
-
-def _confirmed(one: Ranked, confirm: Callable[[Layout], Any]) -> Ranked | Refused:
-    said = confirm(one.layout)
-    if said.error:
-        return Refused(one.layout, f"the compiler refused it: {said.error}", one.layout.name, one.estimate)
-    if said.total_bytes is None:
-        return replace(one, confirmed=True)
-    # What the arguments take is known; the rest of the compiler's bytes are what it needs beside them.
-    memory = replace(one.estimate.memory, temporaries=said.total_bytes - one.estimate.memory.arguments)
-    if not memory.fits:
-        text = f"the compiler needs {bytes_in_words(memory.total, memory.limit)} a chip"
-        return Refused(one.layout, text, one.layout.name, one.estimate)
-    return replace(one, estimate=replace(one.estimate, memory=memory), confirmed=True)

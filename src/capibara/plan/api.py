@@ -111,6 +111,7 @@ def plan(
         calibration=calibration,
     )
     candidates = _candidates(found, witness)
+    out = _refused_by_compiler(found, witness)
     if not candidates:
         # The search leaves out what cannot fit before it costs it; how far from fitting the job is, is an answer.
         candidates = _however_large(job, where, axes, limit, calibration)
@@ -140,6 +141,9 @@ def plan(
         tokens=job.tokens,
         state_bytes=state,
         refused=tuple((one.name, one.reason) for one in found.refused),
+        refused_by_compiler=out,
+        unasked=found.unasked,
+        asked_level=level,
         closest="" if candidates or near is None else f"{near.name} {near.reason}",
         changes=_changes(found, table, region),
         notes=tuple(notes),
@@ -231,6 +235,14 @@ def _candidates(found: Plans, witness: Witness | None) -> tuple[Candidate, ...]:
     return (Candidate(near.layout, near.estimate, said(near.layout)),)
 
 
+def _refused_by_compiler(found: Plans, witness: Witness | None) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(one.layout, one.estimate, None if witness is None else witness.about(one.layout))
+        for one in found.by_compiler
+        if one.layout is not None and one.estimate is not None
+    )
+
+
 def _however_large(
     job: Job, where: Slice, axes: Mapping[str, int] | None, limit: float, calibration: Calibration | None
 ) -> tuple[Candidate, ...]:
@@ -261,7 +273,9 @@ def _changes(found: Plans, table: PriceTable, region: str | None) -> tuple[Chang
         bill = bills(fix.estimate, fix.slice, fix.job.tokens, 0.0, table, region=region, kinds=("on_demand",))
         memory = fix.estimate.memory
         cost = bill[0].usd_per_billion_tokens if bill else None
-        made.append(Change(fix.change, fix.slice.name, fix.estimate.seconds, memory.total, cost))
+        made.append(
+            Change(fix.change, fix.slice.name, fix.estimate.seconds, memory.total, cost, found.low * memory.total)
+        )
     return tuple(made)
 
 

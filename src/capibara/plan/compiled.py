@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEVELS",
+    "NOT_A_VERDICT",
     "Compiled",
     "compile_layout",
     "jitted_layout",
@@ -42,6 +43,9 @@ LEVELS = {
     "tpu": "TPU-compiled: by the real TPU compiler, not run on a chip",
 }
 """The levels of evidence, and the words that label them."""
+
+NOT_A_VERDICT = ("timeout", "crash", "no_compiler")
+"""Kinds of errors with which a compiler could not be asked, which says nothing against the layout."""
 
 
 @dataclass(frozen=True)

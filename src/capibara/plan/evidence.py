@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from capibara.compile.availability import tpu_compiler
 from capibara.errors import rule_error, unknown_name
 from capibara.hardware.topology import Slice
-from capibara.plan.compiled import LEVELS, Compiled, compile_layout, partition_layout
+from capibara.plan.compiled import LEVELS, NOT_A_VERDICT, Compiled, compile_layout, partition_layout
 
 if TYPE_CHECKING:
     from capibara.parallel.job import Job
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from capibara.plan.target import Recipe
 
 __all__ = ["Said", "Witness", "checked_level"]
-
-# The compiler could not be asked, which says nothing against the layout.
-_NOT_A_VERDICT = ("timeout", "crash", "no_compiler")
 
 
 def checked_level(level: str, confirm: int | None, where: Slice) -> int:
@@ -51,7 +48,8 @@ class Said:
 
     error: str | None = None
     total_bytes: float | None = None
-    """Left None: the estimate stays the prediction, and the report shows the compiler's figure beside it."""
+    """Of what was refused, the compiler's bytes. None of what was taken: the estimate stays the prediction, and the
+    report shows the compiler's figure beside it."""
 
 
 @dataclass
@@ -68,15 +66,19 @@ class Witness:
     tell: Callable[[str], None] | None = None
     said: list[tuple[Layout, Compiled]] = field(default_factory=list)
 
-    def __call__(self, layout: Layout) -> Said:
+    def __call__(self, layout: Layout) -> Said | None:
         # What was refused does not count: the best that stand are to be confirmed.
         if sum(self._verdict(one) is None for _, one in self.said) >= self.most:
-            return Said()
+            return None
         if self.tell is not None:
             self.tell(f"compiling {layout.name}")
         compiled = self._compile(layout)
         self.said.append((layout, compiled))
-        return Said(self._verdict(compiled))
+        verdict = self._verdict(compiled)
+        if verdict is None:
+            # A compiler that did not answer has confirmed nothing, and the next may take as long.
+            return Said() if compiled.ok else None
+        return Said(verdict, compiled.total_bytes if compiled.level == "tpu" else None)
 
     def about(self, layout: Layout) -> Compiled | None:
         return next((compiled for one, compiled in self.said if one == layout), None)
@@ -92,7 +94,7 @@ class Witness:
 
     def _verdict(self, compiled: Compiled) -> str | None:
         if compiled.error is not None:
-            return None if compiled.error_kind in _NOT_A_VERDICT else compiled.error
+            return None if compiled.error_kind in NOT_A_VERDICT else compiled.error
         total = compiled.total_bytes
         if compiled.level == "tpu" and total is not None and total > self.limit:
             return f"it needs {total / 2**30:.2f} of {self.limit / 2**30:.2f} GiB a chip"

@@ -7,7 +7,7 @@ from html import escape
 
 from capibara.plan import words
 from capibara.plan.charts import memory_timeline, roofline
-from capibara.plan.report import bill_line, compiled_line, headlines
+from capibara.plan.report import bill_line, compiled_line, headlines, refusals
 from capibara.plan.result import Plan
 
 __all__ = ["page"]
@@ -48,6 +48,7 @@ def page(plan: Plan) -> str:
     verdict = "fits" if plan.fits else "not"
     lines = headlines(plan)
     body.append(f'<p class="verdict {verdict}">{escape(lines[1])}</p>')
+    body += [f"<p>{escape(line)}</p>" for line in refusals(plan)]
     if plan.best is not None:
         body += [_figures(plan), *(f"<p>{escape(bill_line(one))}</p>" for one in plan.bills)]
     if plan.changes:
@@ -129,7 +130,7 @@ def _charts_and_tables(plan: Plan) -> list[str]:
     return [
         "<h2>Layouts</h2>",
         _table(("layout", "a chip", "step", "range", "bound", "MFU", "evidence"), layouts),
-        "<h2>Memory over a step</h2>",
+        "<h2>Memory over a step, predicted</h2>",
         memory_timeline(estimate.memory),
         _table(("buffer", "a chip"), [(name, words.size(count)) for name, count in estimate.memory.largest[:5]]),
         "<h2>Roofline</h2>",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from capibara.plan.money import Bill
 
-__all__ = ["as_text", "headlines", "show"]
+__all__ = ["as_text", "bill_line", "compiled_line", "headlines", "refusals", "show"]
 
 _WIDTH = 150
 _WIDE = 110
@@ -43,7 +43,7 @@ def show(plan: Plan, screen: Console) -> None:
             else (f", {words.dollars(change.usd_per_billion_tokens)} a billion tokens")
         )
         screen.print(
-            f"  would fit: {_change(change)}: {words.gib(change.bytes)} a chip, "
+            f"  would fit: {_change(change)}: predicted {words.gib(change.bytes)} a chip{_at_worst(change)}, "
             f"{words.seconds(change.seconds)} a step{cost}",
             markup=False,
             soft_wrap=not screen.is_terminal,
@@ -53,7 +53,7 @@ def show(plan: Plan, screen: Console) -> None:
         return
     for title, table in (
         ("Best layouts" if plan.fits else "Nearest to fitting", _layouts(plan, screen.width < _WIDE)),
-        (f"Largest buffers at the peak{_at(plan.best)}", _buffers(plan.best)),
+        (f"Largest buffers at the peak, predicted{_at(plan.best)}", _buffers(plan.best)),
         ("Exchanges of a step, of one chip", _links(plan.best, screen.width)),
     ):
         # A title of the table's own would be folded to its width.
@@ -65,6 +65,13 @@ def show(plan: Plan, screen: Console) -> None:
     _notes(plan, screen)
 
 
+def _at_worst(change: Change) -> str:
+    worst = change.bytes_at_worst
+    if worst is None or worst <= change.bytes:
+        return ""
+    return f" ({words.gib(worst)} where the compiler needs {worst / change.bytes:.2f} times as much, as it did above)"
+
+
 def _change(change: Change) -> str:
     """In words; a larger slice names itself."""
     return change.what if change.what.startswith(change.on) else f"{change.what} on {change.on}"
@@ -73,19 +80,17 @@ def _change(change: Change) -> str:
 def headlines(plan: Plan) -> list[str]:
     """The answers, one a line."""
     best = plan.best
-    lines = [f"{plan.name or 'program'} on {_where(plan)}. Predicted, not run ({plan.evidence})."]
+    evidence = f"refused by {_compiler(best)}" if best is not None and best.refused else plan.evidence
+    lines = [f"{plan.name or 'program'} on {_where(plan)}. Predicted, not run ({evidence})."]
     if best is None:
         if plan.closest:
             return [*lines, f"DOES NOT FIT: at best {plan.closest}", *_nothing_helps(plan)]
         reasons = "; ".join(list(dict.fromkeys(why for _, why in plan.refused))[:3])
         return [*lines, f"DOES NOT FIT: no layout could be made. {reasons}"]
-    estimate, memory = best.estimate, best.estimate.memory
-    verdict, had_it = ("FITS", "") if plan.fits else ("DOES NOT FIT", ", had it the memory")
-    source = ", by the TPU compiler" if best.level == "tpu" else f", most at {memory.peak_at}" if memory.peak_at else ""
-    lines.append(
-        f"{verdict}: {words.gib(best.bytes)} a chip of {words.gib(memory.limit)} usable (arguments "
-        f"{words.gib(memory.arguments)}, beside them {words.gib(memory.temporaries)}{source}){_margin(best)}"
-    )
+    estimate = best.estimate
+    had_it = "" if plan.fits else ", had it the memory"
+    lines.append(_verdict(plan, best))
+    lines += refusals(plan)
     speed = (
         ""
         if plan.tokens_per_second is None
@@ -114,15 +119,76 @@ def _at(best: Candidate) -> str:
     return f" ({best.estimate.memory.peak_at})" if best.estimate.memory.peak_at else ""
 
 
-def _margin(best: Candidate) -> str:
+def _verdict(plan: Plan, best: Candidate) -> str:
+    """Whether it fits, by whose figures."""
+    memory = best.estimate.memory
+    verdict = "FITS" if plan.fits else "DOES NOT FIT"
+    if not plan.fits and plan.refused_by_compiler:
+        many = len(plan.refused_by_compiler)
+        more = ""
+        if plan.unasked:
+            were = "was" if plan.unasked == 1 else "were"
+            more = f"; {plan.unasked} more that may fit by the model {were} not tried: --mesh names one"
+        each = "the one layout" if many == 1 else f"each of the {many} layouts"
+        least = f"{words.gib(best.bytes)} a chip of {words.gib(memory.limit)} usable, for {best.layout.name}"
+        if best.by_compiler is None:
+            return f"{verdict}: {_compiler(best)} refused {each} that it was asked about{more}"
+        return (
+            f"{verdict}: {_compiler(best)} refused {each} that it was asked about; the least that it wants is {least} "
+            f"(predicted {words.gib(memory.total)}){more}"
+        )
+    size = f"{verdict}: {words.gib(best.bytes)} a chip of {words.gib(memory.limit)} usable"
+    if best.by_compiler is not None and best.compiled is not None:
+        made = best.compiled
+        beside = (made.outputs or 0.0) - (made.aliased or 0.0)
+        own = f", outputs beside them {words.gib(beside)}" if beside > 0 else ""
+        return (
+            f"{size}, the peak by {_compiler(best)} (its arguments {words.gib(made.arguments)}, temporaries "
+            f"{words.gib(made.temporaries)}{own}){_against(memory.total, best.by_compiler)}"
+        )
+    source = f", most at {memory.peak_at}" if memory.peak_at else ""
+    return (
+        f"{size}, predicted (arguments {words.gib(memory.arguments)}, beside them {words.gib(memory.temporaries)}"
+        f"{source}){_margin(plan, best)}"
+    )
+
+
+def refusals(plan: Plan) -> list[str]:
+    """What a compiler refused, a line each."""
+    return [f"Refused by {_compiler(one)}: {one.layout.name}: {_refusal(one)}" for one in plan.refused_by_compiler]
+
+
+def _refusal(one: Candidate) -> str:
+    """What a compiler said against a layout, with its own bytes."""
+    memory = one.estimate.memory
+    if one.by_compiler is not None:
+        off = _against(memory.total, one.by_compiler)
+        return f"{words.gib(one.by_compiler)} a chip of {words.gib(memory.limit)} usable{off}"
+    said = "" if one.compiled is None or one.compiled.error is None else one.compiled.error
+    return said.strip().splitlines()[0] if said.strip() else "it gave no reason"
+
+
+def _compiler(one: Candidate) -> str:
+    return "XLA for the CPU" if one.compiled is not None and one.compiled.level == "xla" else "the TPU compiler"
+
+
+def _margin(plan: Plan, best: Candidate) -> str:
     """What the model's own uncertainty means for the verdict."""
     memory = best.estimate.memory
-    if best.level == "tpu" or not memory.margin:
+    if not memory.margin:
         return ""
     most = f"; the model may be {words.percent(memory.margin)} low, {words.gib(memory.total * (1 + memory.margin))}"
     if best.fits or memory.total > memory.limit:
         return most
-    return f"{most}, so it may or may not fit: --level tpu settles it"
+    return f"{most}, so it may or may not fit: {_what_settles(plan)}"
+
+
+def _what_settles(plan: Plan) -> str:
+    if plan.where.chip.platform != "tpu":
+        return "a run tells"
+    if plan.asked_level != "tpu":
+        return "--level tpu settles it"
+    return "the TPU compiler was asked and gave no answer"
 
 
 def bill_line(bill: Bill) -> str:
@@ -194,7 +260,7 @@ def _layouts(plan: Plan, narrow: bool) -> Table:
             "bound": estimate.bound,
             "MFU": words.percent(estimate.mfu),
             "links": words.seconds(estimate.link_seconds),
-            "evidence": one.level,
+            "evidence": f"{one.level}: refused" if one.refused else one.level,
         }
         _row(made, *(cells[name] for name in shown))
     return made

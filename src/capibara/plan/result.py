@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.hardware.topology import Slice
 from capibara.parallel.cost.estimate import Estimate
-from capibara.plan.compiled import LEVELS, Compiled
+from capibara.plan.compiled import LEVELS, NOT_A_VERDICT, Compiled
 from capibara.plan.layout_text import layout_as_dict
 from capibara.plan.money import Bill
 from capibara.plan.place import hosts_of
@@ -36,18 +36,22 @@ class Candidate:
 
     @property
     def level(self) -> str:
-        """The level of its evidence."""
-        return self.compiled.level if self.compiled is not None and self.compiled.ok else "analytic"
+        """The level of its evidence: a compiler's that took it, or that refused it for its size."""
+        answered = self.compiled is not None and (self.compiled.ok or self.compiled.error_kind == "hbm_oom")
+        return self.compiled.level if answered and self.compiled is not None else "analytic"
+
+    @property
+    def by_compiler(self) -> float | None:
+        """Bytes of one chip by the TPU's compiler, where it named them.
+
+        XLA's for the CPU are shown and not taken: another backend keeps other temporaries.
+        """
+        return self.compiled.total_bytes if self.compiled is not None and self.level == "tpu" else None
 
     @property
     def bytes(self) -> float:
-        """Of one chip: the compiler's figure where there is one for a TPU, else the prediction.
-
-        XLA's for the CPU is shown beside it and not taken: another backend keeps other temporaries.
-        """
-        if self.level == "tpu" and self.compiled is not None and self.compiled.total_bytes is not None:
-            return self.compiled.total_bytes
-        return self.estimate.memory.total
+        """Of one chip: the compiler's figure where there is one for a TPU, else the prediction."""
+        return self.estimate.memory.total if self.by_compiler is None else self.by_compiler
 
     @property
     def fits(self) -> bool:
@@ -56,11 +60,24 @@ class Candidate:
         # A compiler's figure is exact; the model's has a margin.
         return self.bytes <= self.estimate.memory.limit if self.level == "tpu" else self.estimate.memory.fits
 
+    @property
+    def bytes_by(self) -> str:
+        """Whose figure `bytes` is."""
+        return "predicted" if self.by_compiler is None else "tpu compiler"
+
+    @property
+    def refused(self) -> bool:
+        """Whether a compiler refused it."""
+        return self.compiled is not None and not self.compiled.ok and self.compiled.error_kind not in NOT_A_VERDICT
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "layout": layout_as_dict(self.layout),
             "fits": self.fits,
             "bytes": self.bytes,
+            "bytes_by": self.bytes_by,
+            "predicted_bytes": self.estimate.memory.total,
+            "refused_by_compiler": self.refused,
             "level": self.level,
             "evidence": LEVELS[self.level],
             "estimate": _plain(dataclasses.asdict(self.estimate)),
@@ -78,6 +95,8 @@ class Change:
     seconds: float
     bytes: float
     usd_per_billion_tokens: float | None
+    bytes_at_worst: float | None = None
+    """With the model as low as the compiler found it to be, where that refused a layout for its size."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,6 +115,12 @@ class Plan:
     """Of a checkpoint."""
     refused: tuple[tuple[str, str], ...] = ()
     """Layouts that were ruled out, and why."""
+    refused_by_compiler: tuple[Candidate, ...] = ()
+    """Of those, what a compiler was asked about and refused, in the order in which it was asked."""
+    unasked: int = 0
+    """Layouts that may fit by the model and that the compiler was not asked about, where it took none that it was."""
+    asked_level: str = "analytic"
+    """The level of evidence that was asked for."""
     closest: str = ""
     """Where not even the arguments fit: the layout that needs the least, and how much, in words."""
     changes: tuple[Change, ...] = ()
@@ -141,7 +166,12 @@ class Plan:
                 "fits": self.fits,
                 "level": self.level,
                 "evidence": self.evidence,
+                "asked_level": self.asked_level,
                 "bytes_per_chip": None if best is None else best.bytes,
+                "bytes_by": None if best is None else best.bytes_by,
+                "predicted_bytes_per_chip": None if best is None else best.estimate.memory.total,
+                "refused_by_compiler": [one.as_dict() for one in self.refused_by_compiler],
+                "compiler_not_asked_about": self.unasked,
                 "limit_bytes": None if best is None else best.estimate.memory.limit,
                 "largest_buffers": [] if best is None else [list(one) for one in best.estimate.memory.largest[:5]],
                 "step_seconds": None if best is None else best.estimate.seconds,
