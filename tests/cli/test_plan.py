@@ -97,7 +97,7 @@ def test_a_fixed_mesh_prices_and_assumptions_are_used(target: str, tmp_path: Pat
     assert first["bills"][1]["spot"]["mean_seconds_between"] == pytest.approx(3600.0)
     assumed = second["bills"][1]["spot"]["assumptions"]
     assert (assumed["storage_bytes_per_second"], assumed["restart_seconds"]) == (1e6, 7.0)
-    assert first["tokens"] * 8 == second["tokens"], "the batch of 512 rows, and of 64"
+    assert first["examples"] * 8 == second["examples"], "the batch of 512 rows, and of 64"
 
 
 def test_a_run_is_kept_and_calibrates_the_next_plan(target: str, tmp_path: Path) -> None:

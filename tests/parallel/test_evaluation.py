@@ -94,7 +94,7 @@ def test_any_function_can_be_planned() -> None:
     plans = search(program_job(scores, (w, _shape(64, 32, dtype="int32"))), ON)
     assert plans.best is not None
     assert plans.best.layout.choices == ()
-    assert "roles were taken from the types" in plans.notes[0]
+    assert "roles of the arguments, by what the program does with them" in plans.notes[0]
 
 
 def test_a_function_that_does_not_trace_keeps_its_own_error() -> None:

@@ -124,7 +124,7 @@ def test_a_program_and_its_roles() -> None:
     w, ids = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((2, 16), "int32")
     job = program_job(lambda w, ids: w[ids], (w, ids))
     assert job.roles == ("params", "batch")
-    assert "roles were taken from the types" in job.notes[0]
+    assert "roles of the arguments, by what the program does with them" in job.notes[0]
     assert job.tokens == 32
     assert program_job(lambda w, ids: w[ids], (w, ids), roles=("other", "batch"), donate=(1,)).donate == (1,)
 

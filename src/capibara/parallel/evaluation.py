@@ -13,6 +13,9 @@ from capibara.parallel.program import spread, trace
 
 __all__ = ["CostModel", "PaperModel"]
 
+# A type that less of the operations are done in is a detail: a router, a norm.
+_HARDLY = 0.02
+
 
 class CostModel(Protocol):
     """What the search asks of a model of cost."""
@@ -51,6 +54,24 @@ class PaperModel:
         choices = tuple(self.job.defaults().items())
         _, args = self.job.build(**dict(choices))
         return anatomy(self.program(choices), leaf_roles(self.job, args))
+
+    def activations(self) -> tuple[str, ...]:
+        """Types of what the forward products take from the batch, the one with the most operations first."""
+        program = self.program(tuple(self.job.defaults().items()))
+        work: dict[str, float] = {}
+
+        def look(nodes: Any, trips: int) -> None:
+            for node in nodes:
+                if node.body is not None:
+                    look(node.body.nodes, trips * node.body.trips)
+                elif node.matrix and not node.backward:
+                    taken = [program.values[value] for value in node.inputs]
+                    for dtype in {value.dtype for value in taken if value.from_batch}:
+                        work[dtype] = work.get(dtype, 0.0) + trips * node.flops
+
+        look(program.nodes, 1)
+        most = max(work.values(), default=0.0)
+        return tuple(dtype for dtype in sorted(work, key=lambda one: -work[one]) if work[dtype] > _HARDLY * most)
 
     def estimate(self, layout: Layout) -> Estimate:
         program = self.program(layout.choices)

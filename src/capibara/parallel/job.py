@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from capibara.errors import rule_error, unknown_name
+from capibara.parallel.argument_roles import argument_roles, is_key, token_arrays
 
 __all__ = ["ROLES", "Job", "leaf_roles", "program_job"]
 
@@ -33,7 +34,7 @@ class Job:
     donate: tuple[int, ...] = ()
     """Arguments whose memory the outputs take over."""
     tokens: int | None = None
-    """Tokens (or examples) of one step, for tokens a second and dollars a billion."""
+    """Tokens (or examples, by `unit`) of one step, for tokens a second and dollars a billion."""
     knobs: Mapping[str, tuple[Any, ...]] = field(default_factory=_nothing)
     """Name -> the values to try, the first being the one to take when nothing speaks against it."""
     name: str = ""
@@ -50,6 +51,16 @@ class Job:
     place of `accumulate` microbatches one after another, so many that follow each other through the stages."""
     why_no_stages: Callable[[], str] = lambda: "only a training job (loss and optimizer apart) can run as a pipeline"
     """Why the program cannot run as a pipeline; "" where it can. It takes a look at the program."""
+    unit: str = "tokens"
+    """What `tokens` counts: "tokens" or "examples"."""
+    rows: int | None = None
+    """Of the batch, where they are known."""
+    lengths: tuple[int, ...] = ()
+    """Of each array of tokens."""
+    optimizer: str = ""
+    """Its name, where the step was built around it."""
+    other: frozenset[int] = frozenset()
+    """Flat arguments that are "other" whatever their argument is: random keys among the data."""
 
     def __post_init__(self) -> None:
         tokens = self.tokens
@@ -77,7 +88,8 @@ def leaf_roles(job: Job, args: Sequence[Any]) -> tuple[str, ...]:
     """The role of each flat argument."""
     import jax
 
-    return tuple(role for role, one in zip(job.roles, args, strict=True) for _ in jax.tree.leaves(one))
+    flat = [role for role, one in zip(job.roles, args, strict=True) for _ in jax.tree.leaves(one)]
+    return tuple("other" if number in job.other else role for number, role in enumerate(flat))
 
 
 def program_job(
@@ -90,8 +102,8 @@ def program_job(
 ) -> Job:
     """Any function as a job: nothing about it is turned, only where its arguments lie is planned.
 
-    With no `roles`, an argument whose leaves are all integers or booleans is the batch and any other the parameters;
-    the job's notes say so.
+    With no `roles`, they are found from what the program does with each argument (`argument_roles`), and the job's
+    notes say how, and what is assumed. Tokens are counted likewise (`counted`) where they are not given.
     """
     import jax
 
@@ -99,10 +111,14 @@ def program_job(
     for position, one in enumerate(given):
         for leaf in jax.tree.leaves(one):
             check_shaped(leaf, f"argument {position}")
+    leaves = jax.tree.leaves(given)
     notes: tuple[str, ...] = ()
+    other = frozenset(number for number, leaf in enumerate(leaves) if is_key(leaf))
+    rows: int | None = None
+    _check_donate(donate, len(given))
     if roles is None:
-        chosen = tuple(_guessed_role(one) for one in given)
-        notes = (f"roles were taken from the types (integers are the batch, floats are parameters): {chosen}",)
+        found = argument_roles(fn, given, donate)
+        chosen, other, rows, notes = found.roles, found.other, found.rows, (found.note(),)
     else:
         chosen = tuple(roles)
         if len(chosen) != len(given):
@@ -112,37 +128,73 @@ def program_job(
         for role in chosen:
             if role not in ROLES:
                 raise unknown_name("role", role, ROLES)
-    for position in donate:
-        if not 0 <= position < len(given):
-            raise rule_error(
-                f"donate holds positions of the {len(given)} arguments", f"{position}", f"use 0 to {len(given) - 1}"
-            )
-    if tokens is None:
-        tokens, note = guessed_tokens([one for one, role in zip(given, chosen, strict=True) if role == "batch"])
-        notes += note
+    work = counted(fn, given, chosen, other, tokens, rows)
     return Job(
         build=lambda: (fn, given),
         roles=chosen,
         donate=tuple(donate),
-        tokens=tokens,
+        tokens=work.count,
         name=name or getattr(fn, "__name__", ""),
-        notes=notes,
+        notes=(*notes, *work.notes),
+        unit=work.unit,
+        rows=work.rows,
+        lengths=work.lengths,
+        other=other,
     )
 
 
-def guessed_tokens(batch: Any) -> tuple[int | None, tuple[str, ...]]:
-    """How many tokens a batch holds, and the note that says how they were counted."""
+def _check_donate(donate: Sequence[int], count: int) -> None:
+    for position in donate:
+        if not 0 <= position < count:
+            raise rule_error(f"donate holds positions of the {count} arguments", f"{position}", f"use 0 to {count - 1}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step does, in tokens or in examples."""
+
+    count: int | None
+    unit: str
+    rows: int | None
+    lengths: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+_OVERRIDES = "`tokens` of plan() or of what shapes() returns overrides it"
+
+
+def counted(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    roles: Sequence[str],
+    other: frozenset[int] = frozenset(),
+    tokens: int | None = None,
+    rows: int | None = None,
+) -> Work:
+    """How many tokens a step has, by the integers that it looks up in its weights; examples, its rows, where none.
+
+    `tokens` are what the caller says they are, `rows` those of the batch where they are known.
+    """
     import jax
 
-    leaves = jax.tree.leaves(batch)
-    whole = [leaf for leaf in leaves if _is_integer(leaf)]
-    if whole:
-        most = max(math.prod(leaf.shape) for leaf in whole)
-        return most, (f"tokens of a step are the elements of the batch's largest integer array: {most}",)
-    rows = [leaf.shape[0] for leaf in leaves if leaf.shape]
-    if rows:
-        return max(rows), (f"the batch holds no integers: examples of a step are its rows: {max(rows)}",)
-    return None, ()
+    flat = [(role, leaf) for role, one in zip(roles, args, strict=True) for leaf in jax.tree.leaves(one)]
+    batch = [leaf for number, (role, leaf) in enumerate(flat) if role == "batch" and leaf.shape and number not in other]
+    rows = rows or max((leaf.shape[0] for leaf in batch), default=None)
+    may_be_tokens = [leaf for leaf in batch if len(leaf.shape) > 1 and _is_integer(leaf)]
+    if tokens is not None:
+        # Looked up or not, the caller has said what they are.
+        lengths = tuple(dict.fromkeys(leaf.shape[1] for leaf in may_be_tokens))
+        return Work(tokens, "tokens", rows, lengths)
+    arrays = token_arrays(fn, args, roles) if may_be_tokens else []
+    if arrays:
+        count = sum(math.prod(shape) for _, shape in arrays)
+        told = ", ".join(f"{path} {list(shape)}" for path, shape in arrays)
+        note = f"tokens of a step are what is looked up in weights, {told}: {count}; {_OVERRIDES}"
+        return Work(count, "tokens", rows, tuple(shape[1] for _, shape in arrays), (note,))
+    if rows is None:
+        return Work(None, "tokens", None)
+    note = f"nothing is looked up in weights row by row, as tokens are: a step has {rows} examples; {_OVERRIDES}"
+    return Work(rows, "examples", rows, (), (note,))
 
 
 def check_shaped(leaf: Any, where: str) -> None:
@@ -161,14 +213,7 @@ def item_bytes(dtype: Any) -> int:
     return int(dtype.itemsize if hasattr(dtype, "itemsize") else jnp.dtype(dtype).itemsize)
 
 
-def _guessed_role(tree: Any) -> str:
-    import jax
-
-    leaves = jax.tree.leaves(tree)
-    return "batch" if leaves and all(_is_integer(leaf) for leaf in leaves) else "params"
-
-
 def _is_integer(leaf: Any) -> bool:
     import jax.numpy as jnp
 
-    return not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return bool(jnp.issubdtype(leaf.dtype, jnp.integer))

@@ -82,6 +82,8 @@ def search(
     run = Exploration(space, cost, target, budget, deadline_s)
     run.go()
     plans = _plans(run, job, slice, top, confirm, without)
+    if isinstance(cost, PaperModel):
+        plans = replace(plans, activations=cost.activations())
     if plans.best is None and fixes:
         from capibara.parallel.fixes import changes_that_fit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
-from capibara.parallel.job import Job, guessed_tokens
+from capibara.parallel.job import Job, counted
 from capibara.parallel.optimizers import optimizer_named
 from capibara.parallel.pipeline_program import pipelined, why_not_pipelined
 from capibara.parallel.remat import POLICIES, checkpoint_scans, outermost_scans
@@ -100,9 +101,8 @@ def training_job(
     notes: tuple[str, ...] = ()
     if not scans:
         notes += ("the loss has no scan over layers, so nothing can be recomputed: remat is not tried",)
-    if tokens is None:
-        tokens, note = guessed_tokens(inputs)
-        notes += note
+    work = counted(loss, (shapes, inputs), ("params", "batch"), tokens=tokens, rows=rows)
+    notes += work.notes
 
     def build(remat: str = "none", accumulate: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         step = training_step(loss, optimizer, remat=remat, accumulate=accumulate, mixed=mixed)
@@ -113,12 +113,16 @@ def training_job(
         return step, (shapes, state, inputs)
 
     def again(smaller: Any, fewer: int | None) -> Callable[[], Job]:
-        return lambda: training_job(
-            loss, params, smaller, optimizer=optimizer, tokens=fewer, mixed=mixed, knobs=knobs, name=name
-        )
+        def job() -> Job:
+            made = training_job(
+                loss, params, smaller, optimizer=optimizer, tokens=fewer, mixed=mixed, knobs=knobs, name=name
+            )
+            return replace(made, unit=work.unit)  # what is half as many is the same thing
+
+        return job
 
     smaller: dict[str, Callable[[], Job]] = {}
-    half = None if tokens is None else tokens // 2
+    half = None if work.count is None else work.count // 2
     if rows % 2 == 0:
         smaller["half the batch"] = again(_halved(inputs, 0), half)
     refused: dict[str, str] = {}
@@ -132,7 +136,7 @@ def training_job(
         build=build,
         roles=("params", "state", "batch"),
         donate=(0, 1),
-        tokens=tokens,
+        tokens=work.count,
         knobs=tried,
         name=name or getattr(loss, "__name__", ""),
         beyond=beyond,
@@ -141,6 +145,10 @@ def training_job(
         notes=notes,
         staged=staged,
         why_no_stages=functools.cache(lambda: why_not_pipelined(loss, (shapes, inputs))),
+        unit=work.unit,
+        rows=rows,
+        lengths=work.lengths,
+        optimizer=optimizer if isinstance(optimizer, str) else type(optimizer).__name__,
     )
 
 

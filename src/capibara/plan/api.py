@@ -20,6 +20,7 @@ from capibara.plan.money import bills
 from capibara.plan.place import checked_mesh, mesh_axes, place
 from capibara.plan.result import Candidate, Change, Plan
 from capibara.plan.target import Recipe, load_job
+from capibara.plan.work import job_line
 
 if TYPE_CHECKING:
     from capibara.parallel.cost.calibration import Calibration
@@ -69,9 +70,11 @@ def plan(
       train: `program` is `loss(params, batch)`; the step around it (gradients, optimizer, recomputation,
         accumulation) is built here.
       optimizer: for `train`: "adamw" (the default), "sgd", or an optax-like object.
-      roles: of each argument: "params", "state", "batch" or "other"; guessed from the types when None.
+      roles: of each argument: "params", "state", "batch" or "other"; found from what the program does with it when
+        None (`capibara.parallel.argument_roles`), and the notes say how.
       donate: arguments whose memory the outputs take over.
-      tokens: of one step; counted from the batch when None.
+      tokens: of one step; when None, the integers of the batch that are looked up in weights, and examples (the
+        batch's rows) where there are none.
       mesh: fixes the mesh: "data=4,model=8" or a dict.
       target: "throughput", "latency" or "memory": what the best layout is best at.
       memory_limit_gb: GiB of a chip to plan with; what programs can have of it by default.
@@ -139,6 +142,8 @@ def plan(
         candidates=candidates,
         bills=costs,
         tokens=job.tokens,
+        unit=job.unit,
+        work=job_line(job, found.activations),
         state_bytes=state,
         refused=tuple((one.name, one.reason) for one in found.refused),
         refused_by_compiler=out,

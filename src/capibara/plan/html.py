@@ -47,10 +47,12 @@ def page(plan: Plan) -> str:
     ]
     verdict = "fits" if plan.fits else "not"
     lines = headlines(plan)
+    if plan.work is not None:
+        body.append(f"<p>{escape(lines.pop(1))}</p>")
     body.append(f'<p class="verdict {verdict}">{escape(lines[1])}</p>')
     body += [f"<p>{escape(line)}</p>" for line in refusals(plan)]
     if plan.best is not None:
-        body += [_figures(plan), *(f"<p>{escape(bill_line(one))}</p>" for one in plan.bills)]
+        body += [_figures(plan), *(f"<p>{escape(bill_line(one, plan.unit))}</p>" for one in plan.bills)]
     if plan.changes:
         rows = [
             (
@@ -63,7 +65,7 @@ def page(plan: Plan) -> str:
             for one in plan.changes
         ]
         body.append("<h2>What would make it fit, the cheapest first</h2>")
-        body.append(_table(("change", "on", "a chip", "step", "a billion tokens"), rows))
+        body.append(_table(("change", "on", "a chip", "step", f"a billion {plan.unit}"), rows))
     if plan.best is not None:
         body += _charts_and_tables(plan)
     if plan.refused:
@@ -84,10 +86,10 @@ def _figures(plan: Plan) -> str:
     shown = [
         (words.gib(plan.best.bytes), f"a chip, of {words.gib(estimate.memory.limit)}"),
         (words.seconds(estimate.seconds), f"a step ({words.seconds(estimate.low)} to {words.seconds(estimate.high)})"),
-        (words.count(plan.tokens_per_second), "tokens a second"),
+        (words.count(plan.tokens_per_second), f"{plan.unit} a second"),
         (words.percent(estimate.mfu), f"MFU; bound by {estimate.bound}"),
         *(
-            (words.dollars(one.usd_per_billion_tokens), f"a billion tokens, {one.price.kind.replace('_', ' ')}")
+            (words.dollars(one.usd_per_billion_tokens), f"a billion {plan.unit}, {one.price.kind.replace('_', ' ')}")
             for one in plan.bills
         ),
     ]

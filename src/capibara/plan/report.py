@@ -40,7 +40,7 @@ def show(plan: Plan, screen: Console) -> None:
         cost = (
             ""
             if change.usd_per_billion_tokens is None
-            else (f", {words.dollars(change.usd_per_billion_tokens)} a billion tokens")
+            else (f", {words.dollars(change.usd_per_billion_tokens)} a billion {plan.unit}")
         )
         screen.print(
             f"  would fit: {_change(change)}: predicted {words.gib(change.bytes)} a chip{_at_worst(change)}, "
@@ -82,6 +82,7 @@ def headlines(plan: Plan) -> list[str]:
     best = plan.best
     evidence = f"refused by {_compiler(best)}" if best is not None and best.refused else plan.evidence
     lines = [f"{plan.name or 'program'} on {_where(plan)}. Predicted, not run ({evidence})."]
+    lines += [] if plan.work is None else [f"Job: {plan.work}"]
     if best is None:
         if plan.closest:
             return [*lines, f"DOES NOT FIT: at best {plan.closest}", *_nothing_helps(plan)]
@@ -94,7 +95,7 @@ def headlines(plan: Plan) -> list[str]:
     speed = (
         ""
         if plan.tokens_per_second is None
-        else f", {words.count(plan.tokens_per_second)} tokens/s, "
+        else f", {words.count(plan.tokens_per_second)} {plan.unit}/s, "
         f"{words.count(plan.tokens_per_second / plan.where.chips)} a chip"
     )
     lines.append(
@@ -102,7 +103,7 @@ def headlines(plan: Plan) -> list[str]:
         f"({words.seconds(estimate.low)} to {words.seconds(estimate.high)}), "
         f"bound by {estimate.bound}{speed}, MFU {words.percent(estimate.mfu)}"
     )
-    lines.extend(bill_line(one) for one in plan.bills)
+    lines.extend(bill_line(one, plan.unit) for one in plan.bills)
     if plan.fits and not plan.bills:
         lines.append(f"Cost: no price is listed for {plan.where.chip.name}; write one into pricing.toml")
     if not plan.fits:
@@ -191,11 +192,11 @@ def _what_settles(plan: Plan) -> str:
     return "the TPU compiler was asked and gave no answer"
 
 
-def bill_line(bill: Bill) -> str:
+def bill_line(bill: Bill, unit: str = "tokens") -> str:
     per_billion = (
         ""
         if bill.usd_per_billion_tokens is None
-        else f", {words.dollars(bill.usd_per_billion_tokens)} a billion tokens "
+        else f", {words.dollars(bill.usd_per_billion_tokens)} a billion {unit} "
         f"({words.dollars(bill.low)} to {words.dollars(bill.high)})"
     )
     price = bill.price

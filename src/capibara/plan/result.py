@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from capibara.parallel.layout import Layout
     from capibara.plan.measured import Measurement
     from capibara.plan.program import Program
+    from capibara.plan.work import JobLine
 
 __all__ = ["Candidate", "Change", "Plan"]
 
@@ -110,7 +111,7 @@ class Plan:
     """Those that fit, the best first; of a job that does not fit, the nearest to fitting."""
     bills: tuple[Bill, ...]
     tokens: int | None
-    """Of a step."""
+    """Of a step; what they are, `unit` says."""
     state_bytes: float
     """Of a checkpoint."""
     refused: tuple[tuple[str, str], ...] = ()
@@ -129,6 +130,10 @@ class Plan:
     date: str = ""
     planning_seconds: float = 0.0
     job: Job | None = field(default=None, compare=False)
+    unit: str = "tokens"
+    """What `tokens`, a second and dollars a billion count: "tokens" or "examples"."""
+    work: JobLine | None = None
+    """The job: batch, length, optimizer, types."""
     calibration: Calibration | None = None
     """What corrected the model, where a correction was kept for this chip."""
 
@@ -148,7 +153,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all chips together."""
+        """Of all chips together; examples where `unit` says so."""
         if self.best is None or not self.tokens:
             return None
         return self.tokens / self.best.estimate.seconds
@@ -156,9 +161,11 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values that JSON has; infinities and figures that are not known are None."""
         best = self.best
+        of_tokens = self.unit == "tokens"
         return _plain(
             {
                 "name": self.name,
+                "job": None if self.work is None else self.work.as_dict(),
                 "on": self.where.name,
                 "chip": self.where.chip.name,
                 "chips": self.where.chips,
@@ -177,15 +184,18 @@ class Plan:
                 "step_seconds": None if best is None else best.estimate.seconds,
                 "step_seconds_range": None if best is None else [best.estimate.low, best.estimate.high],
                 "bound": None if best is None else best.estimate.bound,
-                "tokens": self.tokens,
-                "tokens_per_second": self.tokens_per_second,
+                "unit": self.unit,
+                "tokens": self.tokens if of_tokens else None,
+                "tokens_per_second": self.tokens_per_second if of_tokens else None,
+                "examples": None if of_tokens else self.tokens,
+                "examples_per_second": None if of_tokens else self.tokens_per_second,
                 "mfu": None if best is None else best.estimate.mfu,
                 "arguments": self._argument_names(),
-                "bills": [one.as_dict() for one in self.bills],
+                "bills": [_in_unit(one.as_dict(), self.unit) for one in self.bills],
                 "layouts": [one.as_dict() for one in self.candidates],
                 "refused": [list(one) for one in self.refused],
                 "closest": self.closest or None,
-                "changes": [dataclasses.asdict(one) for one in self.changes],
+                "changes": [_in_unit(dataclasses.asdict(one), self.unit) for one in self.changes],
                 "state_bytes": self.state_bytes,
                 "calibration": None if self.calibration is None else self.calibration.as_dict(),
                 "notes": list(self.notes),
@@ -239,6 +249,11 @@ class Plan:
         from capibara.plan.measured import record
 
         return record(self, step_seconds=step_seconds, peak_bytes=peak_bytes, note=note)
+
+
+def _in_unit(fields: dict[str, Any], unit: str) -> dict[str, Any]:
+    """Dollars a billion under the name of what they are for."""
+    return {key.replace("billion_tokens", f"billion_{unit}"): value for key, value in fields.items()}
 
 
 def _plain(value: Any) -> Any:
