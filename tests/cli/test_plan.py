@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_json_and_what_does_not_fit(target: str, tmp_path: Path) -> None:
     assert document["limit_bytes"] == pytest.approx(0.001 * 2**30)
     assert document["largest_buffers"]
     assert document["bills"] == [], "what does not run has no price"
+
+
+def test_a_time_limit_stops_it_and_progress_is_on_standard_error(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capibara.cli.plan._SILENCE", 0.02)
+    made = runner.invoke(app, ["plan", target, "--train", "--on", "v4-32", "--time-limit", "1e-9", "--json"])
+    assert made.exit_code == 0, made.output
+    document = json.loads(made.stdout)  # nothing but the document
+    assert document["search"] == {"complete": False, "layouts": 1, "time_limit_seconds": 1e-9}
+    assert document["fits"]
+    assert re.search(r"^capibara: \d+ s, reading the program$", made.stderr, re.MULTILINE), made.stderr
+    whole = runner.invoke(app, ["plan", target, *ONE, "--on", "v4-8"])
+    assert "STOPPED" not in whole.stdout
+    assert re.search(r"^capibara: \d+ s, \d+ layouts looked at, best so far data", whole.stderr, re.MULTILINE)
+    wrong = runner.invoke(app, ["plan", target, *ONE, "--time-limit", "0"])
+    assert wrong.exit_code == 2
+    assert "time_limit is a number of seconds above 0" in wrong.stderr
 
 
 def test_an_axis_that_does_not_divide_is_named(target: str) -> None:

@@ -202,7 +202,35 @@ def test_less_memory_turns_recomputation_then_the_host_on() -> None:
 
 def test_budget_and_deadline_stop_it() -> None:
     assert _search(budget=5).evaluations == 5
-    assert _search(deadline_s=0.0).evaluations == 1
+    stopped = _search(deadline_s=0.0)
+    assert stopped.evaluations == 1
+    assert not stopped.complete
+    assert stopped.best is not None, "the best so far"
+    assert _search().complete
+    assert _search(deadline_s=600.0).complete
+
+
+def test_what_was_looked_at_is_told() -> None:
+    told: list[str] = []
+    plans = _search(tell=told.append)
+    assert f"{plans.evaluations} layouts looked at, best so far {plans.best.layout.name}: " in told[-1]
+
+
+def test_out_of_time_no_more_changes_are_tried_and_that_is_said() -> None:
+    half = decoder(rows=2)
+
+    def never() -> Any:
+        raise AssertionError("to make a smaller job takes time that is spent")
+
+    job = _job(decoder(), smaller={"half the batch": lambda: _job(half, smaller={"half the batch": never})})
+    limit = 0.04 * EVERYTHING
+    plans = _search(limit, job=job, deadline_s=1e-9)
+    assert plans.best is None
+    assert not plans.complete
+    assert plans.fixes == ()
+    # With time for it, something is found.
+    in_time = _job(decoder(), smaller={"half the batch": lambda: _job(half)})
+    assert _search(limit, job=in_time, deadline_s=600.0).complete
 
 
 def test_a_compiler_has_the_last_word() -> None:

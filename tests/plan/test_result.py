@@ -207,6 +207,23 @@ def test_a_layout_that_the_compiler_refused_is_said_to_be(make_plan: Make, tmp_p
     assert "Refused by the TPU compiler: data 4 x model 8, fully sharded: 49.80 GiB a chip" in text
 
 
+def test_a_plan_that_ran_out_of_time_says_so(make_plan: Make, tmp_path: Path) -> None:
+    plan = make_plan(complete=False, evaluations=23, time_limit=60.0)
+    lines = str(plan).splitlines()
+    assert lines[1] == (
+        "STOPPED at the time limit of 60 s after 23 layouts: the best so far follows; "
+        "--time-limit SECONDS gives it more"
+    )
+    assert lines[2].startswith("FITS: 20.00 GiB")
+    assert plan.as_dict()["search"] == {"complete": False, "layouts": 23, "time_limit_seconds": 60.0}
+    page = plan.save_html(tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "STOPPED at the time limit" in page
+    assert 'class="verdict fits">FITS: 20.00' in page
+    none = str(make_plan(fits=False, complete=False, evaluations=1, time_limit=5.0, changes=()))
+    assert "after 1 layout: none of them fits so far, and not every change was tried" in none
+    assert "No change that was tried in the time there was makes it fit" in none
+
+
 def test_a_refusal_for_another_reason_has_the_compilers_words(make_plan: Make) -> None:
     plan = make_plan(asked_level="xla")
     assert plan.best is not None

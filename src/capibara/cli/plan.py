@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from capibara.plan.measured import Calibrated
     from capibara.plan.result import Plan
     from capibara.plan.target import Recipe
+
+# Seconds between two lines of progress where nobody watches a terminal.
+_SILENCE = 10.0
 
 
 def plan(
@@ -49,6 +55,9 @@ def plan(
         str, typer.Option(help="Evidence: analytic, xla (CPU compile) or tpu (TPU compiler).")
     ] = "analytic",
     confirm: Annotated[int | None, typer.Option(min=1, metavar="K", help="Compile the best K at that level.")] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", metavar="SECONDS", help="Stop the search then, with the best so far.")
+    ] = 60.0,
     region: Annotated[str | None, typer.Option(help="Whose prices; the chip's first in the table by default.")] = None,
     pricing: Annotated[Path | None, typer.Option(metavar="TOML", help="Prices laid over the shipped table.")] = None,
     preemptions: Annotated[
@@ -91,8 +100,8 @@ def plan(
     if html is not None and not html.resolve().parent.is_dir():
         raise rule_error("--html writes into a folder that is there", str(html), f"make {html.parent} first")
     # What a user's file prints while it is loaded and traced is not the report, and would break --json.
-    with output.progress(quiet=json) as bar, contextlib.redirect_stdout(sys.stderr):
-        task = bar.add_task("reading the program", total=None)
+    with _progress() as tell, contextlib.redirect_stdout(sys.stderr):
+        tell("reading the program")
         made = make(
             recipe,
             on=on,
@@ -106,7 +115,8 @@ def plan(
             pricing=pricing,
             spot=_spot(preemptions, storage, restart),
             calibrated=not uncalibrated,
-            tell=lambda text: bar.update(task, description=text),
+            time_limit=time_limit,
+            tell=tell,
         )
     if kept is not None:
         made.record(**kept)
@@ -115,6 +125,32 @@ def plan(
     _show(made, json, kept, html)
     if not made.fits:
         raise typer.Exit(Code.DOES_NOT_FIT)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Where the plan is, on standard error: a line that moves on a terminal, elsewhere one every few seconds."""
+    with output.progress() as bar:
+        if not bar.disable:
+            task = bar.add_task("", total=None)
+            yield lambda text: bar.update(task, description=text)
+            return
+        said, done, started = [""], threading.Event(), time.monotonic()
+        stream = sys.stderr
+
+        def speak() -> None:
+            while not done.wait(_SILENCE):
+                stream.write(f"capibara: {time.monotonic() - started:.0f} s, {said[0]}\n")
+                stream.flush()
+
+        # A thread, since tracing a large program alone takes many seconds.
+        speaker = threading.Thread(target=speak, daemon=True)
+        speaker.start()
+        try:
+            yield lambda text: said.__setitem__(0, text)
+        finally:
+            done.set()
+            speaker.join()
 
 
 def _check_preset(recipe: Recipe) -> None:

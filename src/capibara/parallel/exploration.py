@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +56,14 @@ class Exploration:
     target: str = "throughput"
     budget: int = BUDGET
     deadline_s: float | None = None
+    share: float = 1.0
+    """Of that time, what a search may take that has found nothing that fits: the rest is for changes with which it
+    does."""
+    tell: Callable[[str], None] | None = None
+    """Called with a line of text after each layout that was costed."""
     evaluations: int = 0
+    cut_short: bool = False
+    """Whether the clock ended it before it was done."""
     results: dict[Point, Result] = field(default_factory=dict)
     _same: dict[Any, Estimate] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
@@ -88,18 +96,35 @@ class Exploration:
             key = (layout.mesh, layout.specs, tuple(layout.rules.items()), layout.choices, layout.host, layout.stages)
             if key not in self._same:
                 if self.spent:
+                    self.cut_short |= self._late
                     return result  # Not kept: it was not looked at.
                 self.evaluations += 1
                 self._same[key] = self.model.estimate(layout)
             result.estimate = self._same[key]
         self.results[point] = result
+        if self.tell is not None and result.estimate is not None:
+            self.tell(self._so_far())
         return result
 
     @property
-    def spent(self) -> bool:
-        late = self.deadline_s is not None and time.monotonic() - self._started > self.deadline_s
+    def _late(self) -> bool:
         # Something has to be looked at before the clock may stop it.
-        return self.evaluations >= self.budget or (late and self.evaluations > 0)
+        if self.deadline_s is None or self.evaluations == 0:
+            return False
+        share = 1.0 if any(result.fits for result in self.results.values()) else self.share
+        return time.monotonic() - self._started > share * self.deadline_s
+
+    @property
+    def spent(self) -> bool:
+        return self.evaluations >= self.budget or self._late
+
+    def _so_far(self) -> str:
+        able = [result for result in self.results.values() if result.estimate is not None]
+        best = min(able, key=self.worth)
+        fits = "" if best.fits else ", which does not fit"
+        seconds = best.estimate.seconds if best.estimate is not None else math.nan
+        name = "" if best.layout is None else best.layout.name
+        return f"{self.evaluations} layouts looked at, best so far {name}{fits}: {seconds:.3g} s a step"
 
     # The search itself.
 
@@ -261,10 +286,13 @@ class Exploration:
     def climb(self) -> None:
         """Change the best in one respect at a time while that helps."""
         expanded: set[Point] = set()
-        while not self.spent:
+        while True:
             best = sorted((r for r in self.results.values() if r.estimate is not None), key=self.worth)[:2]
             ahead = [result for result in best if result.point not in expanded]
             if not ahead:
+                return
+            if self.spent:
+                self.cut_short |= self._late
                 return
             here = ahead[0]
             expanded.add(here.point)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -29,21 +30,33 @@ def changes_that_fit(
     mesh: MeshConfig | Mapping[str, int] | None,
     options: Mapping[str, Any],
     bytes: float | None = None,
-) -> tuple[Fix, ...]:
-    """Every change that was found to fit, the cheapest (chip-seconds a token) first.
+    deadline_s: float | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> tuple[tuple[Fix, ...], bool]:
+    """Every change that was found to fit, the cheapest (chip-seconds a token) first, and whether all were tried.
 
-    `bytes` is what the job needs of a chip as it is: two sizes of a batch tell whether any smaller one can fit.
+    `bytes` is what the job needs of a chip as it is: two sizes of a batch tell whether any smaller one can fit. After
+    `deadline_s` no other change is tried.
     """
     from capibara.parallel.search import search
 
     limit = options["memory_limit"] or float(slice.chip.capacity_bytes)
+    started = time.monotonic()
+    out_of_time: list[str] = []
 
     def tried(change: str, changed: Job, slice: Any, mesh: Any, **more: Any) -> Fix | float | None:
-        keywords = {**options, **more}
+        left = None if deadline_s is None else deadline_s - (time.monotonic() - started)
+        if left is not None and left <= 0:
+            out_of_time.append(change)
+            return None
+        if tell is not None:
+            tell(f"nothing fits; trying {change}")
+        keywords = {**options, **more, "deadline_s": left}
         if changed is not job:  # The same places of other arrays are another layout.
             keywords["without"] = ()
         plans = search(changed, slice, mesh=mesh, top=1, budget=_BUDGET, fixes=False, **keywords)
         if plans.best is None:
+            out_of_time.extend([] if plans.complete else [change])
             return None if plans.closest is None else plans.closest.bytes
         needed = plans.best.estimate.memory.total
         # A model with a limit of its own may not know this one.
@@ -51,8 +64,13 @@ def changes_that_fit(
 
     def first(chain: Iterator[Try]) -> Fix | None:
         """The first of a chain of growing changes that fits."""
-        answers = (tried(*one) for one in chain)
-        return next((one for one in answers if isinstance(one, Fix)), None)
+        for one in chain:
+            found = tried(*one)
+            if isinstance(found, Fix):
+                return found
+            if out_of_time:  # To make the next job takes time too.
+                return None
+        return None
 
     def smaller() -> Iterator[Fix]:
         """The least that each dimension of the batch has to shrink by."""
@@ -63,12 +81,14 @@ def changes_that_fit(
                 if isinstance(found, Fix):
                     yield found
                     break
+                if out_of_time:
+                    return
                 # What half of a batch did not save is needed without any batch, by less of a sequence too.
                 if whole is not None and found is not None and 2 * found - whole > _SLACK * limit:
                     return
                 whole = found
 
-    single = [*_other_knobs(job, slice, mesh)]
+    single: list[Try] = [*_other_knobs(job, slice, mesh)]
     single += [("a mesh of another shape", job, slice, None)] if mesh is not None else []
     answers = [tried(*one) for one in single]
     if not options["offload"]:
@@ -77,11 +97,11 @@ def changes_that_fit(
     found += smaller()
     more = first(_more_chips(job, slice, mesh))
     found += [] if more is None else [more]
-    if not found:
+    if not found and not out_of_time:
         # One change is not enough: more chips and a smaller batch together.
         both = first(_together(job, slice, mesh))
         found = [] if both is None else [both]
-    return tuple(sorted(found, key=lambda fix: (fix.cost, fix.change)))
+    return tuple(sorted(found, key=lambda fix: (fix.cost, fix.change))), not out_of_time
 
 
 Try = tuple[str, Job, Any, Any]

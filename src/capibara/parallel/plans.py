@@ -86,6 +86,8 @@ class Plans:
     """Layouts that may fit by the model and that no compiler was asked about, where it took none that it was."""
     low: float = 1.0
     """How many times the model's bytes a compiler needed, of what it refused for its size."""
+    complete: bool = True
+    """False where the clock ended the search, or the search for changes, before it was done."""
     activations: tuple[str, ...] = ()
     """Types of what the program's forward products take from the batch."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,9 @@ from capibara.parallel.plans import Plans, Ranked, Refused, bytes_in_words
 from capibara.parallel.space import Space
 
 __all__ = ["TARGETS", "search"]
+
+# Of the time there is, what goes into looking for a layout that fits before changes of the job are tried.
+_SHARE_WITHOUT_A_FIT = 0.6
 
 
 def search(
@@ -40,12 +44,15 @@ def search(
     model: Callable[[Job, Any], CostModel] | None = None,
     fixes: bool = True,
     without: Sequence[Layout] = (),
+    tell: Callable[[str], None] | None = None,
 ) -> Plans:
     """The best layouts of a job on a slice, by the cost model; with `confirm`, by a compiler too.
 
     `slice` is a name ("v4-32") or a slice. `target` is one of `TARGETS`. `memory_limit`, in bytes a chip, counts where
     it is less than what the chip has. `mesh` fixes the mesh. `top` is how many layouts are ranked. `budget` is how many
-    may be evaluated; `deadline_s` stops earlier by the clock, which makes the answer depend on the machine.
+    may be evaluated; `deadline_s` stops earlier by the clock, which makes the answer depend on the machine: it is then
+    the best so far, and `complete` is False (what a compiler takes is not counted). `tell` is called with a line of
+    text after each layout.
     `offload=False` keeps the optimizer's state on the chips. `pipelines=True` also tries stages of layers, for a
     job that can run as a pipeline (`training_job`); a `mesh` with an axis "pipeline" asks for them too. The knob
     "accumulate" is then how many microbatches follow each other through the stages. `model(job, slice)` makes another
@@ -61,6 +68,11 @@ def search(
         raise unknown_name("optimization_target", target, TARGETS)
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise rule_error("top is a whole number from 1 up", repr(top), "use 3")
+    started = time.monotonic()
+
+    def left() -> float | None:
+        return None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - started))
+
     slice = slice_by_name(slice) if isinstance(slice, str) else slice
     limit = float(slice.chip.capacity_bytes)
     if memory_limit is not None:
@@ -79,8 +91,9 @@ def search(
         pipelines=pipelines,
         why_no_stages=job.why_no_stages() if pipelines or "pipeline" in dict(given or ()) else "",
     )
-    run = Exploration(space, cost, target, budget, deadline_s)
+    run = Exploration(space, cost, target, budget, left(), _SHARE_WITHOUT_A_FIT if fixes else 1.0, tell)
     run.go()
+    searched = left()
     plans = _plans(run, job, slice, top, confirm, without)
     if isinstance(cost, PaperModel):
         plans = replace(plans, activations=cost.activations())
@@ -105,8 +118,8 @@ def search(
         untried = tuple(
             f"{change} was not tried: the program refuses it ({why})" for change, why in job.not_smaller.items()
         )
-        found = changes_that_fit(job, slice, mesh, again, _least_bytes(plans))
-        plans = replace(plans, fixes=found, notes=(*plans.notes, *untried))
+        found, all_tried = changes_that_fit(job, slice, mesh, again, _least_bytes(plans), searched, tell)
+        plans = replace(plans, fixes=found, notes=(*plans.notes, *untried), complete=plans.complete and all_tried)
     return plans
 
 
@@ -131,7 +144,9 @@ def _plans(
     costed = [Ranked(r.layout, r.estimate) for r in ordered if r.layout is not None and r.estimate is not None]
     costed = [one for one in costed if one.layout not in without]
     refused = [_refusal(result, run.space) for result in ordered if not result.fits]
-    plans = Plans(job, slice, run.target, (), tuple(refused), run.evaluations, notes=job.notes)
+    plans = Plans(
+        job, slice, run.target, (), tuple(refused), run.evaluations, notes=job.notes, complete=not run.cut_short
+    )
     if confirm is None:
         kinds: dict[Any, Ranked] = {}
         for one in costed:

@@ -57,6 +57,7 @@ def plan(
     pricing: PriceTable | str | Path | None = None,
     spot: SpotAssumptions | None = None,
     calibrated: bool = True,
+    time_limit: float | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Plan:
     """Does a program fit on a slice, how fast will it run, what will it cost, and which layout should it have?
@@ -85,6 +86,8 @@ def plan(
       pricing: a table, or a TOML file laid over the shipped one.
       spot: what is assumed about preemptions.
       calibrated: correct the model by what `capibara plan --calibrate` found on this chip.
+      time_limit: seconds after which the search stops with the best layout so far, which the plan then says (what the
+        compilers of `level` take is not counted); None searches to the end, which gives the same plan on any machine.
       tell: called with a line of text now and then, for a progress bar.
     """
     started = time.perf_counter()
@@ -94,6 +97,8 @@ def plan(
     table = pricing if isinstance(pricing, PriceTable) else price_table(pricing)
     table.find(where.chip, region)  # an unknown region is said before minutes are spent
     limit = _limit(memory_limit_gb, where)
+    if time_limit is not None and not 0 < time_limit < math.inf:
+        raise rule_error("time_limit is a number of seconds above 0", repr(time_limit), "use 60, or leave it out")
     job, recipe = _job(program, args, train, optimizer, roles, donate, tokens)
 
     from capibara.parallel.cost.calibration import load
@@ -112,12 +117,14 @@ def plan(
         top=top,
         confirm=witness,
         calibration=calibration,
+        deadline_s=time_limit,
+        tell=tell,
     )
     candidates = _candidates(found, witness)
     out = _refused_by_compiler(found, witness)
     if not candidates:
         # The search leaves out what cannot fit before it costs it; how far from fitting the job is, is an answer.
-        candidates = _however_large(job, where, axes, limit, calibration)
+        candidates = _however_large(job, where, axes, limit, calibration, time_limit)
     near = found.closest
     if not candidates and near is None and axes is not None:
         raise _no_layout(found, axes)
@@ -149,6 +156,9 @@ def plan(
         refused_by_compiler=out,
         unasked=found.unasked,
         asked_level=level,
+        complete=found.complete,
+        evaluations=found.evaluations,
+        time_limit=time_limit,
         closest="" if candidates or near is None else f"{near.name} {near.reason}",
         changes=_changes(found, table, region),
         notes=tuple(notes),
@@ -249,7 +259,12 @@ def _refused_by_compiler(found: Plans, witness: Witness | None) -> tuple[Candida
 
 
 def _however_large(
-    job: Job, where: Slice, axes: Mapping[str, int] | None, limit: float, calibration: Calibration | None
+    job: Job,
+    where: Slice,
+    axes: Mapping[str, int] | None,
+    limit: float,
+    calibration: Calibration | None,
+    time_limit: float | None,
 ) -> tuple[Candidate, ...]:
     """The smallest layout of a job whose arguments alone are over the limit that was set; none where they are more than
     the chip has, or where nothing divides."""
@@ -265,6 +280,8 @@ def _however_large(
         calibration=calibration,
         budget=_FEW,
         fixes=False,
+        # A picture of what does not fit is worth less than the search for what does.
+        deadline_s=None if time_limit is None else time_limit / 4,
     )
     if found.best is None:
         return ()

@@ -47,8 +47,9 @@ def page(plan: Plan) -> str:
     ]
     verdict = "fits" if plan.fits else "not"
     lines = headlines(plan)
-    if plan.work is not None:
-        body.append(f"<p>{escape(lines.pop(1))}</p>")
+    for said in (plan.work is not None, not plan.complete):
+        if said:
+            body.append(f"<p>{escape(lines.pop(1))}</p>")
     body.append(f'<p class="verdict {verdict}">{escape(lines[1])}</p>')
     body += [f"<p>{escape(line)}</p>" for line in refusals(plan)]
     if plan.best is not None:

@@ -83,6 +83,7 @@ def headlines(plan: Plan) -> list[str]:
     evidence = f"refused by {_compiler(best)}" if best is not None and best.refused else plan.evidence
     lines = [f"{plan.name or 'program'} on {_where(plan)}. Predicted, not run ({evidence})."]
     lines += [] if plan.work is None else [f"Job: {plan.work}"]
+    lines += [] if plan.complete else [_cut_short(plan)]
     if best is None:
         if plan.closest:
             return [*lines, f"DOES NOT FIT: at best {plan.closest}", *_nothing_helps(plan)]
@@ -112,12 +113,22 @@ def headlines(plan: Plan) -> list[str]:
 
 
 def _nothing_helps(plan: Plan) -> list[str]:
-    return [] if plan.changes else ["No change that was tried makes it fit."]
+    if plan.changes:
+        return []
+    many = "" if plan.complete else " in the time there was"
+    return [f"No change that was tried{many} makes it fit."]
 
 
 def _at(best: Candidate) -> str:
     """Where in the program the peak is; nothing for a program without a step that holds anything."""
     return f" ({best.estimate.memory.peak_at})" if best.estimate.memory.peak_at else ""
+
+
+def _cut_short(plan: Plan) -> str:
+    limit = "" if plan.time_limit is None else f" of {words.seconds(plan.time_limit)}"
+    many = "" if plan.evaluations is None else f" after {plan.evaluations} layout{'s' * (plan.evaluations != 1)}"
+    rest = "the best so far follows" if plan.fits else "none of them fits so far, and not every change was tried"
+    return f"STOPPED at the time limit{limit}{many}: {rest}; --time-limit SECONDS gives it more"
 
 
 def _verdict(plan: Plan, best: Candidate) -> str:

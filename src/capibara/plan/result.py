@@ -122,6 +122,12 @@ class Plan:
     """Layouts that may fit by the model and that the compiler was not asked about, where it took none that it was."""
     asked_level: str = "analytic"
     """The level of evidence that was asked for."""
+    complete: bool = True
+    """False where the time limit ended the search: this is the best so far."""
+    evaluations: int | None = None
+    """How many layouts were costed."""
+    time_limit: float | None = None
+    """Seconds that the search had; None without a limit."""
     closest: str = ""
     """Where not even the arguments fit: the layout that needs the least, and how much, in words."""
     changes: tuple[Change, ...] = ()
@@ -174,6 +180,11 @@ class Plan:
                 "level": self.level,
                 "evidence": self.evidence,
                 "asked_level": self.asked_level,
+                "search": {
+                    "complete": self.complete,
+                    "layouts": self.evaluations,
+                    "time_limit_seconds": self.time_limit,
+                },
                 "bytes_per_chip": None if best is None else best.bytes,
                 "bytes_by": None if best is None else best.bytes_by,
                 "predicted_bytes_per_chip": None if best is None else best.estimate.memory.total,
