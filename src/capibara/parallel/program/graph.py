@@ -92,6 +92,8 @@ class Node:
     body: Body | None = None
     kind: int = -1
     """Nodes of one kind are split alike when their operands are."""
+    number: int = -1
+    """Its place among all nodes of the program, those of loops included: see `Program.touching`."""
 
     @property
     def title(self) -> str:
@@ -134,6 +136,13 @@ class Program:
         return find_groups(self)
 
     @cached_property
+    def touching(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the numbers of the nodes that read or make it; the nodes are numbered here."""
+        found: list[list[int]] = [[] for _ in self.values]
+        _number(self.nodes, found, 0)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def uses(self) -> dict[int, int]:
         """How many nodes, loops and outputs read each value."""
         counts = dict.fromkeys(self.outputs, 1)
@@ -149,6 +158,18 @@ def _flops(nodes: Any, times: int, recomputed: bool) -> float:
         elif node.matrix and (recomputed or not node.recompute):
             total += times * node.flops
     return total
+
+
+def _number(nodes: Any, touching: list[list[int]], first: int) -> int:
+    for node in nodes:
+        node.number = first
+        first += 1
+        if node.body is not None:
+            first = _number(node.body.nodes, touching, first)
+            continue
+        for value in {*node.inputs, *node.outputs}:
+            touching[value].append(node.number)
+    return first
 
 
 def _count(nodes: Any, counts: dict[int, int]) -> None:

@@ -28,10 +28,21 @@ class Ledger:
         self.pending: dict[int, tuple[Sharding, tuple[int, ...]]] = {}  # value -> its sharding, axes still to be summed
         self.steps: list[Step | Loop] = []
         self.uses = program.uses
+        # One chip's part of a value, made for another layout on a mesh of the same sizes.
+        self._known: dict[tuple[int, Sharding], Buffer] = program.memo.setdefault(("buffers", self.at.sizes), {})
 
     def own(self, value: int, sharding: Sharding | None = None, argument: int | None = None, host: bool = False) -> int:
         """The buffer of a value, with the value's own id."""
-        self.buffer(value, value, self.at.of[value] if sharding is None else sharding, argument=argument, host=host)
+        sharding = self.at.of[value] if sharding is None else sharding
+        if argument is None and not host:
+            made = self._known.get((value, sharding))
+            if made is None:
+                self.buffer(value, value, sharding)
+                self._known[value, sharding] = self.buffers[value]
+            else:
+                self.buffers[value] = made
+        else:
+            self.buffer(value, value, sharding, argument=argument, host=host)
         self.held[value] = value
         return value
 

@@ -37,7 +37,18 @@ class Placement:
         self.outputs: dict[int, int] = {}
         """Position of an output -> the donated argument whose memory it takes over."""
         self._program = program
+        self._touching = program.touching
+        many = 1 + max((numbers[-1] for numbers in self._touching if numbers), default=-1)
+        # Whether any of a node's values changed since the node was last visited, going along and going back. A visit
+        # that finds them as the last one left them changes nothing, and most of a program settles in the first walk.
+        self.due_along, self.due_back = bytearray(many), bytearray(many)
         self._choices: dict[Any, Any] = program.memo.setdefault(("choices", self.sizes), {})
+
+    def put(self, value: int, sharding: Sharding) -> None:
+        """Lay a value out, and have the nodes that touch it visited again."""
+        self.of[value] = sharding
+        for number in self._touching[value]:
+            self.due_along[number] = self.due_back[number] = 1
 
     def entries(self, shape: Sequence[int], entries: Sequence[Any], what: str) -> Sharding:
         """The sharding of one PartitionSpec's entries; an axis that does not divide is left out, and said."""
@@ -97,7 +108,7 @@ def place(program: Program, layout: Layout) -> Placement:
     """Shardings of all values of a program under a layout."""
     placement = Placement(program, layout)
     for number, argument in enumerate(program.arguments):
-        placement.of[argument.value] = placement.entries(argument.shape, tuple(layout.specs[number]), argument.path)
+        placement.put(argument.value, placement.entries(argument.shape, tuple(layout.specs[number]), argument.path))
         placement.fixed.add(argument.value)
     # The compiler's partitioner leaves a constant whole; a chip that needs a part of it reads that part.
     placement.fixed.update(program.constants)
@@ -120,7 +131,7 @@ def _donated(program: Program, placement: Placement) -> None:
                 free.remove(one)
                 placement.outputs[position] = one[0]
                 if output not in placement.fixed:
-                    placement.of[output] = placement.of[one[1].value]
+                    placement.put(output, placement.of[one[1].value])
                     placement.fixed.add(output)
                 break
 
@@ -143,7 +154,7 @@ def _mark(nodes: Sequence[Node], placement: Placement, layout: Layout, program: 
             if sharding == placement.whole and any(name is not None for name in node.marker[1]):
                 continue
             if result not in placement.fixed:
-                placement.of[result] = sharding
+                placement.put(result, sharding)
                 if not open_dims:
                     placement.fixed.add(result)
 
@@ -157,10 +168,10 @@ def _border(node: Node, placement: Placement, program: Program) -> None:
     (value,) = node.inputs if node.primitive == "manual_in" else node.outputs
     sharding = placement.entries(program.values[value].shape, entries, node.name)
     if node.primitive == "manual_out":
-        placement.of[value] = sharding
+        placement.put(value, sharding)
         placement.fixed.add(value)
     elif value not in placement.fixed:
-        placement.of[value] = sharding
+        placement.put(value, sharding)
 
 
 def _fill(placement: Placement, value: int, wanted: Sharding, shape: tuple[int, ...]) -> None:
@@ -177,10 +188,16 @@ def _fill(placement: Placement, value: int, wanted: Sharding, shape: tuple[int, 
                     ways *= placement.sizes[other]
             if shape[dim] % ways == 0:
                 made[axis] = dim
-    placement.of[value] = tuple(made)
+    wider = tuple(made)
+    if wider != mine:
+        placement.put(value, wider)
 
 
 def _toward(placement: Placement, node: Node, back: bool) -> None:
+    due = placement.due_back if back else placement.due_along
+    if not due[node.number]:
+        return
+    due[node.number] = 0
     of, whole = placement.of, placement.whole
     ins = tuple([of[v] for v in node.inputs])
     outs = tuple([of[v] for v in node.outputs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from capibara.parallel.layout import Layout
 from capibara.parallel.program.chip import Buffer, ChipProgram, Collective, Loop, Step
@@ -31,6 +32,11 @@ def spread(program: Program, layout: Layout) -> ChipProgram:
 
 
 class _Writer(Ledger):
+    def __init__(self, program: Program, layout: Layout) -> None:
+        super().__init__(program, layout)
+        # Steps that exchange nothing, by how their node's arrays lie: the next layout on such a mesh has most of them.
+        self._plain: dict[Any, Step] = program.memo.setdefault(("steps", self.at.sizes), {})
+
     def written(self) -> ChipProgram:
         program = self.program
         hosted = frozenset(self.layout.host)
@@ -147,12 +153,19 @@ class _Writer(Ledger):
 
     def _step(self, node: Node, following: dict[int, Node]) -> None:
         of = self.at.of
-        waiting = self._waiting(node)
+        waiting = self._waiting(node) if self.pending else ()
         if waiting:
             inputs = tuple([self.pending[v][0] for v in node.inputs])
             wanted = tuple(tuple(-1 if a in waiting else d for a, d in enumerate(of[v])) for v in node.outputs)
         else:
             inputs, wanted = tuple([of[v] for v in node.inputs]), tuple([of[v] for v in node.outputs])
+        ready = not waiting and all(self.held[v] == v and v not in self.pending for v in node.inputs)
+        key = (node.number, inputs, wanted)
+        if ready and (known := self._plain.get(key)) is not None:
+            for value in node.outputs:
+                self.own(value)
+            self.steps.append(known)
+            return
         choice = self.at.choose(node, inputs, wanted)
         if waiting:
             reads = [self.held[value] for value in node.inputs]
@@ -174,12 +187,13 @@ class _Writer(Ledger):
             writes.append(number)
         sizes = self._sizes(node, choice.split) if node.mnk else ()
         size = self._bytes(node, inputs, choice)
-        self.steps.append(
-            Step(
-                node.primitive, node.name, tuple(reads), tuple(writes), node.flops / choice.ways, node.matrix,
-                node.dtype, sizes, size, node.op, None, node.backward, node.recompute,
-            )
+        step = Step(
+            node.primitive, node.name, tuple(reads), tuple(writes), node.flops / choice.ways, node.matrix,
+            node.dtype, sizes, size, node.op, None, node.backward, node.recompute,
         )  # fmt: skip
+        self.steps.append(step)
+        if ready and step.reads == node.inputs and step.writes == node.outputs and not unsettled:
+            self._plain[key] = step
         for value, number, natural in unsettled:
             why = f"{'partial sums' if partial else 'the result'} of {node.title}"
             self.exchange(value, number, natural, of[value], partial, why, node, into=value)
