@@ -62,8 +62,9 @@ class Findings:
 def is_key(leaf: Any) -> bool:
     """Whether an array is of jax's type for random keys."""
     import jax
+    import jax.numpy as jnp
 
-    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def argument_roles(fn: Callable[..., Any], args: Sequence[Any], donate: Sequence[int] = ()) -> Findings:

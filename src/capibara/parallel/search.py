@@ -156,7 +156,7 @@ def _plans(
     asked = Confirmation(confirm)
     asked.ask([one for one in costed if may_fit(one)], top)
     # What the compiler settled is no longer what the model thought of it.
-    settled = [one.layout for one in (*asked.ranked, *asked.refused)]
+    settled = [*(one.layout for one in asked.ranked), *(one.layout for one in asked.refused)]
     kept = [one for one in refused if one.layout is None or one.layout not in settled]
     return replace(
         plans,
