@@ -140,6 +140,42 @@ def test_frozen_weights_are_weights_and_gradients_alone_train_too() -> None:
     assert found.roles == ("params", "params", "batch")
 
 
+def test_rows_that_do_not_come_first_are_not_cut_and_that_is_said() -> None:
+    def recurrent(p: Any, xs: jax.Array, h: jax.Array) -> Any:
+        def cell(h: jax.Array, x: jax.Array) -> Any:
+            h = jnp.tanh(h @ p["u"] + x @ p["w"])
+            return h, h @ p["out"]
+
+        return jax.lax.scan(cell, h, xs)
+
+    weights = {"u": f32(32, 32), "w": f32(8, 32), "out": f32(32, 4)}
+    found = argument_roles(recurrent, (weights, f32(100, 16, 8), f32(16, 32)))
+    assert found.roles == ("params", "other", "batch")
+    assert found.assumed == (1,)
+    assert "not as its first dimension" in found.note()
+
+
+def test_one_tree_of_everything_a_step_carries() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        key, own = jax.random.split(state["key"])
+
+        def loss(p: Any) -> jax.Array:
+            x = p["embed"][batch["ids"]]
+            x = jnp.tanh(x * jax.random.bernoulli(own, 0.9, x.shape) @ p["w"])
+            scores = jax.nn.log_softmax(x @ p["embed"].T)
+            return -jnp.take_along_axis(scores, batch["labels"][..., None], -1).mean()
+
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], jax.grad(loss)(state["p"]))
+        new = jax.tree.map(lambda p, m: p - 0.1 * m, state["p"], moments)
+        return {"p": new, "moments": moments, "key": key, "step": state["step"] + 1}
+
+    weights = {"embed": f32(512, 64), "w": f32(64, 64)}
+    state = {"p": weights, "moments": weights, "key": RAW_KEY, "step": i32()}
+    job = program_job(jax.jit(step), (state, {"ids": i32(16, 128), "labels": i32(16, 128)}))
+    assert job.roles == ("params", "batch")
+    assert (job.tokens, job.unit, job.lengths) == (16 * 128, "tokens", (128,)), "labels are not more tokens"
+
+
 def test_an_update_with_a_key_is_planned() -> None:
     fn, args, _ = CASES["ppo with a raw key"]
     plan = capibara.plan(fn, args, on="v4-8", top=1)

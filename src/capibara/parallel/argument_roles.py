@@ -134,6 +134,8 @@ def _role(program: Program, flow: _Flow, own: list[int], rows: int | None) -> tu
     own_rows = [n for n in arrays if not (flow.trains and n in flow.kept_back)]
     if rows is not None and any(flow.leading.get(n) == rows for n in own_rows):
         return "batch", "it has the rows that pass through the products", False
+    if rows is not None and any(rows in flow.places.get(n, ()) for n in own_rows):
+        return "other", "it has the rows, but not as its first dimension, and so stays whole", True
     if any(n in flow.shuffled for n in arrays):
         return "batch", "its rows are shuffled by a random key", False
     whole = all(_is_integer(program.arguments[n].dtype) or program.arguments[n].dtype == "bool" for n in arrays)
@@ -170,6 +172,8 @@ class _Flow:
     """Arguments that come back, element by element, in an output of their shape and type."""
     leading: dict[int, int] = field(default_factory=dict)
     """Argument -> the set of dimensions that its first one is tied to."""
+    places: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The same of all its dimensions."""
     summed: set[int] = field(default_factory=set)
     """Arguments with a dimension that a forward product sums over."""
     trains: bool = False
@@ -347,7 +351,10 @@ def _rows(program: Program, flow: _Flow) -> int | None:
     look(program.nodes, 1)
     best: dict[int, float] = {}
     for number, one in enumerate(program.arguments):
-        if any(ties.find(one.value, dim) in summed for dim in range(len(one.shape))):
+        places = flow.places[number] = tuple(
+            ties.find(one.value, dim) for dim, size in enumerate(one.shape) if size > 1
+        )
+        if summed.intersection(places):
             flow.summed.add(number)
         if one.shape and one.shape[0] > 1 and number not in flow.keys:
             place = flow.leading[number] = ties.find(one.value, 0)
