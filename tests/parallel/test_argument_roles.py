@@ -129,6 +129,12 @@ def test_a_key_among_the_data_is_not_cut(key: Any) -> None:
     assert dict(plan.best.layout.mesh.axes)["data"] == 4  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("key", [RAW_KEY, TYPED_KEY], ids=["raw", "typed"])
+def test_a_key_in_the_batch_of_a_loss_is_named(key: Any) -> None:
+    with pytest.raises(ValueError, match=r"a random key has none.*\['key'\].*functools.partial"):
+        training_job(lambda p, b: jnp.mean(b["x"] @ p), f32(16, 16), {"x": f32(8, 16), "key": key})
+
+
 def test_frozen_weights_are_weights_and_gradients_alone_train_too() -> None:
     def step(base: jax.Array, adapter: Any, x: jax.Array) -> Any:
         def loss(p: Any) -> jax.Array:

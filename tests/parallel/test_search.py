@@ -92,6 +92,12 @@ def test_a_point_in_words_and_specs() -> None:
     assert other["mean/q"] == PartitionSpec(None, "data", "model")
 
 
+def test_the_name_of_a_cut_through_many_layers_is_short() -> None:
+    leaves = [Leaf(f"w{n}", "params", (16, 8), 4, (n, 100)) for n in range(9)]
+    space = Space(Anatomy(tuple(leaves), names=MappingProxyType({n: f"w{n}" for n in range(9)})), 8, {})
+    assert space.words(Point((("model", 8),), tuple(range(9)))) == "model 8 (w0, w1, w2, w3 and 5 more), replicated"
+
+
 def test_what_does_not_divide_is_refused_by_name() -> None:
     space = Space(decoder(rows=6, length=10), 8, KNOBS)
     with pytest.raises(Unfit, match=r"6 rows of the batch do not divide over 4 chips \(4 or 8 would\)"):

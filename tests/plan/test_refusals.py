@@ -86,6 +86,7 @@ def test_the_next_best_is_compiled_in_its_place(monkeypatch: pytest.MonkeyPatch)
     out = [one.layout for one in plan.refused_by_compiler]
     assert all(one.layout not in out for one in plan.candidates)
     assert "temporaries 23.00 GiB" in str(plan), "the compiler's, and not the model's"
+    assert any("times the predicted bytes of what it refused" in note for note in plan.notes)
 
 
 @pytest.mark.tpu_compiler

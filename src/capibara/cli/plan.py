@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Seconds between two lines of progress where nobody watches a terminal.
 _SILENCE = 10.0
+# So many times as long where the last line still holds: a compiler may take minutes.
+_NOTHING_NEW = 6
 
 
 def plan(
@@ -139,9 +141,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
         stream = sys.stderr
 
         def speak() -> None:
+            before, waited = "", 0
             while not done.wait(_SILENCE):
-                stream.write(f"capibara: {time.monotonic() - started:.0f} s, {said[0]}\n")
-                stream.flush()
+                text, waited = said[0], waited + 1
+                if text != before or waited >= _NOTHING_NEW:
+                    stream.write(f"capibara: {time.monotonic() - started:.0f} s, {text}\n")
+                    stream.flush()
+                    before, waited = text, 0
 
         # A thread, since tracing a large program alone takes many seconds.
         speaker = threading.Thread(target=speak, daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -223,7 +223,7 @@ class Space:
         """A point in words: "data 4 x model 8 (heads, mlp), fully sharded, remat full"."""
         parts = []
         for name, size in point.mesh or (("data", 1),):
-            cut = ", ".join(dict.fromkeys(map(self.anatomy.word, point.model))) if name == "model" else ""
+            cut = _listed(dict.fromkeys(map(self.anatomy.word, point.model))) if name == "model" else ""
             parts.append(f"{name} {size}" + (f" ({cut})" if cut else ""))
         words = [" x ".join(parts), _WORDS[point.parameters]]
         for name, value in point.choices:
@@ -316,6 +316,16 @@ class Space:
 
 _BATCH_AXES = ("data", "expert")
 _SHARDING_AXES = ("data", "expert", "sequence")
+
+
+# An unrolled program has a group a layer: a name says the first few.
+_NAMED = 4
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(found[:_NAMED]) + more
 
 
 def _near_by(size: int, parts: int) -> str:

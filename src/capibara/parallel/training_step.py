@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
+from capibara.parallel.argument_roles import is_key
 from capibara.parallel.job import Job, counted
 from capibara.parallel.optimizers import optimizer_named
 from capibara.parallel.pipeline_program import pipelined, why_not_pipelined
@@ -192,6 +193,17 @@ def _check_loss(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Non
 def _rows(batch: Any) -> int:
     sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or 0 in sizes:
+        keys = [
+            jax.tree_util.keystr(path)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+            if is_key(leaf) or (leaf.shape == (2,) and leaf.dtype == jnp.uint32)
+        ]
+        if keys and sizes - {0, 2}:
+            raise rule_error(
+                "Every array of a batch has the same number of rows, and a random key has none",
+                f"what looks like one at {', '.join(keys)}",
+                "bind it with functools.partial, or plan the whole step without train",
+            )
         raise rule_error(
             "Every array of a batch has the same number of rows, its first dimension",
             f"first dimensions {sorted(sizes)} (0 for a scalar)",
