@@ -131,8 +131,8 @@ def plan(
     notes = list(dict.fromkeys(found.notes))
     if found.low > 1 and found.best is not None:
         notes.append(
-            f"the compiler needed up to {found.low:.2f} times the predicted bytes of what it refused: layouts that it was "
-            "not asked about are shown where they fit with that too"
+            f"the compiler needed up to {found.low:.2f} times the predicted bytes of what it refused: layouts that it "
+            "was not asked about are shown where they fit with that too"
         )
     if calibration is not None and candidates:
         notes += words.corrections(candidates[0].estimate, calibration.chip)
