@@ -312,6 +312,18 @@ def test_a_compiler_settles_what_the_models_margin_leaves_open() -> None:
     assert taken.best is not None
     assert taken.best.confirmed
     assert taken.best.layout not in [one.layout for one in taken.refused]
+    # One that knows nothing of the chip's memory is not asked, whatever it would say.
+    asked: list[Any] = []
+
+    class Elsewhere:
+        settles = False
+
+        def __call__(self, layout: Any) -> Any:
+            asked.append(layout)
+            return SimpleNamespace(error=None, total_bytes=None)
+
+    assert search(job, "v4-16", **keywords, confirm=Elsewhere()).best is None
+    assert not asked
     # And where it does not answer, the model's word stands.
     assert search(job, "v4-16", **keywords, confirm=lambda layout: None).best is None
 

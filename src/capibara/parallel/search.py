@@ -60,8 +60,9 @@ def search(
 
     `confirm` takes a layout and returns an object with `error` (a string, or None) and `total_bytes` of a chip (or
     None), or None where the compiler is not asked: what it refuses is refused, with its bytes, and those of what it
-    takes replace the estimate's (`confirmation` says which layouts it is asked about). When nothing fits, `best` is
-    None and `fixes` has the changes that would, the cheapest first; `fixes=False` does not look for them.
+    takes replace the estimate's (`confirmation` says which layouts it is asked about; one with `settles` False knows
+    nothing of the chip's memory, and is asked about what fits by the model with its margin alone). When nothing fits,
+    `best` is None and `fixes` has the changes that would, the cheapest first; `fixes=False` does not look for them.
     `without` are layouts that are known to be out.
     """
     if target not in TARGETS:
@@ -154,7 +155,9 @@ def _plans(
                 kinds.setdefault((one.layout.mesh, one.layout.specs), one)
         return replace(plans, ranked=tuple(kinds.values())[:top])
     asked = Confirmation(confirm)
-    asked.ask([one for one in costed if may_fit(one)], top)
+    # What fits by the model alone without its margin is for a compiler that knows the chip's memory.
+    settles = getattr(confirm, "settles", True)
+    asked.ask([one for one in costed if one.estimate.memory.fits or (settles and may_fit(one))], top)
     # What the compiler settled is no longer what the model thought of it.
     settled = [*(one.layout for one in asked.ranked), *(one.layout for one in asked.refused)]
     kept = [one for one in refused if one.layout is None or one.layout not in settled]

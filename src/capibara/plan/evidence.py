@@ -80,6 +80,11 @@ class Witness:
             return Said() if compiled.ok else None
         return Said(verdict, compiled.total_bytes if compiled.level == "tpu" else None)
 
+    @property
+    def settles(self) -> bool:
+        """Whether what the compiler takes fits: XLA's for the CPU knows no chip's memory."""
+        return self.level == "tpu"
+
     def about(self, layout: Layout) -> Compiled | None:
         return next((compiled for one, compiled in self.said if one == layout), None)
 
