@@ -5,7 +5,9 @@ by the copy engine, several ahead, so that enough is on its way to keep the memo
 two buffers in turn. Where batch and channels give fewer programs than the chip has multiprocessors, time is cut into
 segments: a first kernel reads a and b and gives each segment's product of decays and its state from a start at zero,
 XLA links those, and the kernel proper computes all segments side by side. Where the segments do not meet (products of
-decays overflowed; see `xla`), the kernel runs once more over all of time in one piece.
+decays overflowed; see `xla`), the kernel runs once more over all of time in one piece, into the same memory. It is
+launched in any case and looks for itself whether there is something to do: a branch of XLA's would wait for the host,
+and copy the result.
 """
 
 from __future__ import annotations
@@ -138,17 +140,53 @@ def launch(
 ) -> Any:  # fmt: skip
     """Run a program for each batch and each `width` channels of trees of arrays; results have the tree of `made`."""
     (like, *_) = jax.tree.leaves(given)
-    rows, length, channels = like.shape
-    group = GROUP // len(jax.tree.leaves(given[0]))  # as many registers for complex numbers
-    walk = Walk(length, min(config.steps, length), backwards=backwards, edge=edge, group=group)
     results = plgpu.kernel(
-        functools.partial(program, tree=jax.tree.structure((given, made)), config=config, walk=walk, **choices),
+        functools.partial(program, **_described(given, made, config, backwards, edge), **choices),
         out_type=jax.tree.leaves(made),
-        grid=(rows, channels // config.width),
-        grid_names=("batch", "column"),
         compiler_params=COMPILER_PARAMS,
+        **_grid(like, config),
     )(*jax.tree.leaves(given))
     return jax.tree.unflatten(jax.tree.structure(made), [vary_like(x, like) for x in results])
+
+
+def launch_unless(
+    met: jax.Array, program: Callable[..., None], given: Any, made: Any, config: TileConfig, *, backwards: bool,
+    edge: bool = False,
+) -> Any:  # fmt: skip
+    """Run a program into the arrays `made`; where `met` is true they stay as they are."""
+    (like, *_) = jax.tree.leaves(given)
+    described = _described(given, made, config, backwards, edge)
+
+    def guarded(met_hbm: Any, *refs: Any) -> None:
+        @pl.when(met_hbm[0] == 0)
+        def _() -> None:
+            program(*refs, **described)
+
+    # pl.kernel, since plgpu.kernel takes no array to write into.
+    kernel = pl.kernel(
+        guarded, out_type=(), mesh=plgpu.Mesh(**_grid(like, config)), compiler_params=COMPILER_PARAMS,
+        name="recurrence_in_one_piece",
+    )  # fmt: skip
+    operands = (met.astype(jnp.int32).reshape(1), *jax.tree.leaves(given))
+
+    def into(refs: tuple[Any, ...]) -> None:
+        kernel(*operands, *refs)
+
+    written = pl.run_state(into)(tuple(jax.tree.leaves(made)))
+    return jax.tree.unflatten(jax.tree.structure(made), written)
+
+
+def _grid(like: jax.Array, config: TileConfig) -> dict[str, Any]:
+    rows, _, channels = like.shape
+    return {"grid": (rows, channels // config.width), "grid_names": ("batch", "column")}
+
+
+def _described(given: Any, made: Any, config: TileConfig, backwards: bool, edge: bool) -> dict[str, Any]:
+    """What a program knows of the arrays that it is given, beside the arrays."""
+    (like, *_) = jax.tree.leaves(given)
+    group = GROUP // len(jax.tree.leaves(given[0]))  # as many registers for complex numbers
+    walk = Walk(like.shape[1], min(config.steps, like.shape[1]), backwards=backwards, edge=edge, group=group)
+    return {"tree": jax.tree.structure((given, made)), "config": config, "walk": walk}
 
 
 def state_struct(like: Number) -> Number:
@@ -209,11 +247,14 @@ def mosaic_gpu(
     made = (whole_struct(given[1]), state_struct(given[1]))
     h, ends = (join(x) for x in launch(_program, given, made, config, backwards=reverse))
     met = segments_met(starts, linked, ends, config.segments, b.shape[1])
-    one_piece = functools.partial(
-        mosaic_gpu, config=dataclasses.replace(config, segments=1), reverse=reverse, return_final=return_final
-    )
-    h = h.reshape(b.shape)
-    return lax.cond(met, lambda: (h, final) if return_final else h, lambda: one_piece(a, b, initial))
+    h, one_piece = h.reshape(b.shape), dataclasses.replace(config, segments=1)
+    if jax.typeof(h).manual_axis_type.varying:  # no kernel writes into what varies over the mesh of a checked shard_map
+        again = functools.partial(mosaic_gpu, config=one_piece, reverse=reverse, return_final=return_final)
+        return lax.cond(met, lambda: (h, final) if return_final else h, lambda: again(a, b, initial))
+    whole = (split(a), split(b), split(None if initial is None else initial.astype(wide)))
+    written = (split(h), split(final) if return_final else None)
+    h, final = (join(x) for x in launch_unless(met, _program, whole, written, one_piece, backwards=reverse))
+    return (h, final) if return_final else h
 
 
 IMPLEMENTATION = Implementation(

@@ -21,6 +21,7 @@ from capibara.kernels.op import Call, Implementation
 from capibara.kernels.scan.recurrence.pallas_gpu import (
     in_segments,
     launch,
+    launch_unless,
     segment_starts,
     segments_met,
     state_struct,
@@ -132,9 +133,16 @@ def mosaic_gpu_grad(
     starts = shifted(last, start_of(initial, h, wide), reverse).reshape(-1, h.shape[2])
     da, db, carried = _launch(decays, flows, states, starts, endings, config, reverse, True)
     met = segments_met(endings, linked, carried, config.segments, h.shape[1])
-    made = (da.reshape(h.shape), db.reshape(h.shape), None if initial is None else first.astype(initial.dtype))
-    one_piece = functools.partial(mosaic_gpu_grad, config=dataclasses.replace(config, segments=1), reverse=reverse)
-    return lax.cond(met, lambda: made, lambda: one_piece(a, h, initial, d_h, d_final))
+    da, db, one_piece = da.reshape(h.shape), db.reshape(h.shape), dataclasses.replace(config, segments=1)
+    if jax.typeof(da).manual_axis_type.varying:  # no kernel writes into what varies over the mesh of a checked shard_map
+        made = (da, db, None if initial is None else first.astype(initial.dtype))
+        in_one = functools.partial(mosaic_gpu_grad, config=one_piece, reverse=reverse)
+        return lax.cond(met, lambda: made, lambda: in_one(a, h, initial, d_h, d_final))
+    start, ending = (None if x is None else x.astype(wide) for x in (initial, d_final))
+    whole = tuple(map(split, (a, d_h, h, start, ending)))
+    written = (split(da), split(db), None if initial is None else split(first))
+    d_a, d_b, first_flow = launch_unless(met, _program, whole, written, one_piece, backwards=not reverse, edge=True)
+    return join(d_a), join(d_b), None if initial is None else join(first_flow).astype(initial.dtype)
 
 
 def _launch(
