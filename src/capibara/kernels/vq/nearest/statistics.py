@@ -22,9 +22,10 @@ def split(x: jax.Array) -> list[jax.Array]:
         return [x]
     made, left = [], x.astype(jnp.float32)
     for _ in range(PARTS):
-        part = left.astype(jnp.bfloat16)
-        made.append(part)
-        left = left - part.astype(jnp.float32)
+        # Rounded by an operation of its own: of a conversion there and back XLA may keep more digits than bfloat16 has.
+        part = lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7)
+        made.append(part.astype(jnp.bfloat16))
+        left = left - part
     return made
 
 
