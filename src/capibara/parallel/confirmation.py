@@ -23,7 +23,7 @@ MOST_REFUSALS = 4
 def may_fit(one: Ranked) -> bool:
     """Whether it fits by the model, be it without its margin: then only a compiler can tell."""
     memory = one.estimate.memory
-    return memory.fits or memory.total <= memory.limit
+    return memory.fits or memory.may_fit
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Confirmation:
             text = f"the compiler needs {bytes_in_words(needed, memory.limit)} a chip"
             return Refused(one.layout, text, one.layout.name, one.estimate, needed, True)
         # What the arguments take is known; the rest of the compiler's bytes are what it needs beside them.
-        settled = replace(memory, temporaries=needed - memory.arguments, margin=0.0)
+        settled = replace(memory, temporaries=needed - memory.arguments, margin=0.0, unsure=0.0)
         return replace(one, estimate=replace(one.estimate, memory=settled), confirmed=True)
 
     def _learn(self, predicted: float, needed: float | None) -> None:

@@ -308,7 +308,7 @@ def _changes(found: Plans, table: PriceTable, region: str | None) -> tuple[Chang
 
 def _share_that_jax_takes(best: Candidate, where: Slice) -> list[str]:
     """On a GPU, what has to be set before a job has the memory that it fits into."""
-    needed = best.estimate.memory.total * (1 + best.estimate.memory.margin)
+    needed = best.estimate.memory.most
     if where.chip.platform != "gpu" or not best.fits or needed <= _JAX_TAKES * where.chip.hbm_bytes:
         return []
     return [

@@ -134,7 +134,7 @@ def _cut_short(plan: Plan) -> str:
 def _verdict(plan: Plan, best: Candidate) -> str:
     """Whether it fits, by whose figures."""
     memory = best.estimate.memory
-    verdict = "FITS" if plan.fits else "DOES NOT FIT"
+    verdict = plan.verdict.upper()
     if not plan.fits and plan.refused_by_compiler:
         many = len(plan.refused_by_compiler)
         more = ""
@@ -189,10 +189,13 @@ def _margin(plan: Plan, best: Candidate) -> str:
     memory = best.estimate.memory
     if not memory.margin:
         return ""
-    most = f"; the model may be {words.percent(memory.margin)} low, {words.gib(memory.total * (1 + memory.margin))}"
-    if best.fits or memory.total > memory.limit:
-        return most
-    return f"{most}, so it may or may not fit: {_what_settles(plan)}"
+    more = (
+        f" and the compiler may keep {words.gib(memory.unsure)} more of the tables between its products"
+        if memory.unsure
+        else ""
+    )
+    most = f"; the model may be {words.percent(memory.margin)} low{more}, {words.gib(memory.most)}"
+    return f"{most}, so it may or may not fit: {_what_settles(plan)}" if best.may_fit else most
 
 
 def _what_settles(plan: Plan) -> str:

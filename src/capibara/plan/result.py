@@ -62,6 +62,17 @@ class Candidate:
         return self.bytes <= self.estimate.memory.limit if self.level == "tpu" else self.estimate.memory.fits
 
     @property
+    def may_fit(self) -> bool:
+        """Whether only a compiler can tell, and none has."""
+        refused = self.compiled is not None and self.compiled.error_kind == "hbm_oom"
+        return self.level != "tpu" and not refused and self.estimate.memory.may_fit
+
+    @property
+    def bytes_range(self) -> tuple[float, float]:
+        """From what is predicted to the most that it may be; a TPU compiler's figure is exact."""
+        return (self.bytes, self.bytes if self.level == "tpu" else self.estimate.memory.most)
+
+    @property
     def bytes_by(self) -> str:
         """Whose figure `bytes` is."""
         return "predicted" if self.by_compiler is None else "tpu compiler"
@@ -75,7 +86,9 @@ class Candidate:
         return {
             "layout": layout_as_dict(self.layout),
             "fits": self.fits,
+            "may_fit": self.may_fit,
             "bytes": self.bytes,
+            "bytes_range": list(self.bytes_range),
             "bytes_by": self.bytes_by,
             "predicted_bytes": self.estimate.memory.total,
             "refused_by_compiler": self.refused,
@@ -149,6 +162,14 @@ class Plan:
         return self.candidates[0] if self.candidates else None
 
     @property
+    def verdict(self) -> str:
+        """ "fits"; "may not fit", where the limit lies inside of the range of the nearest layout's bytes and only the
+        TPU compiler can tell; or "does not fit"."""
+        if self.fits:
+            return "fits"
+        return "may not fit" if self.best is not None and self.best.may_fit else "does not fit"
+
+    @property
     def level(self) -> str:
         """The level of evidence of the best layout: "analytic", "xla" or "tpu"."""
         return "analytic" if self.best is None else self.best.level
@@ -177,6 +198,7 @@ class Plan:
                 "chips": self.where.chips,
                 "hosts": hosts_of(self.where),
                 "fits": self.fits,
+                "verdict": self.verdict,
                 "level": self.level,
                 "evidence": self.evidence,
                 "asked_level": self.asked_level,
@@ -186,6 +208,7 @@ class Plan:
                     "time_limit_seconds": self.time_limit,
                 },
                 "bytes_per_chip": None if best is None else best.bytes,
+                "bytes_range": None if best is None else list(best.bytes_range),
                 "bytes_by": None if best is None else best.bytes_by,
                 "predicted_bytes_per_chip": None if best is None else best.estimate.memory.total,
                 "refused_by_compiler": [one.as_dict() for one in self.refused_by_compiler],
@@ -233,8 +256,8 @@ class Plan:
     def __repr__(self) -> str:
         """A line, for prompts and notebooks: the parts hold a timeline and every op."""
         best = "no layout" if self.best is None else self.best.layout.name
-        fits = "fits" if self.fits else "does not fit"
-        return f"<Plan of {self.name or 'a program'} on {self.where.name}: {fits}, {best} ({self.level}); print it>"
+        name = self.name or "a program"
+        return f"<Plan of {name} on {self.where.name}: {self.verdict}, {best} ({self.level}); print it>"
 
     def program(self, devices: Sequence[Any] | None = None) -> Program:
         """The step that was planned, ready to run with its arguments where the best layout puts them.

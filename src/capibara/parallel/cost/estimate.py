@@ -38,15 +38,27 @@ class Memory:
     """Name of a step and the bytes live then, in order."""
     margin: float = 0.0
     """Share by which the total may be too low, from the worst programs that were compared with a compiler."""
+    unsure: float = 0.0
+    """Bytes beside the total that a compiler keeps of some programs like this and not of others (`cost.tables`)."""
 
     @property
     def total(self) -> float:
         return self.arguments + self.temporaries
 
     @property
+    def most(self) -> float:
+        """The upper end of the range that the total is the lower end of."""
+        return (self.total + self.unsure) * (1 + self.margin)
+
+    @property
     def fits(self) -> bool:
-        """Whether it fits even when the total is too low by the margin."""
-        return self.total * (1 + self.margin) <= self.limit
+        """Whether it fits even when it is the most that it may be."""
+        return self.most <= self.limit
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether only a compiler can tell: the limit is inside of the range."""
+        return self.total <= self.limit < self.most
 
 
 @dataclass(frozen=True)
@@ -172,6 +184,7 @@ def estimate(
         peak.live[:5],
         peak.timeline,
         table.memory_margin,
+        peak.unsure,
     )
     bubble = piped.bubble
     axis = next((name for name in mesh.axis_names if name in _STAGE_AXES), None)

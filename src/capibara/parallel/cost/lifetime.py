@@ -16,14 +16,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from capibara.parallel.cost.fusion import LoopPass, Pass
-from capibara.parallel.cost.order import put_off, reduced_gradients
+from capibara.parallel.cost.order import only_told, put_off, reduced_gradients
 from capibara.parallel.cost.padding import padded_bytes
+from capibara.parallel.cost.tables import tables
 from capibara.parallel.program.chip import Buffer, ChipProgram
 
 __all__ = ["Peak", "peak_memory"]
 
 _PARTS_AT_ONCE = 4
 _LONGEST_RING = 32
+# An operand is one of the large ones of its pass when it is this much of the largest.
+_LARGE = 4
 
 
 @dataclass(slots=True)
@@ -37,6 +40,9 @@ class Peak:
     timeline: tuple[tuple[str, float], ...]
     stashed: float = 0.0
     """What loops keep for later ones: the activations that a backward pass reads."""
+    unsure: float = 0.0
+    """In a program with tables: what there is beside `temporaries` when the compiler keeps as many of them at once as it
+    has been seen to, and what else it has been seen to keep beside them."""
 
 
 @dataclass(slots=True)
@@ -51,8 +57,11 @@ class _Level:
 
 
 class _Walker:
-    def __init__(self, program: ChipProgram, platform: str) -> None:
+    def __init__(self, program: ChipProgram, platform: str, tables: frozenset[int], many: bool = False) -> None:
         self.tpu = platform == "tpu"
+        self.tables = tables
+        self.many = many
+        """Whether as many tables are alive at once as a compiler has been seen to keep, and not as it mostly keeps."""
         self.size = {id: padded_bytes(buffer, platform) for id, buffer in program.buffers.items()}
 
     def level(
@@ -64,13 +73,34 @@ class _Walker:
         body: bool = False,
     ) -> _Level:
         """One level's peak. `held` lives elsewhere, `free` overrides the size of what is written in place."""
+        last: set[int] = set()
+        if self.tpu and body:
+            last = reduced_gradients(passes, leaving)
+        elif self.many:
+            last = only_told(passes, self.size, leaving - free.keys())
+        found = self._ordered(put_off(passes, self.size, held, last), held, free, leaving)
+        if last and not self.many and not self.tables.isdisjoint(found.live):
+            # Beside tables there is less room for what waits: gradients that have no part in them are made where they
+            # can be. (Of the training steps compiled for v4 with plain attention, those that recompute everything.)
+            waiting = _with_part_in(self.tables, passes, last)
+            at_once = self._ordered(put_off(passes, self.size, held, waiting), held, free, leaving)
+            found = min(found, at_once, key=lambda one: one.bytes)
+        return found
+
+    def _ordered(
+        self,
+        passes: Sequence[Pass | LoopPass],
+        held: frozenset[int],
+        free: Mapping[int, float],
+        leaving: frozenset[int],
+    ) -> _Level:
         size = self.size
-        last = reduced_gradients(passes, leaving) if body and self.tpu else set()
-        passes = put_off(passes, size, held, last)
         last_read: dict[int, int] = {}
         for index, one in enumerate(passes):
             for buffer in one.reads:
                 last_read[buffer] = index
+        if self.many:
+            self._keep_siblings(passes, last_read)
         dying: dict[int, list[int]] = {}
         for buffer, index in last_read.items():
             if buffer not in held and buffer not in leaving:
@@ -123,12 +153,24 @@ class _Walker:
                     total -= live.pop(buffer)
         return found
 
+    def _keep_siblings(self, passes: Sequence[Pass | LoopPass], last_read: dict[int, int]) -> None:
+        """A table that is made of another is there as long as that one: one pass makes all that is made of a table."""
+        for one in passes:
+            if isinstance(one, LoopPass) or one.kind != "vector":
+                continue
+            until = max((last_read[read] for read in one.reads if read in self.tables), default=-1)
+            for written in one.writes:
+                if written in self.tables and written in last_read:
+                    last_read[written] = max(last_read[written], until)
+
     def _reused(self, one: Pass, ends: Iterable[int]) -> float:
         """Bytes of results that take over memory of operands which die here."""
         exchange = one.steps[0].collective
         if exchange is not None and exchange.kind != "all_reduce":
             return 0.0
         if one.kind == "op" or not one.writes:
+            return 0.0
+        if self.tpu and exchange is None and not self._in_place(one):
             return 0.0
         blocked = _until_the_end(one)
         sizes = sorted((self.size[b] for b in one.writes), reverse=True)
@@ -140,6 +182,17 @@ class _Walker:
                 given.remove(match)
                 reused += match
         return reused
+
+    def _in_place(self, one: Pass) -> bool:
+        """Whether a TPU's pass writes where it reads: not where several large operands meet in it.
+
+        (Seen in every training step whose buffers were read: silu of one product times another, and the gradient of a
+        softmax, have their result beside all that they read.)
+        """
+        if self.many and not self.tables.isdisjoint(one.writes):
+            return False
+        largest = max((self.size[b] for b in one.reads), default=0.0)
+        return sum(_LARGE * self.size[b] >= largest for b in one.reads) <= 1
 
     def _enter_loop(
         self,
@@ -194,6 +247,17 @@ class _Walker:
                 free[end] = 0.0
         leaving = frozenset(one.same.get(end, end) for _, end in carries)
         return self.level(one.body, frozenset(inner), free, leaving, body=True)
+
+
+def _with_part_in(tables: frozenset[int], passes: Sequence[Pass | LoopPass], chosen: set[int]) -> set[int]:
+    """Of the chosen passes those that read a table, and those that follow them."""
+    after = set(tables)
+    found = set()
+    for index, one in enumerate(passes):
+        if index in chosen and not after.isdisjoint(one.reads):
+            found.add(index)
+            after.update(one.writes)
+    return found
 
 
 def _windowed(
@@ -283,7 +347,8 @@ def peak_memory(
     program: ChipProgram, passes: Sequence[Pass | LoopPass], same: Mapping[int, int], platform: str = "tpu"
 ) -> Peak:
     """The memory of one chip when the program runs. `passes` and `same` come from `fusion.fuse`."""
-    walker = _Walker(program, platform)
+    known = tables(program, passes, same) if platform == "tpu" else frozenset()
+    walker = _Walker(program, platform, known)
     arguments = frozenset(program.arguments)
     # A program's constants lie in the chip's memory as long as it runs.
     constants = frozenset(program.constants)
@@ -301,11 +366,14 @@ def peak_memory(
     free = {same.get(id, id): cost for id, cost in _taken_over(program, passes, last_read, written).items()}
     leaving = frozenset(same.get(id, id) for id in program.outputs)
     found = walker.level(passes, held, free, leaving)
+    most = found.bytes
+    if known:
+        most = max(most, _Walker(program, platform, known, many=True).level(passes, held, free, leaving).bytes)
     names = [(_shown(program.buffers[id], f"buffer {id}"), size) for id, size in found.live.items() if size]
     names += [(_shown(program.buffers[id], f"argument {id}"), walker.size[id]) for id in lasting]
     largest = tuple(sorted(names, key=lambda pair: (-pair[1], pair[0])))
     timeline = tuple((name, size + kept) for name, size in found.timeline or ([("start", 0.0)] if kept else []))
-    return Peak(given, found.bytes + kept, found.at, largest, timeline, found.stashed)
+    return Peak(given, found.bytes + kept, found.at, largest, timeline, found.stashed, most - found.bytes)
 
 
 def _shown(buffer: Buffer, otherwise: str) -> str:

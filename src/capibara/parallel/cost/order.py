@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from capibara.parallel.cost.fusion import LoopPass, Pass
 
-__all__ = ["put_off", "reduced_gradients"]
+__all__ = ["only_told", "put_off", "reduced_gradients"]
+
+
+# So many times less than the largest buffer is few.
+_FEW = 64
 
 
 def reduced_gradients(passes: Sequence[Pass | LoopPass], carried: frozenset[int]) -> set[int]:
@@ -45,6 +49,29 @@ def _is_product(one: Pass | LoopPass) -> bool:
 def _reduces(one: Pass | LoopPass) -> bool:
     made = None if isinstance(one, LoopPass) else one.steps[0].collective
     return made is not None and made.kind in ("reduce_scatter", "all_reduce")
+
+
+def only_told(passes: Sequence[Pass | LoopPass], size: Mapping[int, float], told: frozenset[int]) -> set[int]:
+    """Passes that make few numbers for the program's caller alone: a loss. `told` are outputs that replace no argument.
+
+    Nothing waits for them, and the TPU compiler has been seen to do them after everything else: a loss that picks each
+    row's target out of the logits then keeps the logits through the whole backward pass.
+    """
+    readers: dict[int, list[int]] = {}
+    for index, one in enumerate(passes):
+        for buffer in one.reads:
+            readers.setdefault(buffer, []).append(index)
+    few = max((size[buffer] for buffer in readers), default=0.0) / _FEW
+    found: set[int] = set()
+    for index in range(len(passes) - 1, -1, -1):
+        one = passes[index]
+        if isinstance(one, LoopPass) or sum(size[written] for written in one.writes) > few:
+            continue
+        after = [reader for written in one.writes for reader in readers.get(written, ())]
+        leaves = all(written in told or written in readers for written in one.writes)
+        if leaves and all(reader in found for reader in after):
+            found.add(index)
+    return found
 
 
 def put_off(
