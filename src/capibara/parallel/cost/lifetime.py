@@ -41,8 +41,8 @@ class Peak:
     stashed: float = 0.0
     """What loops keep for later ones: the activations that a backward pass reads."""
     unsure: float = 0.0
-    """In a program with tables: what there is beside `temporaries` when the compiler keeps as many of them at once as it
-    has been seen to, and what else it has been seen to keep beside them."""
+    """In a program with tables: what there is beside `temporaries` when the compiler keeps as many of them at once as
+    it has been seen to, and what else it has been seen to keep beside them."""
 
 
 @dataclass(slots=True)
