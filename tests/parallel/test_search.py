@@ -328,6 +328,33 @@ def test_a_compiler_settles_what_the_models_margin_leaves_open() -> None:
     assert search(job, "v4-16", **keywords, confirm=lambda layout: None).best is None
 
 
+@pytest.mark.parametrize(("error", "settled", "fits"), [(None, True, True), ("big", True, False), (None, False, False)])
+def test_a_compiler_settles_what_the_model_cannot(error: str | None, settled: bool, fits: bool) -> None:
+    """Every layout has the limit inside of its range: a compiler that takes one decides, one that was not asked not."""
+
+    class Unsure(TenLines):
+        def estimate(self, layout: Any) -> Any:
+            found = super().estimate(layout)
+            return dataclasses.replace(found, memory=dataclasses.replace(found.memory, unsure=2.0 * EVERYTHING))
+
+    def unsure(job: Any, slice: Any) -> Any:
+        return Unsure(job.build(), EVERYTHING)
+
+    assert _search(model=unsure, fixes=False).best is None
+    asked: list[str] = []
+
+    def confirm(layout: Any) -> Any:
+        asked.append(layout.name)
+        return SimpleNamespace(error=error, total_bytes=None, settled=settled)
+
+    plans = _search(model=unsure, fixes=False, confirm=confirm, top=2)
+    assert (plans.best is not None) == fits
+    assert len(asked) == (1 if fits else 2)
+    assert all(
+        one.reason.startswith("may need") for one in plans.refused if one.estimate and one.estimate.memory.may_fit
+    )
+
+
 # When nothing fits.
 
 

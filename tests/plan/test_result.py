@@ -254,6 +254,30 @@ def test_the_models_margin_is_part_of_the_verdict(make_plan: Make) -> None:
     assert sure.fits, "what the compiler says needs no margin"
 
 
+def test_where_only_the_compiler_can_tell_the_verdict_says_so(make_plan: Make) -> None:
+    plan = make_plan()
+    assert plan.best is not None
+    memory = replace(plan.best.estimate.memory, temporaries=14 * GiB, margin=0.08, unsure=4 * GiB)
+    near = replace(plan.best, estimate=replace(plan.best.estimate, memory=memory))
+    unsure = replace(plan, fits=False, candidates=(near,), bills=())
+    assert (near.fits, near.may_fit, unsure.verdict) == (False, True, "may not fit"), "26 GiB may be 32.4, of 30.75"
+    text = str(unsure)
+    assert "MAY NOT FIT: 26.00 GiB a chip of 30.75 GiB usable" in text
+    assert "8.0 % low and the compiler may keep 4.00 GiB more, as the notes say, 32.40 GiB" in text
+    assert "may or may not fit: --level tpu settles it" in text
+    document = unsure.as_dict()
+    assert (document["fits"], document["verdict"]) == (False, "may not fit")
+    assert document["bytes_range"] == document["layouts"][0]["bytes_range"] == [26 * GiB, pytest.approx(32.4 * GiB)]
+    assert "may not fit" in repr(unsure)
+    # A compiler that was asked has settled it, either way.
+    said = Compiled("tpu", "", 12.0 * GiB, 0.0, 18.5 * GiB, 0.0)
+    assert replace(near, compiled=said).bytes_range == (30.5 * GiB, 30.5 * GiB)
+    refused = replace(near, compiled=Compiled("tpu", "", temporaries=40.0 * GiB, error="big", error_kind="hbm_oom"))
+    assert replace(unsure, candidates=(refused,)).verdict == "does not fit"
+    over = replace(near, estimate=replace(near.estimate, memory=replace(memory, temporaries=19 * GiB)))
+    assert replace(unsure, candidates=(over,)).verdict == "does not fit"
+
+
 class _Tags(HTMLParser):
     """Every tag that opens is closed, in order."""
 

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
+from jax.sharding import PartitionSpec
+
 from capibara.parallel.anatomy import Anatomy, anatomy
 from capibara.parallel.cost.estimate import Estimate, estimate
 from capibara.parallel.job import Job, leaf_roles
 from capibara.parallel.layout import Layout
-from capibara.parallel.program import spread, trace
+from capibara.parallel.program import ChipProgram, spread, trace
 
 __all__ = ["CostModel", "PaperModel"]
 
@@ -95,18 +97,32 @@ class PaperModel:
     def estimate(self, layout: Layout) -> Estimate:
         program = self.program(layout.choices)
         with _no_collection():
-            found: Estimate = estimate(
-                spread(program, layout),
-                layout.mesh,
-                self.slice,
-                stages=layout.stages,
-                microbatches=dict(layout.choices).get("accumulate", 1),
-                calibration=self.calibration,
-                memory_limit=self.memory_limit,
-            )
+            chip = spread(program, layout)
+            found = self._estimate(chip, layout)
+            if chip.loose:
+                whole = self._estimate(spread(program, self._with_whole_batch(layout)), layout).memory
+                more = whole.total + whole.unsure - found.memory.total
+                found = replace(found, memory=replace(found.memory, unsure=max(found.memory.unsure, more)))
         if program.local:  # Inside of shard_map the program is written for one chip, and so is its work.
             return found
         # A chip's share of what the program has to do: work that several chips repeat is not more of it.
         useful = program.model_flops / layout.mesh.size
         peak = self.slice.chip.peak_flops("bfloat16")
         return replace(found, model_flops=useful, mfu=useful / found.seconds / peak if found.seconds else 0.0)
+
+    def _estimate(self, chip: ChipProgram, layout: Layout) -> Estimate:
+        return estimate(
+            chip,
+            layout.mesh,
+            self.slice,
+            stages=layout.stages,
+            microbatches=dict(layout.choices).get("accumulate", 1),
+            calibration=self.calibration,
+            memory_limit=self.memory_limit,
+        )
+
+    def _with_whole_batch(self, layout: Layout) -> Layout:
+        _, args = self.job.build(**dict(layout.choices))
+        roles = leaf_roles(self.job, args)
+        specs = [PartitionSpec() if role == "batch" else spec for role, spec in zip(roles, layout.specs, strict=True)]
+        return replace(layout, specs=tuple(specs))

@@ -175,5 +175,7 @@ def _refusal(result: Result, space: Space) -> Refused:
     if result.estimate is not None:
         memory = result.estimate.memory
         needed = memory.total
-        reason = f"needs {bytes_in_words(memory.total, memory.limit)} a chip, most at {memory.peak_at}"
+        needs = "may need" if memory.may_fit else "needs"
+        words = bytes_in_words(memory.most if memory.may_fit else memory.total, memory.limit)
+        reason = f"{needs} {words} a chip, most at {memory.peak_at}"
     return Refused(result.layout, reason, space.words(result.point), result.estimate, needed)

@@ -189,11 +189,7 @@ def _margin(plan: Plan, best: Candidate) -> str:
     memory = best.estimate.memory
     if not memory.margin:
         return ""
-    more = (
-        f" and the compiler may keep {words.gib(memory.unsure)} more of the tables between its products"
-        if memory.unsure
-        else ""
-    )
+    more = f" and the compiler may keep {words.gib(memory.unsure)} more, as the notes say" if memory.unsure else ""
     most = f"; the model may be {words.percent(memory.margin)} low{more}, {words.gib(memory.most)}"
     return f"{most}, so it may or may not fit: {_what_settles(plan)}" if best.may_fit else most
 

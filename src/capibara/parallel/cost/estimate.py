@@ -14,6 +14,7 @@ from capibara.parallel.program.chip import ChipProgram
 if TYPE_CHECKING:
     from capibara.parallel.cost.calibration import Calibration
     from capibara.parallel.cost.correction import Correction
+    from capibara.parallel.cost.lifetime import Peak
 
 __all__ = ["Estimate", "LinkUse", "Memory", "Part", "estimate"]
 
@@ -123,6 +124,17 @@ class Estimate:
         return found
 
 
+def _tables(peak: Peak) -> tuple[str, ...]:
+    """What there is to say of tables, where they are a good part of the memory."""
+    if 20 * peak.unsure < peak.arguments + peak.temporaries:
+        return ()
+    return (
+        "products of activations leave tables for other products (attention that is not one kernel): the compiler "
+        f"keeps more or fewer of them at once, {peak.unsure / 2**30:.3g} GiB more than is counted; "
+        "capibara.kernels.attention has none",
+    )
+
+
 def _without_units(program: ChipProgram, chip: Chip) -> tuple[str, ...]:
     """What a chip multiplies slower than the model says: it has no units for it, and no rate is known."""
     if "float64" in chip.flops or not any(step.matrix and step.dtype == "float64" for step, _ in program.walk()):
@@ -210,7 +222,7 @@ def estimate(
         mfu=timer.model_flops / seconds / chip.peak_flops("bfloat16") if seconds else 0.0,
         links=timer.links(),
         parts=parts,
-        notes=(*program.notes, *_without_units(program, chip), what_is_predicted(table)),
+        notes=(*program.notes, *_tables(peak), *_without_units(program, chip), what_is_predicted(table)),
         exposed_seconds=exposed,
     )
     return found if calibration is None else calibration.corrected(found)

@@ -107,6 +107,8 @@ class ChipProgram:
     """What was guessed: a primitive without a rule, a loop of unknown length."""
     constants: tuple[int, ...] = ()
     """Buffers that are part of the program: arrays that the function closes over."""
+    loose: bool = False
+    """Whether the compiler, which nothing tells how activations lie, may hold the whole batch on every chip."""
 
     def walk(self) -> Iterator[tuple[Step, int]]:
         """Every step with how often it runs."""

@@ -16,6 +16,7 @@ __all__ = ["spread"]
 
 # Worth a word.
 _LARGE_CONSTANTS = 1 << 20
+_CONSTRAINTS = frozenset({"logical_axes", "sharding_constraint"})
 # They compute nothing: their result is their operand.
 _SAME = frozenset({"logical_axes", "sharding_constraint", "stop_gradient", "optimization_barrier", "name", "pvary"})
 
@@ -32,6 +33,9 @@ def spread(program: Program, layout: Layout) -> ChipProgram:
 
 
 class _Writer(Ledger):
+    loose = False
+    """Whether the compiler may lay activations out otherwise."""
+
     def __init__(self, program: Program, layout: Layout) -> None:
         super().__init__(program, layout)
         # Steps that exchange nothing, by how their node's arrays lie: the next layout on such a mesh has most of them.
@@ -61,7 +65,7 @@ class _Writer(Ledger):
         constants = self._constants(outputs)
         return ChipProgram(
             tuple(self.steps), self.buffers, tuple(argument.value for argument in program.arguments), tuple(outputs),
-            donated, tuple(self.notes), constants,
+            donated, tuple(self.notes), constants, self.loose,
         )  # fmt: skip
 
     def _constants(self, outputs: Sequence[int]) -> tuple[int, ...]:
@@ -159,6 +163,8 @@ class _Writer(Ledger):
             wanted = tuple(tuple(-1 if a in waiting else d for a, d in enumerate(of[v])) for v in node.outputs)
         else:
             inputs, wanted = tuple([of[v] for v in node.inputs]), tuple([of[v] for v in node.outputs])
+        if node.primitive == "gather":
+            self._lookup(node)
         ready = not waiting and all(self.held[v] == v and v not in self.pending for v in node.inputs)
         key = (node.number, inputs, wanted)
         if ready and (known := self._plain.get(key)) is not None:
@@ -197,6 +203,27 @@ class _Writer(Ledger):
         for value, number, natural in unsettled:
             why = f"{'partial sums' if partial else 'the result'} of {node.title}"
             self.exchange(value, number, natural, of[value], partial, why, node, into=value)
+
+    def _lookup(self, node: Node) -> None:
+        """Note where it is the compiler that decides how activations lie, which need not be as they are counted here.
+
+        It was seen to leave what it found in a split table whole on every chip, and with it the batch of every layer:
+        a decoder for four chips was refused at 32.9 GiB that takes 10.1 with one constraint after the lookup.
+        """
+        split = (self.at.of[value] for value in node.inputs[:2])
+        of_table, of_ids = node.factors.operands[:2]
+        both = [
+            name
+            for name, table, ids in zip(self.at.axes, *split, strict=True)
+            if table >= 0 and ids >= 0 and of_table[table] != of_ids[ids]
+        ]
+        if both and not _asks_for_layouts(self.program.nodes):
+            self.loose = True
+            self.notes[
+                f"{node.title}: the table and the indices are both split over {' and '.join(both)}, and nothing in the "
+                "program says how its activations lie: the compiler may hold the whole batch on every chip; "
+                "capibara.parallel.with_sharding_constraint(x, ('batch', None, None)) after the lookup keeps it split"
+            ] = None
 
     def _operand(self, node: Node, value: int, have: Sharding, want: Sharding, side: tuple[int, ...]) -> int:
         if have == want and value not in self.pending:
@@ -321,6 +348,13 @@ class _Writer(Ledger):
                     Step("permute", node.name, (buffer,), (number,), collective=sent, backward=node.backward)
                 )  # fmt: skip
                 self.held[after] = number
+
+
+def _asks_for_layouts(nodes: Sequence[Node]) -> bool:
+    return any(
+        node.primitive in _CONSTRAINTS or (node.body is not None and _asks_for_layouts(node.body.nodes))
+        for node in nodes
+    )
 
 
 def _sums(node: Node) -> bool:
