@@ -61,7 +61,7 @@ def _memory(fn: Any) -> Memory:
 
 def test_tables_are_the_scores_and_what_is_made_of_them() -> None:
     program = _chip(_step)
-    found = [program.buffers[id] for id in tables(program, *fuse(program))]
+    found = [program.buffers[id] for id in tables(program, *fuse(program)).all]
     assert found
     # Forward: scores, exponentials. Backward: those again, the softmax, and the gradients of both; no logits, which a
     # weight has a part in, and no weight's gradient, which no product reads.

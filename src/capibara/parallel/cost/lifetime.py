@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from capibara.parallel.cost.fusion import LoopPass, Pass
 from capibara.parallel.cost.order import only_told, put_off, reduced_gradients
 from capibara.parallel.cost.padding import padded_bytes
-from capibara.parallel.cost.tables import tables
+from capibara.parallel.cost.tables import Tables, tables
 from capibara.parallel.program.chip import Buffer, ChipProgram
 
 __all__ = ["Peak", "peak_memory"]
@@ -57,9 +57,10 @@ class _Level:
 
 
 class _Walker:
-    def __init__(self, program: ChipProgram, platform: str, tables: frozenset[int], many: bool = False) -> None:
+    def __init__(self, program: ChipProgram, platform: str, known: Tables, many: bool = False) -> None:
         self.tpu = platform == "tpu"
-        self.tables = tables
+        self.tables = known.all
+        self.source = {} if many else known.source
         self.many = many
         """Whether as many tables are alive at once as a compiler has been seen to keep, and not as it mostly keeps."""
         self.size = {id: padded_bytes(buffer, platform) for id, buffer in program.buffers.items()}
@@ -101,6 +102,7 @@ class _Walker:
                 last_read[buffer] = index
         if self.many:
             self._keep_siblings(passes, last_read)
+        free = {**self._computed_again(passes, last_read, held, leaving), **free}
         dying: dict[int, list[int]] = {}
         for buffer, index in last_read.items():
             if buffer not in held and buffer not in leaving:
@@ -152,6 +154,23 @@ class _Walker:
                 if buffer in live and buffer not in last_read and buffer not in leaving:
                     total -= live.pop(buffer)
         return found
+
+    def _computed_again(
+        self,
+        passes: Sequence[Pass | LoopPass],
+        last_read: dict[int, int],
+        held: frozenset[int],
+        leaving: frozenset[int],
+    ) -> dict[int, float]:
+        """Tables that take nothing, being another one that is there as long as they are read; its end is put off."""
+        again = {}
+        for one in reversed(passes):
+            for made in one.writes if isinstance(one, Pass) else ():
+                of = self.source.get(made)
+                if of is not None and made not in leaving and of not in held and made in last_read:
+                    last_read[of] = max(last_read[of], last_read[made])
+                    again[made] = 0.0
+        return again
 
     def _keep_siblings(self, passes: Sequence[Pass | LoopPass], last_read: dict[int, int]) -> None:
         """A table that is made of another is there as long as that one: one pass makes all that is made of a table."""
@@ -347,7 +366,7 @@ def peak_memory(
     program: ChipProgram, passes: Sequence[Pass | LoopPass], same: Mapping[int, int], platform: str = "tpu"
 ) -> Peak:
     """The memory of one chip when the program runs. `passes` and `same` come from `fusion.fuse`."""
-    known = tables(program, passes, same) if platform == "tpu" else frozenset()
+    known = tables(program, passes, same) if platform == "tpu" else Tables(frozenset(), {})
     walker = _Walker(program, platform, known)
     arguments = frozenset(program.arguments)
     # A program's constants lie in the chip's memory as long as it runs.
@@ -367,7 +386,7 @@ def peak_memory(
     leaving = frozenset(same.get(id, id) for id in program.outputs)
     found = walker.level(passes, held, free, leaving)
     most = found.bytes
-    if known:
+    if known.all:
         most = max(most, _Walker(program, platform, known, many=True).level(passes, held, free, leaving).bytes)
     names = [(_shown(program.buffers[id], f"buffer {id}"), size) for id, size in found.live.items() if size]
     names += [(_shown(program.buffers[id], f"argument {id}"), walker.size[id]) for id in lasting]

@@ -12,30 +12,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from capibara.parallel.cost.fusion import LoopPass, Pass
+from capibara.parallel.cost.kinds import CHEAP, DEAR
 from capibara.parallel.program.chip import ChipProgram
 
-__all__ = ["tables"]
+__all__ = ["Tables", "tables"]
 
 
+_AGAIN = (CHEAP | DEAR) - {"convert_element_type"}
 # A table is more than so many times what it is made of: queries and keys grow as the sequence, and it as the square.
 _LARGER = 2
 # A reduction of a table, a row's sum, is none: this much of the table's numbers are.
 _SHARE = 1 / 8
 
 
-def tables(program: ChipProgram, passes: Sequence[Pass | LoopPass], same: Mapping[int, int]) -> frozenset[int]:
-    """The buffers that are tables, of all levels."""
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a program, of all its levels."""
+
+    all: frozenset[int]
+    source: Mapping[int, int]
+    """Those that are one other table with elementwise work done to it -> that table. Mostly they are not stored: the
+    compiler keeps what the product wrote, in its type, and does the work again wherever the result is read. A softmax
+    that was converted for the next product is stored all the same."""
+
+
+def tables(program: ChipProgram, passes: Sequence[Pass | LoopPass], same: Mapping[int, int]) -> Tables:
+    """The buffers that are tables."""
     finder = _Finder({id: math.prod(buffer.shape) for id, buffer in program.buffers.items()})
     finder.level(passes, same, set())
-    return frozenset(finder.found)
+    source = {one: of for one, of in finder.source.items() if one in finder.found and of in finder.found}
+    return Tables(frozenset(finder.found), source)
 
 
 class _Finder:
     def __init__(self, numbers: Mapping[int, int]) -> None:
         self.numbers = numbers
         self.found: set[int] = set()
+        self.source: dict[int, int] = {}
 
     def level(self, passes: Sequence[Pass | LoopPass], same: Mapping[int, int], computed: set[int]) -> None:
         """Add this level's tables. `computed` are buffers that a product had a part in: activations, no weights."""
@@ -49,6 +65,8 @@ class _Finder:
                 least = self._least(one, same, computed)
             else:
                 least = max((made[read] for read in one.reads if read in made), default=0)
+            if least and one.kind == "vector":
+                self._derived(one, made)
             if least:
                 made.update({written: least for written in one.writes if self.numbers[written] >= _SHARE * least})
             if one.kind in ("matrix", "op") or any(read in computed for read in one.reads):
@@ -59,6 +77,14 @@ class _Finder:
             if isinstance(one, Pass) and (one.kind == "matrix" or any(written in wanted for written in one.writes)):
                 wanted.update(one.reads)
         self.found.update(made.keys() & wanted)
+
+    def _derived(self, one: Pass, made: Mapping[int, int]) -> None:
+        """Note what a pass writes where it reads one table and beside it nothing of its size."""
+        of = [read for read in one.reads if read in made]
+        least = made[of[0]]
+        large = [read for read in one.reads if self.numbers[read] >= _SHARE * least]
+        if large == of and len(of) == 1 and one.steps[-1].primitive in _AGAIN:
+            self.source.update(dict.fromkeys(one.writes, of[0]))
 
     def _least(self, one: Pass, same: Mapping[int, int], computed: set[int]) -> int:
         """Numbers of a product's result, where no weight enters it and it is far larger than both operands; else 0."""
