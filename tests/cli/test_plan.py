@@ -81,6 +81,21 @@ def test_a_time_limit_stops_it_and_progress_is_on_standard_error(target: str, mo
     assert "time_limit is a number of seconds above 0" in wrong.stderr
 
 
+def test_what_only_the_compiler_can_tell_is_no_fit(target: str) -> None:
+    """The limit inside of the least layout's range: exit code 3, as what does not fit, and a verdict of its own."""
+    common = ["plan", target, *ONE, "--on", "v4-8", "--mesh", "data=4", "--target", "memory"]
+    least = json.loads(runner.invoke(app, [*common, "--json"]).stdout)
+    assert (least["verdict"], least["bytes_range"][0]) == ("fits", least["bytes_per_chip"])
+    between = str(sum(least["bytes_range"]) / 2 / 2**30)
+    made = runner.invoke(app, [*common, "--memory-limit", between, "--json"])
+    assert made.exit_code == 3, made.output
+    document = json.loads(made.stdout)
+    assert (document["fits"], document["verdict"]) == (False, "may not fit")
+    assert document["bytes_range"][0] < document["limit_bytes"] < document["bytes_range"][1]
+    shown = runner.invoke(app, [*common, "--memory-limit", between])
+    assert (shown.exit_code, "MAY NOT FIT: " in shown.stdout) == (3, True), shown.output
+
+
 def test_an_axis_that_does_not_divide_is_named(target: str) -> None:
     made = runner.invoke(app, ["plan", target, "--train", "--on", "v4-8", "--batch", "2", "--mesh", "data=4"])
     assert made.exit_code == 2, made.output

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.hardware.topology import slice_by_name
+from capibara.parallel import with_sharding_constraint
 from capibara.parallel.cost.estimate import Estimate
 from capibara.parallel.evaluation import PaperModel
 from capibara.parallel.exploration import Exploration
@@ -128,3 +129,30 @@ def test_a_job_is_not_traced_again_for_another_slice() -> None:
     # Another batch, or another chip, for which kernels are chosen anew, is another program.
     assert model.elsewhere(_job(rows=32), slice_by_name(ON)).program(choices) is not model.program(choices)
     assert model.elsewhere(job, slice_by_name("v5p-32")).program(choices) is not model.program(choices)
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_lookup_that_nothing_follows_may_leave_the_batch_whole(constrained: bool) -> None:
+    """Of a decoder for four chips the compiler held the whole batch on each, until one constraint was written."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        y = x @ w
+        return x + jax.nn.softmax(jnp.einsum("bth,bsh->bts", y, y)) @ y, None
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = params["embed"][batch["ids"]]
+        x = with_sharding_constraint(x, ("batch", None, None)) if constrained else x
+        return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
+
+    params = {"embed": _shape(4096, 256), "layers": _shape(4, 256, 256)}
+    job = training_job(loss, params, {"ids": _shape(16, 4096, dtype="int32")})
+    where = slice_by_name("v4-8")
+    cost = PaperModel(job, where)
+    space = Space(cost.anatomy(), where.chips, job.knobs)
+    found = cost.estimate(space.layout(Point((("data", 4),), (), "full", tuple(job.defaults().items()))))
+    noted = [note for note in found.notes if "the compiler may hold the whole batch on every chip" in note]
+    assert len(noted) == (0 if constrained else 1)
+    # Four tables of scores and not one, of each that there is.
+    tables = sum(size for _, size in found.memory.largest if size >= 4 * 4096 * 4096 * 2)
+    assert tables > 0.5 * found.memory.temporaries
+    assert (found.memory.unsure > 3 * tables) is not constrained

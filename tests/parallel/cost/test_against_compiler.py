@@ -82,7 +82,8 @@ def test_bytes_a_chip(row: dict[str, Any]) -> None:
         assert memory.total == pytest.approx(row["refused_at"], rel=0.1)
     else:
         assert memory.total == pytest.approx(row["peak"], rel=0.1)
-        assert memory.fits
+        # With tables of scores the most that the compiler may keep can be over the limit, and then it is not sure.
+        assert memory.fits or (memory.may_fit and memory.unsure)
 
 
 def test_the_list_is_long_enough_and_has_both_answers() -> None:

@@ -8,7 +8,7 @@ import math
 
 from capibara.parallel.program.chip import Buffer
 
-__all__ = ["padded_bytes"]
+__all__ = ["padded_bytes", "padded_rows"]
 
 _LANES = 128
 _SUBLANES = 8
@@ -50,3 +50,15 @@ def padded_bytes(buffer: Buffer, platform: str) -> float:
     if platform == "gpu":
         return float(_up(math.ceil(buffer.bytes), _GPU_ALIGNMENT))
     return buffer.bytes
+
+
+def padded_rows(moved: Buffer, indices: Buffer) -> float:
+    """Bytes of a TPU's second copy of what is looked up by so many indices, each row padded to a tile's lanes.
+
+    Nothing for single numbers, and for rows of which the padding is no more than the rest: they stay as they are.
+    """
+    rows, numbers = math.prod(indices.shape[:-1]), math.prod(moved.shape)
+    if not rows or numbers <= rows:
+        return 0.0
+    padded = rows * _up(numbers // rows, _LANES)
+    return moved.bytes / numbers * padded if padded >= 2 * numbers else 0.0
