@@ -175,3 +175,24 @@ def test_a_product_that_is_reduced_and_scattered_is_made_in_parts(chips: int, pl
     m.product(a, a, whole, 4096, 4096, 4096)
     m.collective("reduce_scatter", ("data",), whole, mine)
     assert _peak(m.program(mine), platform).temporaries == parts * 64 * MB / chips
+
+
+@pytest.mark.parametrize(
+    ("window", "platform", "extra"), [(12, "tpu", 128), (12, "gpu", 0), (1, "tpu", 0), (96, "tpu", 0)]
+)
+def test_rows_that_are_looked_up_are_padded_meanwhile(window: int, platform: str, extra: int) -> None:
+    """4096 rows of a few numbers out of a table: each fills a tile's lanes until it is put in order, or is added."""
+    m = Maker()
+    table = m.buffer(64, window, argument=True)
+    ids = m.buffer(4096, 1, dtype="int32", argument=True)
+    found = m.buffer(4096, window)
+    m.step("gather", (table, ids), found)
+    mine = padded_bytes(m.buffers[found], platform)
+    assert _peak(m.program(found), platform).temporaries == mine + 4096 * extra * 4
+    m = Maker()
+    table, updates = m.buffer(64, window, argument=True), m.buffer(4096, window, argument=True)
+    ids = m.buffer(4096, 1, dtype="int32", argument=True)
+    found = m.buffer(64, window)
+    m.step("scatter-add", (table, ids, updates), found)
+    mine = padded_bytes(m.buffers[found], platform)
+    assert _peak(m.program(found), platform).temporaries == mine + 4096 * extra * 4

@@ -6,8 +6,10 @@ the last to read, where the sizes agree and the work is elementwise; a loop's ca
 are whole from the start, its sliced inputs are read where they lie.
 
 On a TPU a layer's weight gradients that are reduced over chips come last in its loop, a product that is reduced and
-scattered is made a part at a time, and the last two dimensions of a buffer are padded to tiles: arguments have jax's
-row-major layout, a temporary the order that pads least.
+scattered is made a part at a time, a pass of several large operands writes beside all of them, and the last two
+dimensions of a buffer are padded to tiles: arguments have jax's row-major layout, a temporary the order that pads
+least, and rows while they are looked up their own. Of tables (`cost.tables`) the walk is done twice, for what a
+compiler mostly keeps of them and for the most that it has been seen to keep.
 """
 
 from __future__ import annotations
