@@ -81,7 +81,7 @@ def plan(
         bool, typer.Option("--calibrate", help="Predicted against measured, and the correction that follows.")
     ] = False,
 ) -> None:
-    """Does it fit on a slice, how fast, what does it cost, which layout; exit code 3 when it does not fit.
+    """Does it fit on a slice, how fast, what does it cost, which layout; exit code 3 when it does not or may not fit.
 
     For example: capibara plan llama-7b --on v4-64; capibara plan train.py:loss --train --on v4-32 --html plan.html
     """

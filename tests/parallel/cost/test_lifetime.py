@@ -196,3 +196,19 @@ def test_rows_that_are_looked_up_are_padded_meanwhile(window: int, platform: str
     m.step("scatter-add", (table, ids, updates), found)
     mine = padded_bytes(m.buffers[found], platform)
     assert _peak(m.program(found), platform).temporaries == mine + 4096 * extra * 4
+
+
+@pytest.mark.parametrize(
+    ("primitive", "platform", "unsure"), [("sort", "tpu", 2), ("tanh", "tpu", 0), ("sort", "gpu", 0)]
+)
+def test_what_was_never_compared_with_the_compiler_is_unsure(primitive: str, platform: str, unsure: int) -> None:
+    """A product and what is made of it, 4 MB each: as much again where nobody has checked such a program."""
+    m = Maker()
+    x = m.buffer(1024, 1024, argument=True)
+    copy, made, out = m.buffer(1024, 1024), m.buffer(1024, 1024), m.buffer(1024, 1024)
+    m.product(x, x, copy, 1024, 1024, 1024)
+    m.step(primitive, (copy,), made)
+    m.product(copy, made, out, 1024, 1024, 1024)
+    found = _peak(m.program(out), platform)
+    assert found.unsure == unsure * 4 * MB
+    assert found.unchecked == (("sort",) if unsure else ())

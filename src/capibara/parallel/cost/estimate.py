@@ -124,10 +124,15 @@ class Estimate:
         return found
 
 
-def _tables(peak: Peak) -> tuple[str, ...]:
-    """What there is to say of tables, where they are a good part of the memory."""
+def _why_unsure(peak: Peak) -> tuple[str, ...]:
+    """What the range is for, where it is a good part of the memory."""
     if 20 * peak.unsure < peak.arguments + peak.temporaries:
         return ()
+    if peak.unchecked:
+        return (
+            f"no program with much of {', '.join(peak.unchecked)} was compared with the TPU compiler: what they read "
+            f"and write may take {peak.unsure / 2**30:.3g} GiB more than is counted",
+        )
     return (
         "products of activations leave tables for other products (attention that is not one kernel): the compiler "
         f"keeps more or fewer of them at once, {peak.unsure / 2**30:.3g} GiB more than is counted; "
@@ -222,7 +227,7 @@ def estimate(
         mfu=timer.model_flops / seconds / chip.peak_flops("bfloat16") if seconds else 0.0,
         links=timer.links(),
         parts=parts,
-        notes=(*program.notes, *_tables(peak), *_without_units(program, chip), what_is_predicted(table)),
+        notes=(*program.notes, *_why_unsure(peak), *_without_units(program, chip), what_is_predicted(table)),
         exposed_seconds=exposed,
     )
     return found if calibration is None else calibration.corrected(found)

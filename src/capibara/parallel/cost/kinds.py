@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHEAP", "DEAR", "FREE", "IN_PLACE", "MATRIX", "REDUCES", "SLICES", "VIEW"]
+__all__ = ["CHEAP", "COMPARED", "DEAR", "FREE", "IN_PLACE", "MATRIX", "REDUCES", "SLICES", "VIEW"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -32,3 +32,5 @@ REDUCES = _words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce
 MATRIX = _words("dot_general conv_general_dilated ragged_dot ragged_dot_general")
 IN_PLACE = _words("dynamic_update_slice scatter scatter-add scatter_add scatter_mul scatter_min scatter_max")
 """The result takes over the first operand's memory."""
+COMPARED = VIEW | FREE | CHEAP | DEAR | SLICES | REDUCES | IN_PLACE | {"dot_general"}
+"""Of which programs had much that were compared with the TPU compiler's bytes: the others' memory was never checked."""

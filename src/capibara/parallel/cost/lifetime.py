@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from capibara.parallel.cost.fusion import LoopPass, Pass
+from capibara.parallel.cost.kinds import COMPARED
 from capibara.parallel.cost.order import only_told, put_off, reduced_gradients
 from capibara.parallel.cost.padding import padded_bytes, padded_rows
 from capibara.parallel.cost.tables import Tables, tables
@@ -42,9 +43,12 @@ class Peak:
     timeline: tuple[tuple[str, float], ...]
     stashed: float = 0.0
     """What loops keep for later ones: the activations that a backward pass reads."""
+    unchecked: tuple[str, ...] = ()
+    """Primitives with a part in `unsure` because no program with much of them was compared with a compiler."""
     unsure: float = 0.0
     """In a program with tables: what there is beside `temporaries` when the compiler keeps as many of them at once as
-    it has been seen to, and what else it has been seen to keep beside them."""
+    it has been seen to, and what else it has been seen to keep beside them. And once more what `unchecked` primitives
+    read and write of what is live at the peak."""
 
 
 @dataclass(slots=True)
@@ -408,11 +412,25 @@ def peak_memory(
     most = found.bytes
     if known.all:
         most = max(most, _Walker(program, platform, known, many=True).level(passes, held, free, leaving).bytes)
+    unchecked = _unchecked(program, found.live) if walker.tpu else {}
+    more = most - found.bytes + sum(found.live[id] for id in unchecked)
     names = [(_shown(program.buffers[id], f"buffer {id}"), size) for id, size in found.live.items() if size]
     names += [(_shown(program.buffers[id], f"argument {id}"), walker.size[id]) for id in lasting]
     largest = tuple(sorted(names, key=lambda pair: (-pair[1], pair[0])))
     timeline = tuple((name, size + kept) for name, size in found.timeline or ([("start", 0.0)] if kept else []))
-    return Peak(given, found.bytes + kept, found.at, largest, timeline, found.stashed, most - found.bytes)
+    strange = tuple(sorted(set(unchecked.values())))
+    return Peak(given, found.bytes + kept, found.at, largest, timeline, found.stashed, strange, more)
+
+
+def _unchecked(program: ChipProgram, live: Mapping[int, float]) -> dict[int, str]:
+    """Buffers live at the peak that a primitive reads or writes of which no compiled program had much -> it."""
+    found: dict[int, str] = {}
+    for step, _ in program.walk():
+        if step.collective is None and step.op is None and step.primitive not in COMPARED:
+            for id in (*step.reads, *step.writes):
+                if live.get(id):
+                    found.setdefault(id, step.primitive)
+    return found
 
 
 def _shown(buffer: Buffer, otherwise: str) -> str:
