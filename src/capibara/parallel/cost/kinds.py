@@ -19,7 +19,7 @@ FREE = _words("broadcast_in_dim iota convert_element_type rng_bit_generator rand
 CHEAP = _words(
     """add add_any sub mul neg max min select_n eq ne lt le gt ge and or not xor abs sign floor ceil round clamp
     is_finite square integer_pow shift_left shift_right_logical shift_right_arithmetic nextafter real imag
-    population_count conj complex div"""
+    population_count conj complex div one_minus_square"""
 )
 DEAR = _words(
     """exp exp2 log log1p expm1 tanh logistic rem sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
