@@ -134,7 +134,9 @@ def mosaic_gpu_grad(
     da, db, carried = _launch(decays, flows, states, starts, endings, config, reverse, True)
     met = segments_met(endings, linked, carried, config.segments, h.shape[1])
     da, db, one_piece = da.reshape(h.shape), db.reshape(h.shape), dataclasses.replace(config, segments=1)
-    if jax.typeof(da).manual_axis_type.varying:  # no kernel writes into what varies over the mesh of a checked shard_map
+    if jax.typeof(
+        da
+    ).manual_axis_type.varying:  # no kernel writes into what varies over the mesh of a checked shard_map
         made = (da, db, None if initial is None else first.astype(initial.dtype))
         in_one = functools.partial(mosaic_gpu_grad, config=one_piece, reverse=reverse)
         return lax.cond(met, lambda: made, lambda: in_one(a, h, initial, d_h, d_final))
