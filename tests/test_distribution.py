@@ -19,7 +19,10 @@ NOT_IN_THE_SDIST = {".gitignore", "pyproject.toml"}
 
 
 def test_commands_install_this_distribution() -> None:
-    """`pip install 'name[extra]'`, wherever it is written: our own name or the checkout, and an extra that there is."""
+    """`pip install 'name[extra]'`, wherever it is written: our own name or the checkout, and an extra that there is.
+
+    jax itself is what a broken installation of it wants again.
+    """
     name, extras = PROJECT["project"]["name"], PROJECT["project"]["optional-dependencies"]
     assert name == distribution.NAME
     texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
@@ -27,10 +30,10 @@ def test_commands_install_this_distribution() -> None:
     found = {
         (path.name, *match)
         for path, text in texts.items()
-        for match in re.findall(r"pip install '?([\w.-]+)(?:\[([\w,]+)\])?", text)
+        for match in re.findall(r"pip install (?:--[\w-]+ )*'?([\w.-]+)(?:\[([\w,]+)\])?", text)
     }
     assert ("distribution.py", name, "tpu") in found
-    wrong = [one for one in found if one[1] not in (name, ".") or not {*one[2].split(",")} - {""} <= set(extras)]
+    wrong = [one for one in found if one[1] not in (name, ".", "jax") or not {*one[2].split(",")} - {""} <= set(extras)]
     assert not wrong
 
 

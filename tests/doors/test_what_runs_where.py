@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,10 @@ def shape(*axes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(axes, dtype)
 
 
+SMALL, LARGE = shape(512, 512), shape(4096, 2048)
+ENTROPY = (shape(64, 32), shape(32, 512), shape(64, dtype="int32"))
+
+
 def backward(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: jax.vjp(fn, x)[1](x)
 
@@ -35,8 +40,8 @@ def norm_rows() -> list[Claim]:
         for fn, columns, hopper in (
             (layer, 1024, "xla"),
             (layer, 1152, MOSAIC),
-            (rms, 4096, "xla"),
-            (rms, 4224, MOSAIC),
+            (rms, 8192, "xla"),
+            (rms, 8448, MOSAIC),
             (added, 1024, MOSAIC),
             (backward(layer), 1024, MOSAIC),
             (backward(rms), 4096, MOSAIC),
@@ -62,7 +67,7 @@ def grouped_rows(dtype: str, hopper: str) -> list[Claim]:
 # Row of the table -> the ops whose choice it tells, the numbers that its cells name, and calls with their choice on a
 # CPU, on Hopper and on a TPU.
 ROWS: dict[str, tuple[tuple[str, ...], set[int], list[Claim]]] = {
-    "norm, forward": (("norm",), {1024, 4096}, norm_rows()),
+    "norm, forward": (("norm",), {1024, 8192}, norm_rows()),
     "norm, backward": (
         ("norm_grad",),
         {8192},
@@ -74,25 +79,47 @@ ROWS: dict[str, tuple[tuple[str, ...], set[int], list[Claim]]] = {
     ),
     "activation": (
         ("activation",),
-        set(),
+        {8388608},
         [
-            (layers.silu, (shape(512, 512),), "xla", "xla", "xla"),
-            (layers.gelu, (shape(512, 512),), "xla", MOSAIC, "xla"),
-            (dropped(layers.silu), (shape(512, 512),), "xla", MOSAIC, "xla"),
+            (layers.silu, (LARGE,), "xla", MOSAIC, "xla"),
+            (layers.gelu, (LARGE,), "xla", MOSAIC, "xla"),
+            (layers.gelu, (SMALL,), "xla", "xla", "xla"),
+            (dropped(layers.silu), (SMALL,), "xla", MOSAIC, "xla"),
+            (dropped(functools.partial(layers.activation, kind="relu")), (SMALL,), "xla", "xla", "xla"),
+        ],
+    ),
+    "activation, backward": (
+        ("activation_grad",),
+        {8388608},
+        [
+            (backward(layers.gelu), (LARGE,), "xla", MOSAIC, "xla"),
+            (backward(layers.gelu), (SMALL,), "xla", "xla", "xla"),
+            (backward(layers.silu), (LARGE,), "xla", "xla", "xla"),
+            (backward(dropped(layers.gelu)), (SMALL,), "xla", MOSAIC, "xla"),
+            (backward(dropped(layers.silu)), (SMALL,), "xla", "xla", "xla"),
         ],
     ),
     "gated activation": (
         ("activation",),
         set(),
         [
-            (fn, (shape(512, 512), shape(512, 512)), "xla", hopper, "xla")
-            for fn, hopper in ((layers.gated_activation, "xla"), (dropped(layers.gated_activation), MOSAIC))
+            (fn, (SMALL, SMALL), "xla", hopper, "xla")
+            for fn, hopper in (
+                (layers.gated_activation, "xla"),
+                (dropped(layers.gated_activation), "xla"),
+                (dropped(layers.geglu), MOSAIC),
+            )
         ],
+    ),
+    "gated activation, backward": (
+        ("activation_grad",),
+        set(),
+        [(lambda x, up: jax.vjp(dropped(layers.geglu), x, up)[1](x), (SMALL, SMALL), "xla", "xla", "xla")],
     ),
     "cross_entropy": (
         ("cross_entropy",),
         set(),
-        [(layers.cross_entropy, (shape(64, 32), shape(32, 512), shape(64, dtype="int32")), "xla", "xla", "xla")],
+        [(layers.cross_entropy, ENTROPY, "xla", "xla", "xla")],
     ),
     "route": (
         ("route",),
@@ -117,10 +144,10 @@ ROWS: dict[str, tuple[tuple[str, ...], set[int], list[Claim]]] = {
     ),
     "nearest_code": (
         ("nearest_code",),
-        {128},
+        {128, 8192},
         [
             (vq.nearest_code, (shape(512, width, dtype=dtype), shape(64, width, dtype=dtype)), "xla", hopper, "xla")
-            for width, hopper in ((256, MOSAIC), (192, "xla"))
+            for width, hopper in ((192, MOSAIC), (8192, MOSAIC), (8193, "xla"))
             for dtype in ("float32", "bfloat16")
         ],
     ),

@@ -359,6 +359,7 @@ class Op:
         kernel, where `batched` says which arrays have that axis in front; by default one element after another.
       partition: how kernels are split over a mesh; by default they run whole on every device.
       cases: the workloads.
+      remark: what a call's parameters come to, where that is not what they say; `explain` shows it.
       public: the documented function in front of the op, where there is one: what `explain` takes in its place.
       peers: what a user would run without this library, for benchmarks, by name: `Case` -> a function of the case's
         arrays, or None where it does not apply.
@@ -366,7 +367,6 @@ class Op:
       excerpt: `excerpt(op, arrays)` -> an `Excerpt` to check where the whole would take too long, or None.
       mesh_axes: for an op that runs only inside shard_map, on one device's operands: `Call` -> the sizes of the mesh
         axes that it is over, by name.
-      remark: what a call's parameters come to, where that is not what they say; `explain` shows it.
       exact: of the operands' shapes by name, what a tuned case must have alike to speak for a call that is near it.
     """
 

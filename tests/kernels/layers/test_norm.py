@@ -238,7 +238,8 @@ def test_the_hopper_kernel_is_taken_where_it_was_faster() -> None:
     assert taken(layer_norm, 16384, 4096) == "mosaic_gpu"
     assert taken(layer_norm, 65536, 1024) == "xla"
     assert taken(rms_norm, 16384, 4096) == "xla"
-    assert taken(rms_norm, 8192, 8192) == "mosaic_gpu"
+    assert taken(rms_norm, 8192, 8192) == "xla"
+    assert taken(rms_norm, 4096, 16384) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
