@@ -13,12 +13,13 @@ WORKERS ?= 2
 # sooner. Set and empty is how Python reads "write them".
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run setup test test-newest lint format bench clean help
+.PHONY: run setup test test-all test-newest lint format clean help
 
 help:
 	@echo "make run          set up, then capibara tour: what is attached, every op against its reference"
-	@echo "make test         set up, then the whole test suite"
-	@echo "make test-newest  the quick subset under the newest Python (3.12+) and JAX on this machine"
+	@echo "make test         set up, then the tests that take minutes: one case of each"
+	@echo "make test-all     set up, then the whole test suite"
+	@echo "make test-newest  what make test runs, under the newest Python (3.12+) and JAX on this machine"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff's fixes and formatting"
 	@echo "make clean        remove the virtual environments and caches"
@@ -30,10 +31,13 @@ run: $(RUN_STAMP)
 setup: $(STAMP) $(NEWEST_STAMP)
 
 test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m quick $(PYTEST_ARGS)
+
+test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 test-newest: $(NEWEST_STAMP)
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m newest $(PYTEST_ARGS)
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m quick $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

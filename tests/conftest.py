@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _thin_out_newest(items)
+    _thin_out_quick(items)
     reasons = {"gpu": _no_gpu, "tpu_compiler": _no_tpu_compiler}
     found: dict[str, str | None] = {}
     for item in items:
@@ -64,29 +64,30 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 10, 10)
 
 
-def _thin_out_newest(items: list[pytest.Item]) -> None:
-    """`newest` on a test with many cases is one case, the last; `newest(cases=n)` is n, spread over them, or "all".
+def _thin_out_quick(items: list[pytest.Item]) -> None:
+    """`quick` on a test with many cases is one case, the last; `quick(cases=n)` is n, spread over them, or "all".
 
-    What differs between versions of JAX is how a program is traced and lowered, and every case runs on the oldest.
+    The quick run is what people wait for, and what the newest JAX gets, where what differs is how a program is traced
+    and lowered; every case runs on the oldest.
     What only the newest can run (JAX's emulation of Hopper kernels) keeps all of its cases there, and cases that are
     marked one by one are meant.
     """
     marked: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("newest"):
-            one_by_one = any(mark.name == "newest" for mark in item.callspec.marks)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("quick"):
+            one_by_one = any(mark.name == "quick" for mark in item.callspec.marks)
             newest_alone = "emulated_hopper" in item.fixturenames or item.get_closest_marker("skipif")
             if not one_by_one and not newest_alone:
                 marked.setdefault((str(item.path), item.originalname), []).append(item)
     for cases in marked.values():
-        mark = cases[0].get_closest_marker("newest")
+        mark = cases[0].get_closest_marker("quick")
         wanted = 1 if mark is None else mark.kwargs.get("cases", 1)
         if wanted == "all":
             continue
         kept = {len(cases) - 1 - number * len(cases) // wanted for number in range(min(wanted, len(cases)))}
         for place, item in enumerate(cases):
             if place not in kept:
-                item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "newest"]
+                item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "quick"]
 
 
 def _no_gpu() -> str | None:

@@ -33,7 +33,7 @@ def test_the_readme_takes_a_minute() -> None:
     assert len(TEXT["README.md"].split()) <= 450
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_the_python_of_a_page_runs_as_it_is_printed(page: str, as_a_reader: dict[str, str], tmp_path: Path) -> None:
     """In a process of its own, top to bottom. What is printed is a CPU's."""

@@ -31,7 +31,7 @@ SAYS = {
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(example: str, as_a_reader: dict[str, str], tmp_path: Path) -> None:
     ran = subprocess.run(

@@ -50,7 +50,7 @@ def _imported_rooms(path: Path) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_imports_point_one_way() -> None:
     wrong = []
     for path in sorted((SOURCE / "capibara").rglob("*.py")):
@@ -68,7 +68,7 @@ def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_importing_capibara_imports_nothing_heavy() -> None:
     heavy = "{'jax', 'jaxlib', 'numpy', 'rich', 'typer', 'jaxtyping'}"
     assert _run(f"import sys, capibara; print(sorted({heavy} & set(sys.modules)))") == "[]"
@@ -81,7 +81,7 @@ def test_importing_capibara_is_quick() -> None:
     assert seconds < 0.1, f"import capibara took {seconds:.3f} s"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_doors_hold_no_logic() -> None:
     """A door re-exports; its files stay short enough to read at a glance."""
     long = []

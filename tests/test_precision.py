@@ -20,7 +20,7 @@ from capibara.errors import UnknownNameError
 from capibara.precision import POLICIES, Policy, PrecisionConfig, policy, quantize_fp8, round_fp8
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_policies_are_as_documented() -> None:
     assert list(POLICIES) == ["bfloat16", "float32", "mixed", "fp8"]
     mixed = policy("mixed")
@@ -33,14 +33,14 @@ def test_policies_are_as_documented() -> None:
     assert policy("mixed").lax_precision is jax.lax.Precision.DEFAULT
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_dtype_names_are_dtypes() -> None:
     for one in POLICIES.values():
         for name in (one.param_dtype, one.compute_dtype, one.output_dtype, one.accumulate_dtype):
             assert jnp.issubdtype(jnp.dtype(name), jnp.floating)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_an_unknown_policy_names_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"precision 'bf16'.*'bfloat16', 'float32', 'mixed', 'fp8'"):
         policy("bf16")
@@ -55,7 +55,7 @@ def test_a_policy_or_a_config_is_taken_too() -> None:
         mine.name = "other"  # type: ignore[misc]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:precision='fp8'")
 def test_precision_config() -> None:
     assert [one.name for one in PrecisionConfig] == ["DEFAULT", "HIGH", "HIGHEST", "FP8"]
@@ -66,7 +66,7 @@ def test_precision_config() -> None:
     assert passes == [default, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST, default]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_fp8_warns_once_that_it_is_experimental() -> None:
     precision._warn_fp8_once.cache_clear()
     with pytest.warns(UserWarning, match=r"experimental.*emulates fp8") as caught:
@@ -78,7 +78,7 @@ def test_fp8_warns_once_that_it_is_experimental() -> None:
         assert PrecisionConfig.FP8.policy.rounds_to_fp8
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_casting_touches_floats_only() -> None:
     tree = {"w": jnp.ones((2, 3)), "ids": jnp.arange(3), "mask": jnp.array([True]), "host": np.ones(2)}
     cast = policy("bfloat16").cast_to_param(tree)
@@ -129,7 +129,7 @@ def test_values_are_what_numpy_s_e4m3_gives(x: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(np.asarray(q.values), expected)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("largest", "scale"), [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (1.0, 2**-8)])
 def test_scale_at_the_edges(largest: float, scale: float) -> None:
     assert float(quantize_fp8(jnp.array([0.0, -largest])).scale) == scale
@@ -143,7 +143,7 @@ def test_zeros_empties_and_scalars() -> None:
         np.testing.assert_array_equal(q.dequantize(), jnp.zeros_like(x))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_is_not_finite_becomes_nan_and_spares_the_rest() -> None:
     back = quantize_fp8(jnp.array([1.0, jnp.inf, -2.0, jnp.nan])).dequantize("float32")
     np.testing.assert_array_equal(back, [1, np.nan, -2, np.nan])
@@ -159,7 +159,7 @@ def test_quantizing_twice_changes_nothing() -> None:
     np.testing.assert_array_equal(round_fp8(once), once)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients_pass_straight_through() -> None:
     x = jax.random.normal(jax.random.key(3), (8,))
     w = jnp.arange(8.0)

@@ -31,7 +31,7 @@ def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 COMMANDS = dict(_commands(typer.main.get_command(app)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_command_has_json_and_fails_in_json(path: tuple[str, ...]) -> None:
     assert "--json" in {option for one in COMMANDS[path].params for option in one.opts}

@@ -45,7 +45,7 @@ def wrong_op() -> Iterator[Op]:
     unregister("halving")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_list() -> None:
     made = run("list")
     assert made.exit_code == 0
@@ -78,7 +78,7 @@ def test_a_list_of_80_columns_has_one_line_an_implementation(chip: str, monkeypa
             assert f"{number} {one['refuses_because']}" in " ".join(notes.split())
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_explain() -> None:
     made = run(
         "explain", "gemm", "bf16[4096,4096]", "bf16[4096,4096]", "bf16[4096]", "-",
@@ -126,7 +126,7 @@ def test_explain_refuses(arguments: list[str], said: str) -> None:
     assert made.stderr.count("\n") == 1
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_bench() -> None:
     made = run("bench", "gemm", "--case", "odd", "--against", "xla,reference,pallas_tpu", "--samples", "3")
     assert made.exit_code == 0

@@ -15,7 +15,7 @@ from capibara.cli.main import app
 runner = CliRunner()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_help_does_not_import_jax() -> None:
     code = (
         "import sys\n"
@@ -39,7 +39,7 @@ def test_help_does_not_import_jax() -> None:
         assert made.stdout.strip()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_version() -> None:
     made = runner.invoke(app, ["--version"])
     assert made.exit_code == 0
@@ -90,7 +90,7 @@ def test_no_arguments_shows_the_commands() -> None:
         assert command in made.output
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_mistake_is_one_line_on_standard_error() -> None:
     made = runner.invoke(app, ["kernels", "explain", "gemmm", "f32[2,2]"])
     assert made.exit_code == 2

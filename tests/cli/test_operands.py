@@ -9,7 +9,7 @@ import pytest
 from capibara.cli import operands
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "shape", "dtype"),
     [

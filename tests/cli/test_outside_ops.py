@@ -56,7 +56,7 @@ def leave_all_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
             del sys.modules[name]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_every_command_knows_an_op_that_was_imported(tmp_path: Path) -> None:
     """Of a file by its path and of a module by its name; the TPU compiler's workers too."""
     (tmp_path / "my_ops.py").write_text(_source("by_path"), encoding="utf-8")
@@ -107,7 +107,7 @@ def _install(folder: Path, package: str, value: str) -> None:
     (info / "entry_points.txt").write_text(f"[{outside.GROUP}]\nmine = {value}\n", encoding="utf-8")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_ops_of_an_installed_package_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ops_of_a_package.py").write_text(_source("by_entry_point"), encoding="utf-8")
     late = f"def register():\n{textwrap.indent(_source('by_function'), '    ')}"

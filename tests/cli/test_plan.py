@@ -42,7 +42,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "program.py:loss"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_loss_of_a_file_is_planned(target: str, tmp_path: Path) -> None:
     made = runner.invoke(app, ["plan", target, "--train", "--on", "v4-16", "--html", "plan.html", "--top", "2"])
     assert made.exit_code == 0, made.output

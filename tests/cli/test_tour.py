@@ -44,7 +44,7 @@ def test_a_tour_where_all_match(registry: dict[str, Op]) -> None:
         assert text in made.stdout, text
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_mismatch_fails_the_tour(registry: dict[str, Op]) -> None:
     registry["good"], registry["bad"] = _op("good", 2.0), _op("bad", 2.1)
     made = CliRunner().invoke(app, ["tour"])
@@ -53,7 +53,7 @@ def test_a_mismatch_fails_the_tour(registry: dict[str, Op]) -> None:
     assert "2 do NOT match" in made.stdout
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_every_op_is_run_however_little_time_there_is(registry: dict[str, Op], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the library's own a kernel's op and a collective, and two more; one case each, the others counted."""
     registry.update({op.name: op for op in REAL}, one=_op("one", 2.0), two=_op("two", 2.0))

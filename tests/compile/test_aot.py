@@ -32,7 +32,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(aot, "_devices", lambda slice_name: jax.devices("cpu")[:1])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_without_the_compiler_it_is_lowered_and_says_so(no_compiler):
     report = compile_for(*stock_pallas_matmul(512, 256), "v4-32", vmem_static_bytes=3 * MIB)
     assert report.ok
@@ -59,7 +59,7 @@ def test_an_unknown_slice_is_the_callers_mistake(no_compiler):
         compile_for(*xla_matmul(8), "v9-32")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_figures_are_read_back(stand_in):
     report = compile_for(*xla_matmul(256, "float32"), "v4-32", name="matmul")
     assert report.ok, report.error

@@ -18,7 +18,7 @@ def on(monkeypatch, system, machine, *, libtpu):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("system", "machine"), [("Linux", "aarch64"), ("Darwin", "arm64"), ("Windows", "AMD64")])
 def test_elsewhere_than_x86_linux(monkeypatch, system, machine):
     on(monkeypatch, system, machine, libtpu=True)
@@ -31,7 +31,7 @@ def test_elsewhere_than_x86_linux(monkeypatch, system, machine):
     assert found.install == "pip install 'capibara-jax[tpu]'"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_not_installed_gives_the_command(monkeypatch):
     on(monkeypatch, "Linux", "x86_64", libtpu=False)
     found = tpu_compiler()

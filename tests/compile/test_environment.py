@@ -38,7 +38,7 @@ def test_the_directory_is_read_back():
     assert dump_dir_in(compiler_environment("/new", {"LIBTPU_INIT_ARGS": "--xla_jf_dump_to=/old"})) == Path("/new")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_importing_the_room_does_not_import_jax():
     code = (
         "import sys, capibara.compile as c\n"

@@ -13,7 +13,7 @@ from capibara.errors import ImplementationRefused
 from capibara.kernels.op import lookup
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_grid_steps_and_matrix_cycles() -> None:
     gemm = lookup("gemm")
     (draft,) = kernels._drafts(gemm, ["square-4096"], kernels.slice_by_name("v4-32").chip, peers=True)
@@ -72,7 +72,7 @@ def test_the_compiler_reports_vmem_and_bundles() -> None:
     assert bundles >= row.matrix_cycles
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_collective_is_compiled_for_all_chips_of_the_slice() -> None:
     """v4-32 has 16 chips: so many rows, and the part of each, whatever the case says."""
     op = lookup("reduce_scatter")

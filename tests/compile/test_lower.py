@@ -27,7 +27,7 @@ def add_one(x_ref, o_ref):
     o_ref[...] = x_ref[...] + 1
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
 def test_plain_jax_lowers_everywhere(platform):
     result = lower_for(*xla_matmul(256), platform)
@@ -39,14 +39,14 @@ def test_plain_jax_lowers_everywhere(platform):
     assert result.seconds > 0
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_pallas_tpu_kernel_becomes_a_custom_call():
     result = lower_for(*stock_pallas_matmul(512, 256), "tpu")
     assert result.ok
     assert result.custom_calls == ("tpu_custom_call",)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_mosaic_gpu_kernel_becomes_a_custom_call():
     kernel = plgpu.kernel(add_one, out_type=SQUARE)
     result = lower_for(kernel, (SQUARE,), "cuda")

@@ -58,7 +58,7 @@ def job(name, **kwargs):
     return CompileJob(f"pool_targets:{name}", kwargs)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_reports_come_in_order_and_as_they_are_done(targets):
     jobs = [
         CompileJob("capibara.compile.selfcheck:stock_pallas_matmul", {"size": 512, "block": 256}, name="good"),
@@ -75,7 +75,7 @@ def test_reports_come_in_order_and_as_they_are_done(targets):
     assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate(reports))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_crashes_cost_their_own_job_only(targets):
     reports = compile_many([job("crash"), job("refuse", n=1), job("segfault"), job("refuse", n=2)], None, workers=1)
     assert [report.error_kind for report in reports] == ["crash", "target", "crash", "target"]
@@ -86,7 +86,7 @@ def test_crashes_cost_their_own_job_only(targets):
     assert reports[0].name == "pool_targets:crash()"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_job_that_hangs_is_stopped(targets):
     start = time.monotonic()
     reports = compile_many([job("hang"), job("refuse", n=1)], "v4-32", workers=2, timeout_s=1.5)

@@ -55,7 +55,7 @@ def dump(tmp_path):
     return tmp_path
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_kernel(dump):
     kernels = {kernel.name: kernel for kernel in schedule_lengths(dump)}
     assert kernels["kernel.1"] == KernelSchedule(
@@ -151,7 +151,7 @@ def test_counts_of_nothing():
     assert slot_counts("MXU, XLU\n 1 2\n") == {}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_describe_dump(dump):
     text = describe_dump(dump, lines=3, tail=1)
     assert "5 files" in text.splitlines()[0]

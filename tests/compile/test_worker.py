@@ -45,7 +45,7 @@ def run(*arguments, stdin="", path=None):
     return [CompileReport.from_dict(json.loads(line)) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_one_job_on_the_command_line():
     job = {"target": "capibara.compile.selfcheck:stock_pallas_matmul", "kwargs": {"size": 512, "block": 256}}
     (report,), _ = run(json.dumps({**job, "slice": None}))

@@ -41,7 +41,7 @@ def error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_used_as_documented() -> None:
     got = ops.flash_attention(query=Q, key=K, value=V, block_size=128, use_causal_mask=True, precision="bfloat16")
     assert got.dtype == jnp.bfloat16
@@ -54,7 +54,7 @@ def test_used_as_documented() -> None:
     assert bool(jnp.isfinite(made).all())
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.filterwarnings("ignore:precision='fp8'")
 def test_each_precision(precision: str) -> None:
@@ -73,7 +73,7 @@ def test_the_precisions_differ() -> None:
     )
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_float32_is_full_precision_forward_and_backward() -> None:
     def products(precision: str | None) -> tuple[int, int]:
         fn = lambda q: jax.grad(lambda q: ops.flash_attention(q, K, V, precision=precision).sum())(q)  # noqa: E731
@@ -92,7 +92,7 @@ def test_float32_is_full_precision_forward_and_backward() -> None:
     assert error(exact_grad, plain_grad) < 10 * FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_block_size_is_the_tile_of_what_runs() -> None:
     def program(size: int | None) -> str:
         return str(jax.make_jaxpr(lambda q: ops.flash_attention(q, K, V, block_size=size, precision=None))(Q))
@@ -112,7 +112,7 @@ def test_a_block_size_is_the_tile_of_what_runs() -> None:
         assert error(got, exact()) < FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_block_size_that_cannot_be_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     tiling._say.cache_clear()
     tiling._FOUND.clear()
@@ -132,7 +132,7 @@ def test_a_block_size_that_cannot_be_is_said_once(caplog: pytest.LogCaptureFixtu
         ops.flash_attention(Q, K, V, block_size=16, config=3)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_every_other_rule_passes_through() -> None:
     ids = jnp.asarray(RNG.integers(0, 3, (2, 50)).cumsum(1) // 20)
     blocks = jnp.asarray(RNG.random((4, 4)) < 0.7).at[:, 0].set(True)
@@ -206,7 +206,7 @@ def test_a_fused_layer_trains() -> None:
     assert values[-1] < 0.98 * values[0]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_signatures_and_paths() -> None:
     flash = list(inspect.signature(TpuV4AttentionOps.flash_attention).parameters)
     assert flash[:7] == ["self", "query", "key", "value", "block_size", "use_causal_mask", "precision"]

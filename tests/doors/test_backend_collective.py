@@ -42,7 +42,7 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 TREE = {"a": drawn(4, 300), "b": {"c": drawn(4, 3, 5, seed=1)}}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 def test_a_tree_inside_shard_map_and_over_the_active_mesh(op: str) -> None:
     wanted = jax.tree.map(lambda x: getattr(x, op)(0), TREE)
@@ -58,7 +58,7 @@ def test_a_tree_inside_shard_map_and_over_the_active_mesh(op: str) -> None:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), made, wanted)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_one_device_is_the_identity() -> None:
     made = ops.async_all_reduce(TREE, "sum", use_compression=True, overlap_compute=False)
     jax.tree.map(np.testing.assert_array_equal, made, TREE)
@@ -71,7 +71,7 @@ def program(fn: Any, *args: Any) -> str:
     return str(jax.make_jaxpr(fn)(*args))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_overlap_compute_is_a_program_without_barriers() -> None:
     """Off, every bucket waits for the one before it; on, none does."""
     tree = [drawn(4, 300), drawn(4, 200), drawn(4, 100)]
@@ -109,7 +109,7 @@ def test_feedback_returns_a_state() -> None:
     assert float(jnp.abs(after["a"]).max()) > 0
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_ring_algorithm_sends_to_neighbours() -> None:
     x = drawn(4, 3, 5)
     ring = partial(ops.optimized_all_gather, axis=1, use_ring_algorithm=True, axis_name="x")

@@ -19,7 +19,7 @@ W = jnp.asarray(RNG.normal(size=(3, 3, 4, 4)), jnp.float32)
 S, V = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (X, W))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("tile_size", [None, 2, (4, 4), [6, 6]])
 def test_winograd_by_its_documented_keywords(tile_size: int | Sequence[int] | None) -> None:
     got = ops.winograd_conv2d(inputs=X, filters=W, strides=(1, 1), padding="SAME", tile_size=tile_size)
@@ -30,7 +30,7 @@ def test_winograd_by_its_documented_keywords(tile_size: int | Sequence[int] | No
     assert chosen.implementation == f"winograd{side}"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_other_convolutions_go_direct_and_say_so() -> None:
     told = explain(ops.winograd_conv2d, S, V, strides=2, padding="VALID", tile_size=4)
     assert told.implementation == "xla"
@@ -38,7 +38,7 @@ def test_other_convolutions_go_direct_and_say_so() -> None:
     assert ops.winograd_conv2d(X, W, strides=2, padding="VALID", tile_size=4).shape == (2, 3, 3, 4)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_tile_that_is_not_offered() -> None:
     with pytest.raises(ValueError, match="2, 4, 6"):
         ops.winograd_conv2d(X, W, 1, "SAME", 8)

@@ -26,7 +26,7 @@ def error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_documented_call() -> None:
     wanted = np.fft.fft(X)
     exact, coarse = tolerance_of((20,), "float32"), tolerance_of((20,), "bfloat16")
@@ -38,7 +38,7 @@ def test_the_documented_call() -> None:
     assert exact < error(ops.radix_optimized_fft(X, precision="bfloat16"), wanted) < coarse
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_documented_radices_at_any_length() -> None:
     long = RNG.standard_normal((2, 1000)).astype("float32")
     call: Any = {"radix_factors": [2, 4, 8], "use_parallel": True, "precision": "bfloat16"}
@@ -48,7 +48,7 @@ def test_the_documented_radices_at_any_length() -> None:
     assert "radices (2, 4, 125): of (2, 4, 8) the plan for 1000 points uses 2 and 4, leaves out 8" in told
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_every_documented_precision() -> None:
     wanted, coarse = np.fft.fft(X), tolerance_of((20,), "bfloat16")
     by_word = {word: ops.radix_optimized_fft(X, precision=word) for word in ("bfloat16", "mixed")}

@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_method_is_the_rooms_function_in_a_precision(name: str) -> None:
     method, function = CALLS[name]
@@ -150,7 +150,7 @@ def test_the_reference_has_forward_derivatives_in_float32() -> None:
     assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == program.count("dot_general[")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients_pass_through_a_precision() -> None:
     def loss(params: Any, x: Any, precision: str | None) -> Any:
         y, metrics = ops.moe_layer(params, x, top_k=2, precision=precision, jitter=0.1, rng=KEY)
@@ -185,7 +185,7 @@ def test_experts_over_a_mesh() -> None:
         ops.moe_layer(PARAMS, X, top_k=2, pair_capacity_factor=1.0)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes_and_the_families_second_path() -> None:
     for call, said in (
         (lambda: ops.layer_norm(X, precision="half"), "Unknown precision 'half'.*'bfloat16'"),

@@ -38,7 +38,7 @@ LIMITS = {"bfloat16": 3 * 2**-9, "mixed": 2 * 2**-9, "float32": 4 * 500**0.5 * 2
 TYPES = {"bfloat16": "bfloat16", "mixed": "float32", "float32": "float32", "fp8": "bfloat16"}
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("chunk_size", [None, 200])
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.filterwarnings("ignore:precision='fp8'")
@@ -54,7 +54,7 @@ def test_the_precisions_differ() -> None:
     assert found["float32"] * 100 < found["mixed"] < found["bfloat16"]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_chunks_change_the_program() -> None:
     def program(chunk_size: int | None) -> str:
         return str(jax.make_jaxpr(lambda a, b: ops.optimized_gemm(a, b, chunk_size=chunk_size))(A, B))
@@ -68,7 +68,7 @@ def test_chunks_change_the_program() -> None:
     assert chosen.config.block_k == 1024
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_waiting_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     real = jax.block_until_ready
@@ -117,7 +117,7 @@ def test_singular_values_by_a_sketch_or_exactly() -> None:
     assert list(inspect.signature(TpuV4LinalgOps.fast_svd).parameters)[:5] == documented
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes_and_what_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"Unknown precision 'float8'.*'bfloat16', 'float32', 'mixed', 'fp8'"):
         ops.optimized_gemm(A, B, precision="float8")
@@ -129,7 +129,7 @@ def test_mistakes_and_what_is_not_there() -> None:
     assert list(inspect.signature(TpuV4LinalgOps.optimized_gemm).parameters)[:6] == documented
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_family_is_the_same_module_by_its_second_path() -> None:
     assert kernels.linalg is capibara.kernels.linalg
     second = importlib.import_module("capibara.jax.tpu_v4.kernels.linalg")
@@ -152,7 +152,7 @@ def test_a_family_can_be_imported_by_its_second_path_first() -> None:
     assert done.stdout.strip() == "True True"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_all_eight_families_are_there_and_no_other() -> None:
     eight = ["attention", "collective", "conv", "fft", "layers", "linalg", "scan", "vq"]
     assert sorted(FAMILIES) == eight
@@ -163,7 +163,7 @@ def test_all_eight_families_are_there_and_no_other() -> None:
     assert dir(kernels) == sorted(FAMILIES)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_call_is_the_one_that_tables_are_made_of() -> None:
     """A policy leaves no parameter that says nothing: it would hide what was measured for this call."""
     x = jax.ShapeDtypeStruct((64, 64), "float32")

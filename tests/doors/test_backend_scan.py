@@ -19,7 +19,7 @@ def normal(*shape: int) -> jax.Array:
     return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_documented_call() -> None:
     def affine(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = jax.nn.sigmoid(x) * h + x

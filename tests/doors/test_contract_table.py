@@ -95,7 +95,7 @@ def state_of(path: str, keywords: tuple[str, ...] = (), gives: tuple[str, ...] =
 HERE = __name__
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_table_is_current() -> None:
     changes = tool.difference(tool.render(tool.load(tool.DATA.read_text(encoding="utf-8"))))
     assert changes == "", "run: python tools/contract_table.py"
@@ -111,7 +111,7 @@ def calls_of(folder: Path, body: str, paths: tuple[str, ...] = ("capibara.errors
 IMPORT = "from capibara.errors import rule_error"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("body", "state"),
     [
@@ -138,13 +138,13 @@ def test_calls_tune_into_a_folder_of_their_own(tmp_path: Path) -> None:
     assert os.environ["CAPIBARA_CACHE_DIR"] == before
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_known_name_is_there() -> None:
     assert state_of("capibara.errors:rule_error", ("rule", "arrived", "fix")) == "there"
     assert state_of("capibara.hardware") == "there"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -158,7 +158,7 @@ def test_a_wrong_name_is_missing(wrong: str) -> None:
     assert state_of(wrong) == "missing"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "keywords", "state"),
     [
@@ -240,7 +240,7 @@ def test_the_data_refuses_mistakes() -> None:
         tool.load(data_with('{ issue = "i" }'))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_check_exits_1_with_the_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_used_as_documented() -> None:
     kernels = TPUv4Kernels(
         precision="bfloat16",
@@ -66,7 +66,7 @@ def test_used_as_documented() -> None:
     assert names == ["query", "key", "value", "attention_mask", "dropout_rate", "causal", "sequence_parallel"]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_masks_of_every_form() -> None:
     pairs = RNG.random((2, 4, 24, 24)) < 0.6
     padding = np.arange(24) < np.asarray([24, 11])[:, None]
@@ -96,7 +96,7 @@ def test_masks_of_every_form() -> None:
     assert not np.asarray(gradient)[:, :, 0].any()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_mask_that_fits_nothing_or_too_much_is_refused() -> None:
     for shape in ((24,), (3, 24), (2, 24, 23), (2, 3, 24, 24), (1, 2, 4, 24, 24)):
         with pytest.raises(ValueError, match=r"attention_mask is \[batch, keys\], .* 2 examples, 4 heads, 24 queries"):
@@ -105,7 +105,7 @@ def test_a_mask_that_fits_nothing_or_too_much_is_refused() -> None:
         exactly.flash_attention(Q[:, :, :2], K, V, np.ones((2, 24), bool))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_dropout_draws_the_objects_next_key() -> None:
     one, two, other = TPUv4Kernels(seed=1), TPUv4Kernels(seed=1), TPUv4Kernels(seed=2)
     first, second = (one.flash_attention(Q, K, V, dropout_rate=0.3) for _ in range(2))
@@ -120,7 +120,7 @@ def test_dropout_draws_the_objects_next_key() -> None:
         jax.jit(lambda q: one.flash_attention(q, K, V, dropout_rate=0.3))(Q)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_objects_choices_hold() -> None:
     def attend(kernels: TPUv4Kernels, **options: Any) -> Any:
         return lambda q, k, v: kernels.flash_attention(q, k, v, causal=True, **options)
@@ -171,7 +171,7 @@ def test_aggressive_tunes_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tuned) == 1
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_without_a_mesh_or_an_axis_it_is_plain_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     by_level._say.cache_clear()
     plain = exactly.flash_attention(Q, K, V, causal=True)

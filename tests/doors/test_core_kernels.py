@@ -46,7 +46,7 @@ def product(kernels: TPUv4Kernels, **options: Any) -> Any:
     return lambda a, b: kernels.optimized_matmul(a, b, transpose_b=True, **options)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_used_as_documented() -> None:
     kernels = TPUv4Kernels(
         precision="bfloat16",
@@ -68,7 +68,7 @@ def test_used_as_documented() -> None:
     assert capibara.core.kernels is capibara.core.__getattr__("kernels")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_precision_is_the_results_type_and_error() -> None:
     errors = {}
     for name, dtype in (("bfloat16", "bfloat16"), ("mixed", "float32"), ("float32", "float32")):
@@ -81,7 +81,7 @@ def test_precision_is_the_results_type_and_error() -> None:
     assert errors["float32"] < FLOAT32 < errors["mixed"] < errors["bfloat16"] < BFLOAT16
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("level", "implementation"),
     [("none", "reference"), ("basic", "xla"), ("balanced", "xla"), ("aggressive", "xla")],
@@ -186,7 +186,7 @@ def test_tuning_is_said_with_its_file_and_seconds(
     assert written.read_bytes() == stamp
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_fusion_off_puts_barriers_around_a_product() -> None:
     epilogue = {"bias": jnp.ones(32), "activation": "gelu"}
     for options in ({}, epilogue):
@@ -211,7 +211,7 @@ def test_fusion_off_puts_barriers_around_a_product() -> None:
     np.testing.assert_allclose(grad, np.broadcast_to(np.asarray(B).sum(0), A.shape), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_layout_optimisation_off_copies_the_transposed() -> None:
     for kernels, copies in (
         (TPUv4Kernels("float32"), 0),
@@ -230,7 +230,7 @@ def test_layout_optimisation_off_copies_the_transposed() -> None:
         assert error(kernels.optimized_matmul(A.T, B.T, transpose_a=True)) < FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_an_algorithm_is_an_implementation() -> None:
     kernels = TPUv4Kernels(optimization_level="none", precision="float32")
     for algorithm, implementation in (
@@ -265,7 +265,7 @@ def test_memory_efficient_bounds_the_intermediates() -> None:
     assert memory(memory_efficient=True, memory_limit_bytes=whole // 20) <= whole // 20 + 4 * 4 * 300 * 8
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes_and_what_is_not_there() -> None:
     for options, said in (
         (

@@ -53,7 +53,7 @@ def _say_again() -> None:
     by_level._say_drawn.cache_clear()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_used_as_documented() -> None:
     kernels = TPUv4Kernels(precision="bfloat16", optimization_level="aggressive")
     normed = kernels.fast_layer_norm(input_tensor=X, weight=WEIGHT, bias=BIAS, eps=1e-5, memory_efficient=True)
@@ -81,7 +81,7 @@ def test_used_as_documented() -> None:
         assert list(inspect.signature(getattr(TPUv4Kernels, name)).parameters)[1 : len(documented) + 1] == documented
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_norm_in_each_precision() -> None:
     errors = {}
     for name, dtype in (("bfloat16", "bfloat16"), ("mixed", "float32"), ("float32", "float32")):
@@ -125,7 +125,7 @@ def test_memory_efficient_is_what_the_gradient_keeps(level: str) -> None:
         assert error(one, other) < 2 * FLOAT32 + 4 * rows**0.5 * 2**-24
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("level", "implementation"),
     [("none", "reference"), ("basic", "xla"), ("balanced", "xla"), ("aggressive", "xla")],
@@ -153,7 +153,7 @@ def test_a_level_decides_what_runs(level: str, implementation: str, monkeypatch:
     assert error(unfused.fast_layer_norm(X, WEIGHT), normal(X, WEIGHT)) < FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_dropout_by_the_objects_keys() -> None:
     one, same, other = TPUv4Kernels("float32", seed=3), TPUv4Kernels("float32", seed=3), TPUv4Kernels("float32")
     x = jnp.ones((50, 100)) * 2
@@ -183,7 +183,7 @@ def test_a_key_of_numpy_at_a_level_that_tunes() -> None:
     np.testing.assert_array_equal(got, exactly.fused_gelu_dropout(X, dropout_rate=0.5, rng=jnp.asarray(key)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_inplace_gives_up_the_input(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "capibara.kernels")
     for kernels in (exactly, TPUv4Kernels("mixed", enable_xla_fusion=False)):
@@ -211,7 +211,7 @@ def test_inplace_gives_up_the_input(caplog: pytest.LogCaptureFixture) -> None:
         assert reason in record.getMessage()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_routing_of_logits_and_of_tokens() -> None:
     want = route(LOGITS, top_k=3, return_counts=True)
     got = exactly.moe_routing_kernel(LOGITS, num_experts=8, top_k=3)
@@ -255,7 +255,7 @@ def test_a_router_that_is_drawn() -> None:
     assert not np.array_equal(first.weights, other.weights)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes_of_routing() -> None:
     for arguments, said in (
         ({"tokens": jnp.zeros((3, 8), jnp.int32), "num_experts": 8}, "tokens are floats.*Fix: embed them"),

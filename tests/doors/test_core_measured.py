@@ -44,7 +44,7 @@ def launches(run: Any) -> int:
     return len(found)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_tensors_that_can_go_together_do(operation: str) -> None:
     plain, parameters, wanted = OPERATIONS[operation]
@@ -65,7 +65,7 @@ def test_tensors_that_can_go_together_do(operation: str) -> None:
     assert counts == [wanted, len(TENSORS)]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_one_program_or_one_for_each_tensor() -> None:
     def programs(together: bool) -> int:
         run = lambda *xs: exactly.batch_operations("gelu", xs, parallel_execution=together)  # noqa: E731
@@ -149,7 +149,7 @@ def test_gradients_levels_and_nothing_at_all() -> None:
     assert exactly.batch_operations("gelu", []) == []
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes_of_batches() -> None:
     for arguments, said in (
         (("relu", TENSORS), "Unknown operation_type 'relu'.*'layer_norm', 'rms_norm', 'softmax', 'gelu', 'matmul'"),
@@ -173,7 +173,7 @@ def test_mistakes_of_batches() -> None:
     np.testing.assert_array_equal(given[0], plain[0])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_memory_in_use_follows_the_arrays() -> None:
     before = exactly.get_memory_usage()
     held = jnp.ones((1024, 1024), jnp.float32)
@@ -217,7 +217,7 @@ def test_tflops_are_of_the_last_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.isnan(copy.deepcopy(kernels).get_tflops())
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_tflops_are_measured() -> None:
     kernels = TPUv4Kernels("float32")
     kernels.optimized_matmul(normal(64, 64), normal(64, 64))

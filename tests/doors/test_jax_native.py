@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_program_for_plain_jax_runs_with_the_import_changed() -> None:
     import capibara.jax as jax
     import capibara.jax.nn as nn

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_tpu_config() -> None:
     from capibara.config.tpu_config import TPUConfig, TPUError
     from capibara.jax.experimental import mesh_utils
@@ -34,7 +34,7 @@ def test_tpu_config() -> None:
     assert issubclass(TPUError, RuntimeError)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_training_mesh() -> None:
     from capibara.jax.tpu_v4.training import create_training_mesh
 
@@ -68,7 +68,7 @@ def test_what_is_not_there_yet_says_so() -> None:
     assert dir(capibara.config) == ["TPUConfig", "tpu_config"]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("names", [["data", "model"], ["data", "model", "expert"]])
 def test_meshes_as_the_kernel_documents_write_them(names: list[str]) -> None:
     from vishwamai.kernels.tpu import validate_sharding

@@ -27,7 +27,7 @@ def _first_missing(path: str) -> str | None:
     return f"{module}.{name}" if name and not hasattr(found, name) else None
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # names kept for older code warn when they are read
 def test_they_are_the_documented_names_that_are_not_there() -> None:
     """A room that comes takes its names off the list; a name that is documented anew comes on."""
@@ -37,7 +37,7 @@ def test_they_are_the_documented_names_that_are_not_there() -> None:
     assert absent == {f"{module}.{name}" for module, name in NAMES}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_each_form_of_asking(module: str, name: str) -> None:
     door = importlib.import_module(module)
@@ -60,7 +60,7 @@ def test_each_form_of_asking(module: str, name: str) -> None:
     assert f"{module}.{name} is documented and not implemented yet" in said.pop()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_is_not_documented_is_plainly_absent() -> None:
     import capibara.jax.tpu_v4.optimizations as door
 

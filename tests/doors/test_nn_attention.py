@@ -56,7 +56,7 @@ def error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-@pytest.mark.newest(cases=3)
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("name", CALLS)
 def test_inside_a_context_it_is_the_op_with_jax_s_results(name: str) -> None:
     options = CALLS[name]
@@ -87,7 +87,7 @@ def test_gradients_are_jax_s(name: str) -> None:
         assert error(got, want) < 4 * FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["plain", "both lengths"])
 def test_the_residual(name: str) -> None:
     if "return_residual" not in inspect.signature(jax.nn.dot_product_attention).parameters:
@@ -118,7 +118,7 @@ def test_other_types_and_ranks() -> None:
     assert error(batched[1], jax.nn.dot_product_attention(Q + 1, K + 1, V + 1)) < FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_outside_it_is_jax_s_own() -> None:
     with recording() as found:
         got = nn.dot_product_attention(Q, K, V, is_causal=True)
@@ -131,7 +131,7 @@ def test_outside_it_is_jax_s_own() -> None:
     assert nn.relu is jax.nn.relu
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_was_asked_for_by_name_is_honoured() -> None:
     with tpu_v4_optimization_context():
         assert not explain(lambda q: nn.dot_product_attention(q, K, V, implementation="xla"), Q).selections
@@ -148,7 +148,7 @@ def test_what_was_asked_for_by_name_is_honoured() -> None:
     assert nn_api.dot_product_attention(original, Q, K, V, implementation="cudnn") == "cudnn"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_the_op_has_not_is_jax_s_own_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     nn_api._say.cache_clear()
     long = jnp.concatenate([Q, Q], 1)
@@ -172,7 +172,7 @@ def test_what_the_op_has_not_is_jax_s_own_and_says_why(caplog: pytest.LogCapture
         assert said.count(reason) == 1
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_mistake_is_told_in_jax_s_words() -> None:
     for args, options in (
         ((Q, K, V[:, :3]), {}),

@@ -47,7 +47,7 @@ def efficient_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return gemm(a, b, block_size=128, use_bfloat16=True)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_decorated_product() -> None:
     with jax.named_scope("optimization_block"):
         got = efficient_matmul(A, B)
@@ -72,7 +72,7 @@ def test_a_kernel_inside_another_program() -> None:
     assert not active()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_keywords_of_gemm() -> None:
     assert error(gemm(A, B, use_bfloat16=False)) < FLOAT32 < error(gemm(A, B, use_bfloat16=True))
     programs = {str(jax.make_jaxpr(lambda a, b, s=s: gemm(a, b, block_size=s))(A, B)) for s in (128, 256)}
@@ -81,7 +81,7 @@ def test_the_keywords_of_gemm() -> None:
         gemm(A, B, block_size=64)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_inside_a_kernel_the_context_is_on() -> None:
     seen: list[Any] = []
 
@@ -102,7 +102,7 @@ def test_inside_a_kernel_the_context_is_on() -> None:
     assert not outside
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_users_op_over_the_library() -> None:
     @register_tpu_op
     def gated(inputs: jax.Array, gate: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ def test_a_users_op_over_the_library() -> None:
         gated.unregister()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("shape", "names", "spec"),
     [
@@ -160,7 +160,7 @@ def test_a_benchmark_is_a_median_of_waited_for_calls() -> None:
     assert 0 < timing.low <= timing.seconds <= timing.high
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_is_not_there_says_so() -> None:
     with pytest.raises(AttributeError, match="no attribute 'group_norm'; it has PrecisionConfig"):
         _ = tpu.group_norm

@@ -43,7 +43,7 @@ def self_attention_layer(query: jax.Array, key: jax.Array, value: jax.Array, mas
     return flash_attention(query, key, value, mask=mask, block_size=128, use_flash=True)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_used_as_documented() -> None:
     assert error(self_attention_layer(Q, K, V), exact()) < FLOAT32
     mask = jnp.asarray(RNG.random((40, 40)) < 0.5)
@@ -53,7 +53,7 @@ def test_used_as_documented() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_each_keyword_of_flash_attention() -> None:
     def chosen(**options: Any) -> Any:
         (found,) = explain(lambda *x: flash_attention(*x, **options), Q, K, V).selections
@@ -76,7 +76,7 @@ def test_each_keyword_of_flash_attention() -> None:
         flash_attention(Q, K, V, jnp.ones((40, 40)), bias=jnp.ones((40, 40)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("window", [5, (3, 2)])
 def test_a_sliding_window(window: Any) -> None:
     mask = np.arange(40) < np.asarray([40, 30])[:, None]
@@ -96,7 +96,7 @@ def test_a_window_costs_what_it_sees() -> None:
     assert flops(64) * 8 < flops(2048)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_blocks() -> None:
     blocks = jnp.asarray(RNG.random((5, 5)) < 0.5).at[:, 0].set(True)
     want = exact(block_mask=blocks, block_size=8)
@@ -111,7 +111,7 @@ def test_blocks() -> None:
         block_sparse_attention(Q, K, V, None)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_rope_with_cached_tables() -> None:
     tables = rope_tables(64, 16)
     assert rope_tables(64, 16) is tables
@@ -129,7 +129,7 @@ def test_rope_with_cached_tables() -> None:
     )
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_decorator_sends_jax_s_attention_through_dispatch_or_not() -> None:
     turned = tuple(x.swapaxes(1, 2) for x in (Q, K, V))
 

@@ -35,7 +35,7 @@ def optimized_layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax
     return layer_norm(x, scale, bias, use_fused_ops=True)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_norm_inside_a_kernel() -> None:
     x = np.asarray(X, np.float64)
     centred = x - x.mean(-1, keepdims=True)
@@ -47,7 +47,7 @@ def test_a_norm_inside_a_kernel() -> None:
     np.testing.assert_array_equal(stream, X + UP)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_fused_or_the_specification() -> None:
     for call in (
         lambda x, fused: layer_norm(x, SCALE, BIAS, use_fused_ops=fused),
@@ -65,7 +65,7 @@ def test_fused_or_the_specification() -> None:
     assert kept(True) < 1.2 * X.nbytes < 2 * X.nbytes <= kept(False)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_gates() -> None:
     x, up = np.asarray(X, np.float64), np.asarray(UP, np.float64)
     sigmoid = 1 / (1 + np.exp(-x))
@@ -77,7 +77,7 @@ def test_the_gates() -> None:
     assert abs(float((dropped == 0).mean()) - 0.5) < 0.13
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_experts() -> None:
     params = init_expert_layer(jax.random.key(0), 64, 32, 8)
     y, metrics = jax.jit(lambda p, x: expert_layer(p, x, top_k=3))(params, X)

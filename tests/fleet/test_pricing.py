@@ -17,7 +17,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CAPIBARA_PRICING", raising=False)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_documented_price_of_a_v4_chip() -> None:
     found = price("v4")
     assert (found.usd, found.region, found.kind) == (3.22, "us-central2", "on_demand")

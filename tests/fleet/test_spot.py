@@ -27,7 +27,7 @@ def test_the_square_root_of_young_is_its_first_term() -> None:
     assert checkpoint_interval(1.0, 1e8) == pytest.approx(math.sqrt(2e8), rel=1e-3)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_kept_share_is_what_a_simulation_gives() -> None:
     run = spot_run(
         100e9, 8, SpotAssumptions(preemptions_per_host_hour=0.05, storage_bytes_per_second=100e6, restart_seconds=300)

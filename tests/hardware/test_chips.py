@@ -22,7 +22,7 @@ TPUS = [one for one in CHIPS if one.platform == "tpu"]
 CLOCKED = [one for one in TPUS if one.matrix_flops_per_cycle and one.clock_hz]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_v4_is_as_the_design_says() -> None:
     v4 = chip("v4")
     assert v4.peak_flops("bfloat16") == 275e12
@@ -36,7 +36,7 @@ def test_v4_is_as_the_design_says() -> None:
     assert not v4.supports("float8_e4m3fn")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("spelling", "name"),
     [
@@ -64,7 +64,7 @@ def test_lookup_gives_back_a_chip() -> None:
     assert chip(chip("v4")) is chip("tpu_v4")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_an_unknown_chip_names_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"'tpu_v4'.*'h200'.*'cpu'"):
         chip("v9")
@@ -80,7 +80,7 @@ def test_no_two_chips_share_a_spelling() -> None:
             assert chip(word) is one
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_chip_for_takes_device_kinds_only() -> None:
     assert chip_for("TPU v4") is chip("v4")
     assert chip_for("NVIDIA H200") is chip("h200")
@@ -100,7 +100,7 @@ def test_peak_is_what_the_matrix_units_do(one: Chip) -> None:
     assert derived == pytest.approx(one.peak_flops("bfloat16"), rel=0.005)
 
 
-@pytest.mark.newest(cases="all")
+@pytest.mark.quick(cases="all")
 @pytest.mark.parametrize("one", TPUS, ids=lambda one: one.name)
 def test_agrees_with_jax_s_own_table(one: Chip) -> None:
     from jax.experimental.pallas import tpu as pltpu
@@ -152,7 +152,7 @@ def test_ridge_is_where_the_two_meet() -> None:
     assert v4.ridge * 1e9 / v4.peak_flops() == pytest.approx(1e9 / v4.hbm_bandwidth, rel=1e-12)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_missing_unit_is_an_error_that_says_which_there_are() -> None:
     with pytest.raises(ValueError, match=r"tpu_v4 has matrix units for bfloat16.*Got float8.*Fix:"):
         chip("v4").peak_flops("fp8")
@@ -160,7 +160,7 @@ def test_a_missing_unit_is_an_error_that_says_which_there_are() -> None:
         chip("v4").roofline_seconds(1, 1, "int8")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_dtype_key_takes_names_and_dtypes() -> None:
     import jax.numpy as jnp
 
@@ -180,7 +180,7 @@ def test_a_chip_hashes_copies_and_pickles() -> None:
         v4.flops["int8"] = 1.0  # type: ignore[index]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_host_is_measured_once_and_says_so() -> None:
     cpu = chip("cpu")
     assert cpu is host() is chip_for("cpu")
@@ -203,7 +203,7 @@ def test_measuring_the_host_is_quick() -> None:
     assert float(done.stdout) < 1.5 * max(2, os.cpu_count() or 2)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_importing_the_room_imports_neither_jax_nor_numpy() -> None:
     code = "import sys, capibara.hardware, capibara.precision; print({'jax', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -49,7 +49,7 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_is_really_attached() -> None:
     found = attached()
     assert len(found) == jax.device_count()
@@ -63,7 +63,7 @@ def test_what_is_really_attached() -> None:
         assert "CPU" in summary()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_virtual_devices_are_called_virtual() -> None:
     # A fresh process: XLA reads the flag once.
     code = (
@@ -88,14 +88,14 @@ def test_cpu_processes(attach: Any) -> None:
     assert summary().startswith("8 virtual devices on 4 CPU processes")
 
 
-@pytest.mark.newest(cases="all")
+@pytest.mark.quick(cases="all")
 @pytest.mark.parametrize("name", ["v4-8", "v4-32", "v4-64", "v4-128", "v5e-8", "v6e-64", "v3-32", "tpu7x-8"])
 def test_a_slice_is_known_by_its_coordinates(attach: Any, name: str) -> None:
     attach(fake_slice(name))
     assert slice_attached() == slice_by_name(name)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_tpu_summary_counts_chips(attach: Any) -> None:
     attach(fake_slice("v4-8", limit=int(30.75 * GiB)))
     assert summary() == "4 TPU v4 chips on one host, slice v4-8 (2x2x1), 30.8 GiB each"
@@ -126,7 +126,7 @@ def test_an_unknown_tpu_is_none_and_not_an_error(attach: Any) -> None:
     assert summary() == "1 TPU v99 chip on one host"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_a_gpu(attach: Any, platform: str) -> None:
     attach([fake(platform, "NVIDIA H200", 0, limit=100 * GiB)])

@@ -66,14 +66,14 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("name", "chips", "grid", "hosts"), PUBLISHED, ids=[row[0] for row in PUBLISHED])
 def test_published_slices(name: str, chips: int, grid: tuple[int, ...], hosts: int) -> None:
     found = slice_by_name(name)
     assert (found.chips, found.grid, found.hosts) == (chips, grid, hosts)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_every_name_goes_to_a_grid_and_back(name: str) -> None:
     found = slice_by_name(name)
@@ -97,7 +97,7 @@ def test_names_are_many_and_distinct() -> None:
     assert list(slice_names("v5e")) == [f"v5e-{n}" for n in (1, 4, 8, 16, 32, 64, 128, 256)]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_google_s_v4_32_is_16_chips_and_the_pod_of_32_chips_is_v4_64() -> None:
     small, pod = slice_by_name("v4-32"), slice_for("v4", chips=32)
     assert (small.chips, small.cores, small.hosts, small.wrap) == (16, 32, 4, (False,) * 3)
@@ -105,7 +105,7 @@ def test_google_s_v4_32_is_16_chips_and_the_pod_of_32_chips_is_v4_64() -> None:
     assert str(small) == "v4-32 (16 chips, 2x2x4)"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "wrap"),
     [
@@ -126,7 +126,7 @@ def test_wrap_around_links(name: str, wrap: tuple[bool, ...]) -> None:
     assert slice_by_name(name).wrap == wrap
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_libtpu_is_asked_for_the_topology_as_it_names_it() -> None:
     assert slice_by_name("v4-64").topology_args == {
         "platform": "tpu",
@@ -175,7 +175,7 @@ def test_a_size_has_a_slice_or_an_error_with_the_nearest(which: object, chips: i
             slice_for(which, chips)  # type: ignore[arg-type]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -198,7 +198,7 @@ def test_a_wrong_size_says_the_rule_what_arrived_and_the_nearest(wrong: str, wor
     assert "core" not in str(caught.value).lower()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("wrong", ["v9-8", "banana", "", "v4 32", "-32"])
 def test_an_unknown_generation_names_the_choices(wrong: str) -> None:
     with pytest.raises(UnknownNameError, match="v4-32"):
@@ -216,7 +216,7 @@ def test_a_slice_is_given_back() -> None:
     assert found == Slice("v4-8", chip("v4"), (2, 2, 1))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_without_libtpu_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else real(name))

@@ -44,14 +44,14 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CALLS)
 def test_outside_it_is_jax_s(name: str, dispatched: list[Any]) -> None:
     np.testing.assert_array_equal(CALLS[name](jnp), CALLS[name](real))
     assert dispatched == []
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CALLS)
 def test_inside_it_dispatches_with_the_original_first(name: str, dispatched: list[Any]) -> None:
     with tpu_v4_optimization_context():
@@ -70,7 +70,7 @@ def test_jax_itself_and_operators_are_not_touched(dispatched: list[Any]) -> None
     assert dispatched == []
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("inside_first", [True, False])
 def test_a_trace_is_never_reused_across_the_border(inside_first: bool, dispatched: list[Any]) -> None:
     function = jax.jit(lambda a, b: jnp.matmul(a, b))

@@ -46,7 +46,7 @@ def in_jax(path: str) -> bool:
     return True
 
 
-@pytest.mark.newest(cases="all")
+@pytest.mark.quick(cases="all")
 @pytest.mark.parametrize("path", NAMES)
 def test_name_resolves_and_warns_once(path: str) -> None:
     with warnings.catch_warnings(record=True) as setup:
@@ -98,7 +98,7 @@ def test_removed_names_are_not_advertised() -> None:
         assert not any(name in NAMES for name in capibara.jax.__all__)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_modules_that_are_also_objects_leave_the_object_alone() -> None:
     code = (
         "from capibara.jax.config import config\n"
@@ -124,7 +124,7 @@ def test_tree_functions(quiet: None) -> None:
     assert capibara.jax.tree_leaves([1, [2]]) == [1, 2]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_pjit_takes_its_old_keywords(quiet: None) -> None:
     with jax.set_mesh(MeshConfig((4, 8)).build()):
         decorate = capibara.jax.pjit(in_axis_resources=P("data", "model"), out_axis_resources=P("model"))
@@ -244,7 +244,7 @@ def test_pvary(quiet: None) -> None:
     assert mapped().shape == (4,)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_0_4_30_had(quiet: None) -> None:
     """Names of its modules that today's jax has not, each with what it did."""
     assert capibara.jax.core.ConcretizationTypeError is jax.errors.ConcretizationTypeError

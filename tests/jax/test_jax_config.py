@@ -28,7 +28,7 @@ def everything_is_put_back() -> Iterator[None]:
     assert not active()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_it_behaves_as_jax_config() -> None:
     assert config.jax_enable_x64 is jax.config.jax_enable_x64 is False
     assert isinstance(config, type(jax.config))
@@ -54,7 +54,7 @@ def test_unknown_option_says_the_nearest() -> None:
         _ = config.no_such_option
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_optimizations_are_process_wide_and_reversible() -> None:
     answers: list[bool] = []
 

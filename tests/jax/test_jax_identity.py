@@ -76,7 +76,7 @@ def mismatches(paths: list[str]) -> tuple[list[str], int]:
     return wrong, names
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_every_public_name_is_jax_s_own(record_property: pytest.RecordProperty) -> None:
     paths, absent = public_modules()
     wrong, names = mismatches(paths)

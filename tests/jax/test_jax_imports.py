@@ -30,7 +30,7 @@ def test_importing_capibara_does_not_import_jax() -> None:
     )
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_deep_imports_come_first_in_a_fresh_process() -> None:
     fresh(
         "import capibara.jax.scipy.special as special\n"
@@ -69,7 +69,7 @@ def test_import_module_and_find_spec() -> None:
     assert importlib.util.find_spec("capibara.jax.no_such_module") is None
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_jax_s_modules_keep_their_identity() -> None:
     before = {name: getattr(jax.scipy.stats, name) for name in ("__name__", "__spec__", "__loader__", "__path__")}
     assert capibara.jax.scipy.stats is jax.scipy.stats
@@ -89,7 +89,7 @@ def test_reload() -> None:
     assert capibara.jax.numpy.sin is matmul
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_names_of_the_package() -> None:
     assert capibara.jax.__name__ == "capibara.jax"
     assert capibara.jax.__version__ == jax.__version__
@@ -110,7 +110,7 @@ def test_star_import() -> None:
     assert space["config"] is capibara.jax.config
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_name_in_neither_says_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'capibara.jax' has no attribute 'jitt'. Nearest: jit"):
         _ = capibara.jax.jitt

@@ -44,7 +44,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeOp]:
     return registered
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_backend_info(ops: dict[str, FakeOp]) -> None:
     info = get_backend_info()
     assert info["name"] == "capibara.jax"
@@ -99,7 +99,7 @@ def test_the_real_registry_is_read() -> None:
     assert set(kernels.registry()) <= set(capabilities)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_installation_works_here() -> None:
     found = diagnostics.check_installation()
     assert found.jax_native_available
@@ -158,7 +158,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_jaxlib_that_does_not_load(name: str, tmp_path: Path) -> None:
     """The diagnostics import and answer; every other name says what is wrong and the command that mends it."""

@@ -84,7 +84,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.newest(cases=4)
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("asked", [None, ASKED])
 @pytest.mark.parametrize("how", CALLS)
 def test_every_forward_pass_runs_with_it(how: str, asked: Tile | None) -> None:

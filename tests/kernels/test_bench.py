@@ -60,7 +60,7 @@ def op() -> Op:
     return made
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_row_has_what_a_reader_needs(op: Op) -> None:
     (row,) = bench(op, against=("xla", "two-programs", "never", "broken", "elsewhere"), samples=3)
     assert (row.op, row.case, row.direction) == ("affine", "one", "forward")
@@ -88,7 +88,7 @@ def test_peers_of_several_programs_stay_several(op: Op) -> None:
     assert len(LAUNCHES) > 3
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_wrong_result_is_shown(op: Op) -> None:
     (row,) = bench(op, ["one"], ("wrong",), samples=3)
     assert not row.ok

@@ -29,7 +29,7 @@ def _double(x: Any, y: Any = None) -> Any:
 X = np.linspace(-1, 1, 64, dtype=np.float32)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_right_and_wrong() -> None:
     op = _op(_double, right=lambda x, y=None: x + x, wrong=lambda x, y=None: 2.001 * x)
     assert check(op, (jnp.asarray(X),), {}, "right").ok
@@ -39,7 +39,7 @@ def test_right_and_wrong() -> None:
     assert "tolerance" in verdict.why
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_reference_runs_in_float64() -> None:
     # In float32 both come out as 0; only a float64 reference tells that the sum is not.
     op = _op(lambda x, y=None: (x + 1e-9) - x + 1e-9 * x)
@@ -49,7 +49,7 @@ def test_the_reference_runs_in_float64() -> None:
     np.testing.assert_allclose(wanted.values[0], 2e-9, rtol=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_number_that_is_not_finite_never_passes(bad: float) -> None:
     op = _op(_double, broken=lambda x, y=None: (2 * x).at[3].set(bad))
@@ -141,7 +141,7 @@ def test_an_output_type_that_was_asked_for_does_not_round_the_reference() -> Non
     assert wanted.structs[0].dtype == jnp.bfloat16
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients() -> None:
     gemm = lookup("gemm")
     case = gemm.case("prime")

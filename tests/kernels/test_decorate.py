@@ -34,7 +34,7 @@ class Entered:
             self.open -= 1
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_it_is_traced_once_and_inside_the_context() -> None:
     entered, traces = Entered(), []
 
@@ -53,7 +53,7 @@ def test_it_is_traced_once_and_inside_the_context() -> None:
     assert (kernel.__name__, kernel.__doc__) == ("product", "a @ b")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("precision", "policy", "passes"),
     [
@@ -89,7 +89,7 @@ def test_under_transformations_and_jits_own_options() -> None:
     np.testing.assert_allclose(jax.jit(jax.vmap(kernel))(X), jnp.sum(X**2, 1), rtol=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_innermost_function_says_how_attention_runs() -> None:
     seen: list[bool] = []
 

@@ -59,7 +59,7 @@ def _marked(pairs: list[Any], mark: pytest.MarkDecorator, chosen: Callable[[Op, 
 
 
 def _speaks_for_its_op(op: Op, name: str, case: Case) -> bool:
-    """Whether it is the implementation that shows a rule of the op's own on the newest JAX.
+    """Whether it is the implementation that shows a rule of the op's own in the quick run.
 
     The TPU kernel where there is one, for its emulation is what JAX changes most; else the first plain one.
     """
@@ -87,11 +87,11 @@ def _families() -> list[list[Op]]:
 
 
 def _first_of_its_family(op: Op, name: str, case: Case) -> bool:
-    """Whether it shows on the newest JAX that its partitioner still asks for a mesh rule as we give it."""
+    """Whether it shows in the quick run that jax's partitioner still asks for a mesh rule as we give it."""
     return (op.name, name) in {_first(family, kernel=True) for family in _families()}
 
 
-def _over_devices(newest: Callable[[Op, str, Case], bool], *, every_op_on_32: bool) -> list[Any]:
+def _over_devices(quick: Callable[[Op, str, Case], bool], *, every_op_on_32: bool) -> list[Any]:
     """(op, implementation, case, devices): every implementation on 8 devices.
 
     A mesh rule is the op's own, and its implementations see no more of it than a smaller shape. That the number of
@@ -101,10 +101,10 @@ def _over_devices(newest: Callable[[Op, str, Case], bool], *, every_op_on_32: bo
     groups = [*_families(), *([op] for op in OPS.values() if every_op_on_32)]
     on_32 = {_first(group, kernel=True) for group in groups} | {_first(group, kernel=False) for group in _families()}
     made = []
-    for pair in _marked(_pairs("shard", reference=False), pytest.mark.newest, newest):
+    for pair in _marked(_pairs("shard", reference=False), pytest.mark.quick, quick):
         op, name, _ = pair.values
         made.append(pytest.param(*pair.values, 8, id=f"{pair.id}-8", marks=pair.marks))
-        marks = [mark for mark in pair.marks if mark.name != "newest"]
+        marks = [mark for mark in pair.marks if mark.name != "quick"]
         if (op.name, name) not in on_32:
             marks.append(pytest.mark.slow)
         made.append(pytest.param(*pair.values, 32, id=f"{pair.id}-32", marks=marks))
@@ -141,11 +141,11 @@ def _richest_for(tag: str) -> Callable[[Op, str, Case], bool]:
 
 
 def _plain_op(op: Op, name: str, case: Case) -> bool:
-    """Whether it speaks for an op without a TPU kernel; those with one show values on the newest JAX in other tests."""
+    """Whether it speaks for an op without a TPU kernel; those with one show values in other quick tests."""
     return "pallas_tpu" not in op.implementations and _speaks_for_its_op(op, name, case)
 
 
-def _emulated_on_newest() -> Callable[[Op, str, Case], bool]:
+def _emulated_quickly() -> Callable[[Op, str, Case], bool]:
     """Chooses a case a TPU kernel: the machine's emulation, with its races, is what JAX changes most."""
     richest = _richest("test", lambda: interpret("hlo"))
     return lambda op, name, case: name == "pallas_tpu" and op.mesh_axes is None and richest(op, name, case)
@@ -187,7 +187,7 @@ def _configs(op: Op, name: str, case: Case) -> list[Any]:
     return list(dict.fromkeys([impl.default_config(call), impl.candidates(call)[-1]]))
 
 
-@pytest.mark.parametrize(("op", "name", "case"), _marked(_pairs("test"), pytest.mark.newest, _emulated_on_newest()))
+@pytest.mark.parametrize(("op", "name", "case"), _marked(_pairs("test"), pytest.mark.quick, _emulated_quickly()))
 def test_values_against_float64(op: Op, name: str, case: Case) -> None:
     _on_this_machine(op, name, case)
     arrays = case.arrays()
@@ -203,7 +203,7 @@ def test_values_against_float64(op: Op, name: str, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("op", "name", "case"),
-    _marked(_pairs("shard"), pytest.mark.newest, _plain_op),
+    _marked(_pairs("shard"), pytest.mark.quick, _plain_op),
 )
 def test_values_on_the_shardable_cases(op: Op, name: str, case: Case) -> None:
     """The shapes that the tests below split, by the quick emulation. Races are looked for above: those cases are small
@@ -268,7 +268,7 @@ def test_the_same_bits_twice(op: Op, name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "name", "case"), _marked(_pairs("shard", reference=False), pytest.mark.newest, _speaks_for_its_op)
+    ("op", "name", "case"), _marked(_pairs("shard", reference=False), pytest.mark.quick, _speaks_for_its_op)
 )
 def test_vmap_of_each_operand(op: Op, name: str, case: Case) -> None:
     """Mapping over any one operand, or over all, equals calling element by element."""
@@ -339,7 +339,7 @@ def _layouts(op: Op, case: Case) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("op", "name", "case", "devices"), _over_devices(newest=_first_of_its_family, every_op_on_32=True)
+    ("op", "name", "case", "devices"), _over_devices(quick=_first_of_its_family, every_op_on_32=True)
 )
 def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     """Under jit on a mesh, whatever the layout, contraction included; and the output stays sharded."""
@@ -372,9 +372,7 @@ def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devic
                 assert "all-gather" not in program.as_text(), layout
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "case", "devices"), _over_devices(newest=lambda *_: False, every_op_on_32=False)
-)
+@pytest.mark.parametrize(("op", "name", "case", "devices"), _over_devices(quick=lambda *_: False, every_op_on_32=False))
 def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     """Values and gradients inside shard_map, the operands split along a factor that is not summed away."""
     if op.partition is None:
@@ -405,7 +403,7 @@ def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     assert result.ok, result.why
 
 
-@pytest.mark.newest(cases="all")
+@pytest.mark.quick(cases="all")
 @pytest.mark.parametrize(("op", "name", "case"), _pairs("shard", kernels_only=True, platform="tpu"))
 def test_shard_map_with_a_gradient_lowers_for_tpu(op: Op, name: str, case: Case) -> None:
     """Inside a checked shard_map, a replicated operand's gradient is summed over the mesh: it lowers for tpu."""
@@ -451,7 +449,7 @@ def _lowered(op: Op, name: str, case: Case, platform: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "name", "case"),
-    _marked(_pairs("tpu", kernels_only=True, platform="tpu"), pytest.mark.newest, _richest_for("tpu")),
+    _marked(_pairs("tpu", kernels_only=True, platform="tpu"), pytest.mark.quick, _richest_for("tpu")),
 )
 def test_tpu_kernels_lower_for_tpu(op: Op, name: str, case: Case) -> None:
     _lowered(op, name, case, "tpu")
@@ -459,7 +457,7 @@ def test_tpu_kernels_lower_for_tpu(op: Op, name: str, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("op", "name", "case"),
-    _marked(_pairs("gpu", kernels_only=True, platform="gpu"), pytest.mark.newest, _richest_for("gpu")),
+    _marked(_pairs("gpu", kernels_only=True, platform="gpu"), pytest.mark.quick, _richest_for("gpu")),
 )
 def test_gpu_kernels_lower_for_cuda(op: Op, name: str, case: Case) -> None:
     _lowered(op, name, case, "cuda")

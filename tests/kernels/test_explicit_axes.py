@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[np.ndarray], tuple[P, ...]]] = {
 }
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("active", [True, False], ids=["set_mesh", "arrays_alone"])
 def test_values_and_gradients_are_those_of_one_device(name: str, active: bool) -> None:

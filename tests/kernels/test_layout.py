@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from capibara.kernels.layout import tile_layout, untile_layout
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)),
@@ -30,7 +30,7 @@ def test_a_round_trip_is_exact(shape: tuple[int, ...], block: int, dtype: str) -
     np.testing.assert_array_equal(back, x)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_tile_is_a_square_of_the_image() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 200, 300, 3)), jnp.float32)
     tiled = tile_layout(x)

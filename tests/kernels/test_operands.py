@@ -51,7 +51,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "kind"),
     # Lists are trees of numbers to a scan.
@@ -68,7 +68,7 @@ def _ones(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(map(jnp.ones, shapes))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "match"),
     [

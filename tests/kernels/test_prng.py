@@ -36,14 +36,14 @@ def _in_python(seed: np.ndarray, row: int, column: int) -> int:
     return x ^ (x >> 16)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_bits_are_those_of_the_definition() -> None:
     bits = _bits()
     for row, column in ((0, 0), (1, 0), (0, 1), (513, 1999), (ROWS - 1, COLUMNS - 1)):
         assert int(bits[row, column]) == _in_python(SEED, row, column)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_signed_arithmetic_gives_the_same_bits_and_mask() -> None:
     rows, columns = jnp.arange(64, dtype=jnp.int32)[:, None], jnp.arange(96, dtype=jnp.int32)
     signed = prng.random_bits(prng.row_keys(jnp.asarray(SEED), rows), columns)

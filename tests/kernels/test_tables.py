@@ -68,7 +68,7 @@ def _entry(call: Call, size: int = 8, implementation: str = "blocked", **changes
     return dataclasses.replace(made, **changes)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_round_trip(op: Op) -> None:
     call = _call(op, 64, 64)
     assert tables.find(call, ["plain", "blocked"]) is None
@@ -100,7 +100,7 @@ def test_storing_changes_the_generation(op: Op) -> None:
     assert tables.generation() > before
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_nearest_entry_within_a_factor_of_two(op: Op) -> None:
     for side, size in ((64, 1), (128, 2), (1024, 3)):
         call = _call(op, side, side)
@@ -170,7 +170,7 @@ def test_an_entry_with_other_config_fields_is_passed_over(op: Op) -> None:
     assert tables.find(call, ["blocked"]).config.size == 2  # type: ignore[union-attr]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "broken",
     [

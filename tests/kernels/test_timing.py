@@ -23,7 +23,7 @@ def _recorder(name: str, log: list[str], pause: float = 0.0) -> Callable[..., An
     return fn
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_candidates_take_turns() -> None:
     log: list[str] = []
     fns = {name: _recorder(name, log) for name in "ABC"}
@@ -42,7 +42,7 @@ def test_a_sample_lasts_as_long_as_asked() -> None:
     assert 0.02 <= made["long"].seconds < 1
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_more_work_takes_longer() -> None:
     def chain(steps: int) -> Callable[[Any], Any]:
         return lambda x: jax.lax.fori_loop(0, steps, lambda _, y: jnp.sin(y), x)

@@ -21,7 +21,7 @@ from capibara.kernels.op import Case, Op, registry
 from capibara.kernels.scan import linear_recurrence
 from capibara.parallel import use_rules
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.quick
 KERNEL = "pallas_tpu"
 
 

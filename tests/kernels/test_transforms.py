@@ -21,7 +21,7 @@ OPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", OPS)
 def test_a_hopper_gradient_inside_shard_map_keeps_its_axes(name: str) -> None:
     """plgpu.kernel forgets the axes of its out_type, and JAX refuses a gradient that varies over fewer."""
@@ -40,7 +40,7 @@ def test_a_hopper_gradient_inside_shard_map_keeps_its_axes(name: str) -> None:
     assert "all_reduce" in text, "the replicated operand's gradient is summed over the axis"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_operands_that_are_not_on_the_mesh_in_force() -> None:
     """XLA then hands the op's mesh rule layouts without names, of which nothing is split."""
     x, codes = jnp.arange(8.0).reshape(4, 2), jnp.eye(2)

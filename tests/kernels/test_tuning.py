@@ -64,7 +64,7 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     tables.forget()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_fastest_right_one_is_picked_and_kept(op: Op) -> None:
     case = op.case("small")
     call = op.call(*case.args())

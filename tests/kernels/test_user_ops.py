@@ -31,7 +31,7 @@ def leave_the_registry_as_it_was() -> Iterator[None]:
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_bare_decorator() -> None:
     @register_tpu_op
     def swish(x: jax.Array, *, beta: float = 1.0) -> jax.Array:
@@ -51,7 +51,7 @@ def test_a_bare_decorator() -> None:
     assert explain(lambda x: swish(x, beta=2.0), X).selections[0].call.signature.endswith("beta=2.0")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_transformations() -> None:
     @register_tpu_op
     def scaled(x: jax.Array, scale: jax.Array | None = None, power: int = 2) -> jax.Array:
@@ -67,7 +67,7 @@ def test_transformations() -> None:
     np.testing.assert_allclose(jax.grad(lambda x: scaled(x).sum())(X), 2 * X, rtol=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_with_a_reference_and_a_cost() -> None:
     def plain(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.sum(x * y, axis=-1)
@@ -153,7 +153,7 @@ def _copying_op(name: str, *, wait_first: bool) -> Any:
     return double
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_users_tpu_kernel_is_emulated_and_lowered() -> None:
     double = _copying_op("doubled", wait_first=True)
     x = jnp.ones((16, 128), jnp.float32)
@@ -172,7 +172,7 @@ def test_a_users_tpu_kernel_is_emulated_and_lowered() -> None:
         np.testing.assert_array_equal(split(x), 2 * x)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_users_tpu_kernel_that_does_not_wait_is_found_out(capsys: pytest.CaptureFixture[str]) -> None:
     hasty = _copying_op("doubled_too_early", wait_first=False)
     with interpret(detect_races=True) as emulated:
@@ -186,7 +186,7 @@ def test_a_users_tpu_kernel_that_does_not_wait_is_found_out(capsys: pytest.Captu
         emulated.races_found()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_more_implementations() -> None:
     @register_tpu_op
     def halve(x: jax.Array) -> jax.Array:
@@ -201,7 +201,7 @@ def test_more_implementations() -> None:
     assert "one axis only" in str(explain(halve, X))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_name_is_taken_once_and_can_be_given_back() -> None:
     @register_tpu_op(name="taken")
     def first(x: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ def constrained(x: jax.Array) -> jax.Array:
     return with_sharding_constraint(x, ("batch", "hidden")) * 2
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_constraint_follows_the_table_in_force_also_when_it_was_traced_before() -> None:
     with jax.set_mesh(MESH.build()):
         # One jitted function, the same arguments: only the table differs, and each one gets its own trace.
@@ -37,7 +37,7 @@ def test_a_constraint_follows_the_table_in_force_also_when_it_was_traced_before(
         assert constrained(X).sharding.spec == P("data", "model")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_function_may_set_the_table_for_a_part_of_itself() -> None:
     @jax.jit
     def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +50,7 @@ def test_a_function_may_set_the_table_for_a_part_of_itself() -> None:
     assert (turned.sharding.spec, plain.sharding.spec) == (P("model", "data"), P("data", "model"))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_tables_nest_and_come_back() -> None:
     assert current_rules() is RULES
     with use_rules({"vocab": None, "rows": "data"}) as outer:

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.newest(cases="all")
+@pytest.mark.quick(cases="all")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_roles_in_every_order_of_the_arguments(case: Case) -> None:
     fn, args, roles = case

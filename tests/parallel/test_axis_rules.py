@@ -44,7 +44,7 @@ def test_the_table() -> None:
     }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("how", ["eager", "jit", "grad", "vmap", "jit of grad"])
 @pytest.mark.parametrize("setter", ["jax.set_mesh", "context"])
 def test_constraint_on_a_mesh(how: str, setter: str) -> None:
@@ -185,7 +185,7 @@ def test_partition_spec_alone() -> None:
     assert partition_spec(("expert", "batch", "mlp"), axes, shape=(2, 3, 8)) == P("expert", None, "model")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_rule_of_several_mesh_axes() -> None:
     axes = {"data": 4, "model": 8, "expert": 2}
     rules = {"batch": ("data", "pipeline", "expert"), "hidden": ("model",), "rows": None}
@@ -212,7 +212,7 @@ def test_the_axis_that_does_not_divide_is_named_once(caplog: pytest.LogCaptureFi
     assert caplog.text.count("'batch' is not split over 'model': a dimension of 4") == 1
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_logical_sharding() -> None:
     mesh = MESH.build()
     assert logical_sharding(mesh, ("batch", None, "mlp")) == NamedSharding(mesh, P("data", None, "model"))
@@ -225,7 +225,7 @@ def test_logical_sharding() -> None:
         logical_sharding((4, 8), ("batch",))  # type: ignore[arg-type]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_model_is_laid_out_by_its_names() -> None:
     mesh = MESH.build()
     params = {"table": np.ones((64, 16), np.float32), "blocks": [{"up": np.ones((16, 32)), "bias": np.ones(32)}, 1.0]}

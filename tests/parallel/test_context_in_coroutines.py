@@ -42,7 +42,7 @@ def by_hand(coroutine: Any) -> Any:
             return done.value
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_tasks_that_interleave_do_not_see_each_other() -> None:
     order: list[tuple[str, bool, str | None]] = []
 
@@ -96,7 +96,7 @@ def test_a_coroutine_dispatches_eager_calls_with_the_states_on(drive: Callable[[
     assert seen() == OUTSIDE
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_jit_in_a_coroutine_is_traced_inside_and_never_reused_outside(traced: Traced) -> None:
     """Also a function that was traced on the other side first, and with both sides taking turns on one thread."""
     function, traces = traced
@@ -155,7 +155,7 @@ def test_nothing_is_left_behind_by_a_task_that_never_ends(traced: Traced) -> Non
     assert seen() == OUTSIDE
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_first_context_of_a_process_is_followed_as_the_others() -> None:
     """asyncio's method is wrapped by the first of them, while it runs; the step that it began in is ended too."""
     code = """

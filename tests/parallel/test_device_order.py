@@ -12,7 +12,7 @@ from tests.parallel.chips import chips
 from capibara.parallel.device_order import device_grid, in_mesh_order
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", [(4, 8), (8, 4), (16, 2), (2, 4, 4), (1, 8, 1, 1, 4)])
 def test_a_mesh_axis_runs_along_whole_hardware_axes(shape: tuple[int, ...]) -> None:
     hardware = (2, 4, 4)

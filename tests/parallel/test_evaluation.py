@@ -65,7 +65,7 @@ def test_within_a_twentieth_of_the_exhaustive_search(cost: _Remembering, target:
     assert quick.worth(found)[1] <= 1.05 * whole.worth(best)[1]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_few_rows_cut_the_model_and_many_the_batch() -> None:
     few, many = (search(_job(rows, knobs={"accumulate": (1,)}), ON).best for rows in (8, 2**20))
     assert few is not None

@@ -20,7 +20,7 @@ def shapes(chips: int, axes: int) -> list[tuple[int, ...]]:
     return [shape for shape in itertools.product(sizes, repeat=axes) if math.prod(shape) == chips]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("mesh", "grid", "axes"),
     [

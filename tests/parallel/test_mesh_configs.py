@@ -14,7 +14,7 @@ from capibara.parallel.mesh import MeshConfig, TPUv4MeshConfigurations, create_t
 PRESETS = {"CULTURAL_ANALYSIS": (4, 8), "QUANTUM_CLASSICAL": (8, 4), "SPIKING_NEURAL": (16, 2)}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_builds_a_mesh_of_its_shape(name: str) -> None:
     config = getattr(TPUv4MeshConfigurations(), name)

@@ -24,7 +24,7 @@ def config(*shape: int) -> MeshConfig:
     return MeshConfig(shape, NAMES[: len(shape)])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_presets_on_32_chips() -> None:
     found = {name: wiring(one, on="v4-64") for name, one in TPUv4MeshConfigurations()}
     # Four chips in a row, no wrap-around: three hops back. Everything else is neighbours all round.

@@ -21,7 +21,7 @@ def _params(width: int = 64) -> dict[str, Any]:
     return {"up": up, "down": up.T, "bias": jnp.ones(width)}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_as_the_documents_call_it() -> None:
     sharding = create_mesh_sharding(mesh_shape=(4, 8), device_ids=list(range(32)), optimization_target="throughput")
     assert dict(sharding.mesh.shape) == {"data": 4, "model": 8}

@@ -26,7 +26,7 @@ INSIDE = (True, "bfloat16", {})
 Traced = tuple[Callable[[float], jax.Array], list[bool]]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_sets_and_restores() -> None:
     with tpu_v4_optimization_context(mesh=MeshConfig((4, 8))):
         assert seen() == (True, "bfloat16", {"data": 4, "model": 8})
@@ -99,7 +99,7 @@ def test_decorator_refuses_what_runs_later() -> None:
             tpu_v4_optimization_context()(function)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("inside_first", [True, False])
 def test_jit_keeps_inside_and_outside_apart(inside_first: bool, traced: Traced) -> None:
     function, traces = traced
@@ -145,7 +145,7 @@ def test_a_mesh_inside_a_trace_is_refused_and_nothing_leaks() -> None:
         function(1.0)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_threads_do_not_see_each_other() -> None:
     one = tpu_v4_optimization_context(mesh=MeshConfig((4, 8)))
     inside, leave = threading.Event(), threading.Event()
@@ -227,7 +227,7 @@ def restored_process() -> Iterator[None]:
     context.disable_everywhere()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_everywhere_is_every_thread_and_reversible(restored_process: None, traced: Traced) -> None:
     function, traces = traced
 

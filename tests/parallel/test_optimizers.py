@@ -30,7 +30,7 @@ def _run(name: Any, mixed: bool = True) -> tuple[Any, Any]:
     return params, state
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_adamw_is_the_formula() -> None:
     params, gradients = _given()
     found, state = _run("adamw")

@@ -37,7 +37,7 @@ def _loss(run: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(run(w, x).astype(jnp.float32) ** 2), argnums=(0, 1)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("axes", "rounds", "remat"), [({"pipeline": 2, "data": 2}, 1, False), ({"pipeline": 4, "data": 2}, 2, True)]
 )
@@ -102,7 +102,7 @@ def test_rows_that_only_fill_the_pipeline_do_not_spoil_the_gradients() -> None:
     assert_close(found, _loss(lambda w, x: _plain(divides, w, x))(weights, x), terms=4 * ROWS * WIDE)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_layers_that_look_up_are_left_to_the_partitioner() -> None:
     def looks_up(x: Any, w: Any) -> Any:
         # Along the width, which the model axis splits: inside of the manual form this stops XLA, and the process.

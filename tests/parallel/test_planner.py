@@ -33,7 +33,7 @@ def _decoder(d: int = 768, layers: int = 12, vocab: int = 32000) -> Any:
     }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_as_the_documents_call_it() -> None:
     params = _decoder()
     plan = optimize_sharding_strategy(
@@ -108,7 +108,7 @@ def test_a_batch_that_does_not_divide_is_named_with_one_that_does() -> None:
         optimize_sharding_strategy(_decoder(), (33, 512, 768), (4, 8))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_with_a_loss_the_whole_step_is_planned() -> None:
     def loss(params: Any, ids: jax.Array) -> jax.Array:
         x = params["embed"][ids]

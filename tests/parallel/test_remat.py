@@ -34,7 +34,7 @@ def _kept(loss: object, *args: jax.Array) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values_and_gradients_are_the_functions_own(policy: str) -> None:
     weights, x = 0.1 * jnp.arange(24.0).reshape(6, 2, 2), jnp.ones((4, 2))
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_the_functions_own(policy: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plain, slim)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_each_policy_keeps_less() -> None:
     weights, x = jnp.ones((6, 8, 8)), jnp.ones((128, 8))
     none, dots, full = (_kept(checkpoint_scans(_loss, policy), weights, x) for policy in POLICIES)

@@ -13,7 +13,7 @@ from capibara.parallel.rules import RULES
 MESH = MeshConfig((4, 8))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_default_table_on_the_default_mesh() -> None:
     found = check_rules(RULES, MESH)
     assert set(found.exclusive) == {

@@ -99,7 +99,7 @@ def test_utilization_of_the_peak() -> None:
         CONFIG.mfu(1.0, 0.0)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [
@@ -138,7 +138,7 @@ def test_the_memory_that_is_described_is_the_mesh_limit() -> None:
     assert config.mesh_config("training").target == "training"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, np.ndarray.tolist])
 def test_hotspots_are_what_a_loop_finds(kind: Any) -> None:
     load = np.random.default_rng(0).uniform(0, 1, (4, 8)).astype(np.float32)

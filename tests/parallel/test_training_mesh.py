@@ -15,7 +15,7 @@ from capibara.parallel.mesh_wiring import wiring
 from capibara.parallel.training_mesh import TRAINING_AXES, create_training_mesh, nearest_sizes, training_mesh_config
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_documented_call() -> None:
     mesh = create_training_mesh(
         total_chips=32, data_parallel_size=8, model_parallel_size=4, pipeline_parallel_size=1
@@ -25,7 +25,7 @@ def test_the_documented_call() -> None:
     assert mesh.devices.size == 32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_every_size_is_an_axis() -> None:
     mesh = create_training_mesh(32, 2, 2, 2, expert_parallel_size=2, sequence_parallel_size=2)
     assert set(mesh.shape.values()) == {2}

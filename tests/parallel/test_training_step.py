@@ -31,7 +31,7 @@ def _arrays(dtype: str = "float32") -> tuple[Any, Any]:
     return params, {"x": jax.random.normal(next(keys), (8, 5)), "y": jax.random.normal(next(keys), (8, 2))}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("remat", "accumulate"), [("none", 4), ("full", 1), ("dots", 2)])
 def test_knobs_do_not_change_the_step(remat: str, accumulate: int) -> None:
     params, batch = _arrays()

@@ -23,7 +23,7 @@ def put(shape: tuple[int, ...], on: Mesh, spec: P) -> jax.Array:
     return jax.device_put(np.zeros(shape, np.float32), NamedSharding(on, spec))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("shape", "sizes", "lies", "asked"),
     [
@@ -43,7 +43,7 @@ def test_an_equivalent_layout_passes(shape: Any, sizes: Any, lies: P, asked: Any
     assert validate_sharding(x, on, asked) is x
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_another_layout_shows_both() -> None:
     on = mesh(4, 8)
     with pytest.raises(ValueError, match="not laid out as expected") as told:

@@ -30,7 +30,7 @@ def _loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(_forward(params, batch["x"]) ** 2)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_loss_is_planned_and_confirmed_in_this_process() -> None:
     plan = capibara.plan(_loss, (PARAMS, BATCH), on="v4-8", train=True, level="xla", top=1, tokens=1000)
     assert isinstance(plan, Plan)

@@ -73,7 +73,7 @@ def _check_tensor_parallel(made: Compiled) -> None:
     assert (largest.bytes, largest.axes) == (ROWS / 4 * WIDE * 4, ("model",))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_xla_partitions_as_the_layout_says() -> None:
     _check_tensor_parallel(partition_layout(_job(), _tensor_parallel()))
 

@@ -21,7 +21,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAPIBARA_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_run_is_kept_beside_its_plan(make_plan: Make) -> None:
     made = make_plan().record(step_seconds=2.5, peak_bytes=22 * GiB, note="first")
     assert measurements() == (made,)

@@ -7,7 +7,7 @@ import pytest
 from capibara.plan.place import hosts_of, mesh_axes, place
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_slices_and_gpus_by_name() -> None:
     assert (place("v4-32").chips, hosts_of(place("v4-32"))) == (16, 4)
     assert place("v4:2x2x4") == place("v4-32")

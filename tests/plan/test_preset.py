@@ -22,7 +22,7 @@ def _file(folder: Path, text: str) -> Path:
     return file
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_shipped_presets_have_the_size_they_are_called_by() -> None:
     assert preset_names() == ["llama-13b", "llama-1b", "llama-70b", "llama-7b"]
     for name in preset_names():

@@ -28,7 +28,7 @@ def _arguments() -> tuple[Any, Any]:
     return params, {name: jnp.asarray(rng.standard_normal((ROWS, WIDTH), np.float32)) for name in ("x", "y")}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("mesh", ["data=2,model=2", "data=4"])
 def test_a_planned_step_runs_as_planned(mesh: str) -> None:
     params, batch = _arguments()

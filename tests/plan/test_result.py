@@ -25,7 +25,7 @@ Make = Callable[..., Plan]
 GiB = 2**30
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_money_by_hand(make_plan: Make) -> None:
     plan = make_plan()
     on_demand, spot = plan.bills

@@ -72,7 +72,7 @@ def file(tmp_path: Path) -> str:
     return str(program)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_loss_becomes_a_training_step(file: str) -> None:
     job = load_job(Recipe(f"{file}:loss", train=True, batch=32, remat="none", optimizer="sgd"))
     fn, args = job.build(**job.defaults())

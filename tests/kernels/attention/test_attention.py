@@ -139,13 +139,13 @@ EVERYTHING = {
 }  # fmt: skip
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_everything_at_once(form: str) -> None:
     _check(EVERYTHING, form, ChunkConfig(4, 5) if form == "xla_chunked" else None)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form: str) -> None:
     q, k, v = _seeded(0, 1, 2, 6, 4), _seeded(1, 1, 2, 5, 4), _seeded(2, 1, 2, 5, 4)
@@ -176,7 +176,7 @@ def test_a_bias_of_minus_infinity_is_a_mask(form: str) -> None:
     assert np.isfinite(np.asarray(got[3])).all()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("empty", ["queries", "keys", "batch"])
 def test_nothing_to_attend_to(empty: str) -> None:
     b, t, s = int(empty != "batch"), 3 * (empty != "queries"), 4 * (empty != "keys")
@@ -223,7 +223,7 @@ def test_dropout_under_vmap_is_each_element_alone() -> None:
         np.testing.assert_allclose(got[element], alone, atol=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_layouts_agree() -> None:
     q, k, v = _seeded(0, 2, 4, 7, 8), _seeded(1, 2, 2, 9, 8), _seeded(2, 2, 2, 9, 8)
     out, lse = attention(q, k, v, causal=True, query_offset=2, return_lse=True)
@@ -253,7 +253,7 @@ def test_bfloat16_and_float64_keep_their_types() -> None:
         np.testing.assert_allclose(exact, naive.attention(wide, wide, wide, ok)["out"], atol=1e-14)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_memory_is_linear_at_8k_forward_and_backward() -> None:
     """The compiler's count of temporaries at 8,192 keys: under a tenth of the naive form's."""
     shape = jax.ShapeDtypeStruct((1, 2, 8192, 32), jnp.float32)

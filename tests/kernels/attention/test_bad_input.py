@@ -60,7 +60,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_in_words(name: str) -> None:
     changed, says = BAD[name]

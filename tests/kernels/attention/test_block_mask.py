@@ -11,7 +11,7 @@ import pytest
 from capibara.kernels.attention import attention, block_mask_from
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_live_blocks_and_exact_pairs() -> None:
     calls = []
 
@@ -32,7 +32,7 @@ def test_live_blocks_and_exact_pairs() -> None:
     assert calls[-1] == ((2, 1), (1, 4))  # the last block of queries is cut off by their number
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_only_the_blocks_that_position_leaves_are_evaluated() -> None:
     calls = []
 

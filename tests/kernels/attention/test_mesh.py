@@ -57,7 +57,7 @@ def _loss(run: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
     return (run(q, k, v, bias, causal=True) ** 2).sum()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("op", "kv"),
     [(OPAQUE, 4), (OPAQUE, 2), (OPAQUE, 1), (functools.partial(ATTENTION, implementation="xla_chunked"), 2)],
@@ -125,7 +125,7 @@ def test_vmap_of_the_gradient_with_a_shared_bias() -> None:
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_family_is_called_by_its_name() -> None:
     x = jnp.ones((1, 2, 4, 8))
     assert attention(x, x, x).shape == x.shape

@@ -64,7 +64,7 @@ def packed(w: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     return made
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_against_separate_projections_in_numpy(use_bias: bool, causal: bool) -> None:
@@ -75,7 +75,7 @@ def test_against_separate_projections_in_numpy(use_bias: bool, causal: bool) -> 
     assert error(got, by_hand(w, X, causal)) < LIMIT
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_it_is_two_products_with_their_bias_and_one_attention() -> None:
     params = init_multihead_attention(jax.random.key(0), WIDTH, HEADS)
     found = explain(lambda p, x: multihead_attention(p, x, HEADS), params, X).selections
@@ -115,7 +115,7 @@ def test_a_mesh_splits_whole_heads_and_moves_nothing_but_the_output() -> None:
     assert error(fn(placed, x), multihead_attention(params, X, HEADS, num_kv_heads=KV_HEADS, causal=True)) < LIMIT
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_dropout_is_a_choice_and_a_key() -> None:
     params = init_multihead_attention(jax.random.key(0), WIDTH, HEADS)
     plain = multihead_attention(params, X, HEADS)
@@ -138,7 +138,7 @@ def test_a_window_and_segments_pass_through() -> None:
     assert error(multihead_attention(params, X, HEADS, use_bias=False, window=2), plain) > 0.05
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes_are_named() -> None:
     params = init_multihead_attention(jax.random.key(0), WIDTH, HEADS)
     for call, said in (
@@ -158,7 +158,7 @@ def test_mistakes_are_named() -> None:
             call()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_keys_one_after_another() -> None:
     one, same, other = Draws(3), Draws(3), Draws(4)
     first, second = one.next(), one.next()

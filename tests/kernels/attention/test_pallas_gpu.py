@@ -221,7 +221,7 @@ LOWERED = (
 )  # fmt: skip
 
 
-@pytest.mark.newest(cases=6)
+@pytest.mark.quick(cases=6)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in _lowered(FORMS[name])

@@ -211,13 +211,13 @@ LOWERED = (
 )  # fmt: skip
 
 
-@pytest.mark.newest(cases=4)
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in _lowered(FORMS[name])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_lowers_inside_shard_map(name: str) -> None:
     """Tables and masks that all devices share beside operands that they do not, with JAX's checks on."""
@@ -307,7 +307,7 @@ def test_refusals_say_why() -> None:
         assert "Hopper" in str(refuses(call(q)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["gpt-4k", "wide-4k"])
 def test_one_chips_program_lowers(name: str) -> None:
     """As a shard of a mesh or inside shard_map it stands in custom_vmap alone, which takes no stray reference."""

@@ -208,7 +208,7 @@ def test_values_and_gradients(name: str) -> None:
     assert_close(emulated(CASES[name]), plain(CASES[name]), CASES[name].dtype)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("fused", "length_minor"), [(True, True), (False, False)])
 def test_memory_that_starts_as_nan_and_no_races(fused: bool, length_minor: bool) -> None:
     """Reads past the operands see NaN here, so tails are cleared; every access is ordered."""
@@ -258,7 +258,7 @@ ODD = {
 }
 
 
-@pytest.mark.newest(cases=4)
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("name", ODD)
 def test_lowers_for_tpu(name: str) -> None:
     sizes, params = ODD[name]

@@ -52,7 +52,7 @@ def _x(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
 
 
-@pytest.mark.newest(cases=3)
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_values(style: str, name: str) -> None:
@@ -61,7 +61,7 @@ def test_values(style: str, name: str) -> None:
     np.testing.assert_allclose(got, _exact(x, np.arange(40), style, SCALINGS[name]), atol=2e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("how", ["traced", "tables"])
 def test_position_100000_is_as_exact_as_position_1(how: str) -> None:
     positions = np.array([[0, 1, 255, 256, 65535, 65536, 99_999, 100_000]])
@@ -210,7 +210,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.newest(cases=3)
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize(
     ("name", "layout"), [*((name, "bhtd") for name in FORMS), ("offset", "bthd"), ("segments that start over", "bthd")]
 )
@@ -239,7 +239,7 @@ def test_attention_turns_queries_and_keys(name: str, layout: str) -> None:
         np.testing.assert_allclose(got, exact, atol=3e-5 * max(1.0, np.abs(exact).max()))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("tables", [False, True])
 def test_attention_at_position_100000(tables: bool) -> None:
     q, k, v = _x(1, 2, 4, 64), _x(1, 1, 6, 64) + 0.5, _x(1, 1, 6, 64)
@@ -275,7 +275,7 @@ def test_what_the_backward_pass_keeps() -> None:
     assert kept(Rope()) - kept(None) <= 2 * angles, "the angles of queries and keys, and no second copy of either"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_the_rotation_is_fused_with_what_came_before(style: str) -> None:
     shape = jax.ShapeDtypeStruct((1, 4, 256, 64), jnp.bfloat16)
@@ -353,7 +353,7 @@ def test_bad_rope_in_attention(call: Any, says: str) -> None:
         call(_x(1, 2, 5, 8))
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("transform", ["grad", "jit of grad", "vmap of grad"])
 def test_a_config_reaches_the_forward_pass_of_a_gradient(transform: str, named: bool) -> None:

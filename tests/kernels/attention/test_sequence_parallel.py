@@ -135,7 +135,7 @@ def _causal(seed: int = 0, heads: int = 4, length: int = 16) -> tuple[list[jax.A
 call_causal = functools.partial(sequence_parallel_attention, axis="seq", causal=True)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("method", "checked"), [("ring", True), ("ring", False), ("all_to_all", True)])
 def test_inside_the_callers_shard_map(method: str, checked: bool) -> None:
     qkv, wanted = _causal()
@@ -153,7 +153,7 @@ def test_inside_the_callers_shard_map(method: str, checked: bool) -> None:
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_active_mesh_is_used(kind: AxisType) -> None:
     qkv, wanted = _causal()
@@ -184,7 +184,7 @@ def test_the_kernel_by_emulation() -> None:
     np.testing.assert_allclose(made, wanted, atol=1e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_it_lowers_for_tpu_with_kernels() -> None:
     """Forward and backward, eight devices: the own block, and a loop with two cases and its last turn unrolled."""
     mesh = _mesh(1, 8)
@@ -220,7 +220,7 @@ def _sent(fn: Any, *arrays: Any) -> dict[str, int]:
     return found
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("rules", "hops", "exchanged"),
     [({}, 3, False), ({"causal": True, "balance": False}, 3, False), ({"causal": True}, 3, True),
@@ -252,7 +252,7 @@ def test_the_backward_ring_sends_gradients_along() -> None:
     assert _sent(both, qkv[0], *qkv) == {"collective-permute": 3 * 2 * k + (3 * 2 * k + 4 * 2 * k)}
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("rules", [{}, {"causal": True}, {"causal": True, "balance": False}])
 def test_nothing_of_a_step_is_kept_for_the_backward_pass(devices: int, rules: Any) -> None:
@@ -280,7 +280,7 @@ def _order_of(jaxpr: Any, names: dict[str, str]) -> str:
     return found
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_next_block_is_sent_for_before_the_product() -> None:
     mesh, qkv = _placed()
     ring = functools.partial(sequence_parallel_attention, mesh=mesh, axis="seq")
@@ -307,7 +307,7 @@ def test_blocks_ruled_out_are_not_computed() -> None:
         assert _branches(jax.make_jaxpr(ring)(*qkv).jaxpr) == wanted, rules
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_implementation_is_dispatched_and_explained() -> None:
     mesh, qkv = _placed()
     found = explain(functools.partial(call_causal, mesh=mesh), *qkv)

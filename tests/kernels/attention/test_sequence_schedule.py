@@ -24,7 +24,7 @@ RULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("order", schedules.ORDERS)
 @pytest.mark.parametrize(("causal", "window"), RULES)
 def test_the_pieces_are_the_mask(causal: bool, window: Any, order: str) -> None:
@@ -50,7 +50,7 @@ def test_the_pieces_are_the_mask(causal: bool, window: Any, order: str) -> None:
         np.testing.assert_array_equal(times, 1 if wanted is None else wanted.astype(int))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("devices", [4, 8, 32])
 def test_zigzag_gives_every_device_the_same_work_at_every_step(devices: int) -> None:
     length = 64 * devices
@@ -64,7 +64,7 @@ def test_zigzag_gives_every_device_the_same_work_at_every_step(devices: int) -> 
     assert unbalanced.max(0).sum() > 1.7 * load.max(0).sum()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_window_makes_few_steps() -> None:
     load = ring_load(1024, 8, causal=True, window=200)
     assert load.shape == (8, 3), "200 keys back of 128 a device: own, the device before, and the one before that"
@@ -111,7 +111,7 @@ def test_halves_exchanged_are_the_zigzag_order(devices: int) -> None:
     np.testing.assert_array_equal(back[1], ids)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_zigzag_and_back() -> None:
     x = np.arange(24).reshape(2, 12)
     assert isinstance(zigzag(x, 3, 1), np.ndarray)

@@ -49,7 +49,7 @@ def test_leaves_are_joined_by_type_the_last_first_up_to_the_limit() -> None:
     assert aligned.length == 40
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 def test_every_reduction_equals_the_leaf_by_leaf_one(op: str, overlap: bool) -> None:
@@ -81,7 +81,7 @@ def _program(fn: Any, **how: Any) -> str:
     return _mapped(local).lower(tree)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("fn", [bucketed_all_reduce, compressed_all_reduce])
 def test_without_overlap_each_bucket_waits_for_the_one_before(fn: Any) -> None:
     """Shown in the program: a barrier between each two of the three buckets, which the next operand hangs on."""

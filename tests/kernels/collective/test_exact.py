@@ -50,7 +50,7 @@ def of_all(calls: list[Callable[[Any], Any]], arrays: list[np.ndarray]) -> list[
     return [np.asarray(x) for x in made]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_all_reduce(form: str) -> None:
     shapes = ((), (1,), (3, 5), (8, 2))  # a scalar, odd shapes that are padded, one that divides
@@ -61,7 +61,7 @@ def test_all_reduce(form: str) -> None:
         np.testing.assert_array_equal(made, np.broadcast_to(REDUCED[op](x), x.shape))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_reduce_scatter(form: str) -> None:
     given = [("sum", (4,), 0), ("sum", (3, 12), -1), ("mean", (8, 1), 0), ("max", (3, 12), 1), ("min", (8, 1), 0)]
@@ -74,7 +74,7 @@ def test_reduce_scatter(form: str) -> None:
         np.testing.assert_array_equal(made, np.stack(np.split(REDUCED[op](x), 4, axis)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_all_gather(form: str) -> None:
     given = [((), 0, False), ((1,), 0, True), ((3, 5), 1, True), ((3, 5), -1, False), ((2, 0), 0, True)]
@@ -102,7 +102,7 @@ def test_all_to_all_and_permute() -> None:
     np.testing.assert_array_equal(few, wanted)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_over_several_axes_and_one_of_two(form: str) -> None:
     mesh = mesh_of(a=2, b=4)
@@ -130,7 +130,7 @@ def gradient(fn: Callable[[Any], Any], x: Any, weights: Any, check_vma: bool = T
     return jax.grad(lambda x: (each(fn, FOUR, check_vma)(x) * weights).sum())(x)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("form", "check_vma"), [("xla", True), ("xla", False), ("ring", True), ("ring_two_way", True), ("ring", False)]
 )
@@ -158,7 +158,7 @@ def test_gradients(form: str, check_vma: bool) -> None:
     np.testing.assert_array_equal(pulled["whole"], weights["whole"].sum(0).reshape(4, 4, 3))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_gradient_of_a_maximum_goes_to_those_that_attain_it() -> None:
     x = np.zeros((4, 3), np.float32)
     x[2, 0] = x[0, 1] = x[1, 1] = 4.0  # one device, two devices, all devices
@@ -223,7 +223,7 @@ def test_over_an_axis_that_vmap_names() -> None:
         np.testing.assert_array_equal(made, np.broadcast_to(x.sum(0), x.shape))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients_of_an_exchange_and_a_move() -> None:
     """Each is undone by its own inverse."""
     x = drawn(4, 8, 3)

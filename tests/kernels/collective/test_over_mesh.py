@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-9, 10, shape).astype(np.float32)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_rows_are_reduced_and_gathered() -> None:
     x = drawn(4, 3, 8)
     with jax.set_mesh(MESH):
@@ -43,7 +43,7 @@ def test_rows_are_reduced_and_gathered() -> None:
         np.testing.assert_array_equal(exchanged, np.stack(wanted))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_without_rows_an_array_is_the_same_everywhere() -> None:
     x = drawn(3, 8)
     for op in ("sum", "mean", "max"):
@@ -87,7 +87,7 @@ def test_on_a_mesh_with_explicit_axes() -> None:
         np.testing.assert_array_equal(jax.jit(collective.all_reduce)(x), x.sum(0))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_tree_with_and_without_rows(compress: bool) -> None:
     tree = {"rows": drawn(4, 300), "same": drawn(3), "more": drawn(4, 2, 5, seed=1)}

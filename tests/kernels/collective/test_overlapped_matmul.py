@@ -37,7 +37,7 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_all_gather_matmul(form: str) -> None:
     # One row, and odd rows, which have no equal halves; and a batch.
@@ -49,7 +49,7 @@ def test_all_gather_matmul(form: str) -> None:
         np.testing.assert_array_equal(made, np.stack([whole @ w[i] for i in range(4)]))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_matmul_reduce_scatter(form: str) -> None:
     xs, w = [drawn(4, 4, 5), drawn(4, 12, 5), drawn(4, 2, 8, 5)], drawn(4, 5, 2, seed=1)
@@ -60,7 +60,7 @@ def test_matmul_reduce_scatter(form: str) -> None:
         np.testing.assert_array_equal(made, np.stack(np.split(total, 4, axis=-2)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_gradients(name: str, form: str) -> None:

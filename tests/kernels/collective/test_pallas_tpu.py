@@ -38,7 +38,7 @@ KERNELS = [op for op in ops.OPS if "pallas_tpu" in op.implementations]
 def cases(tag: str) -> list[Any]:
     """(op, case); on the newest JAX the all-reduce alone is emulated, which is both rings, and all is lowered."""
     return [
-        pytest.param(op, c, id=f"{op.name}-{c.name}", marks=(pytest.mark.newest,) if c.name == "small_mean" else ())
+        pytest.param(op, c, id=f"{op.name}-{c.name}", marks=(pytest.mark.quick,) if c.name == "small_mean" else ())
         for op in KERNELS
         for c in op.cases
         if tag in c.tags
@@ -80,7 +80,7 @@ def test_emulated(op: Op, case: Case) -> None:
     compared(op, case, RingMatmulConfig(8, 128, 128) if "w" in op.operands else config)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_emulated_over_one_and_both_axes_of_a_mesh() -> None:
     mesh = mesh_of(a=2, b=2)
     x = np.random.default_rng(0).integers(-9, 10, (4, 16, 128)).astype(np.float32)
@@ -103,7 +103,7 @@ def test_without_word_of_a_free_slot_the_sums_race(monkeypatch: pytest.MonkeyPat
     assert races()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("op", "case"), cases("tpu"))
 def test_lowers_for_tpu(op: Op, case: Case) -> None:
     fn, args = implementation_program(op, case, "pallas_tpu", None, "TPU v4")
@@ -112,7 +112,7 @@ def test_lowers_for_tpu(op: Op, case: Case) -> None:
     assert result.custom_calls == ("tpu_custom_call",)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "other"), [("all_gather", "ring_reduce_scatter"), ("reduce_scatter", "ring_all_gather")]
 )
@@ -151,7 +151,7 @@ def test_it_says_what_it_does_not_take() -> None:
         RingMatmulConfig(block_k=64)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_rings_over_different_axes_have_different_barriers() -> None:
     """Else a neighbour on one axis that is ahead would be taken for one on another that is late."""
     mesh = ("a", "b", "c")

@@ -30,7 +30,7 @@ def _naive(x: Any, w: Any, bias: Any, state: Any) -> np.ndarray:
     return z / (1 + np.exp(-z))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu", "reference"])
 def test_against_numpy(name: str) -> None:
     with interpret("hlo"):
@@ -42,7 +42,7 @@ def test_against_numpy(name: str) -> None:
     np.testing.assert_array_equal(state, X[:, -3:])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_pieces_and_steps_equal_the_whole() -> None:
     whole, last = causal_conv1d(X, W, BIAS, activation="silu", return_final_state=True)
     first, state = causal_conv1d(X[:, :2], W, BIAS, activation="silu", return_final_state=True)
@@ -71,7 +71,7 @@ def test_the_tpu_kernel_hands_on_what_the_next_block_needs() -> None:
     np.testing.assert_allclose(blocks, causal_conv1d(x, W, implementation="reference"), atol=5e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "match"),
     [

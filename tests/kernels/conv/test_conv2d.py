@@ -47,7 +47,7 @@ EXACT = _naive(X, W)
 SHAPES = (jax.ShapeDtypeStruct((2, 14, 14, 8), "float32"), jax.ShapeDtypeStruct((3, 3, 8, 8), "float32"))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("tile", TILES)
 def test_the_transforms_are_a_convolution(tile: int) -> None:
     inputs, filters, outputs = (np.array(m, float) for m in transforms(tile))
@@ -58,7 +58,7 @@ def test_the_transforms_are_a_convolution(tile: int) -> None:
     )
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_errors_are_under_their_bounds_and_not_far_under(dtype: str) -> None:
     """Against float64 on the rounded operands. A bound a hundred times what happens would say nothing."""
@@ -76,7 +76,7 @@ def test_errors_are_under_their_bounds_and_not_far_under(dtype: str) -> None:
     assert [amplification(t) for t in TILES] == sorted(amplification(t) for t in TILES)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_sixteen_bits_by_a_tile_of_four_only_when_asked() -> None:
     x, w = (jax.ShapeDtypeStruct(s.shape, "bfloat16") for s in SHAPES)
     (chosen,) = explain(conv2d, x, w).selections
@@ -93,7 +93,7 @@ def test_sixteen_bits_by_a_tile_of_four_only_when_asked() -> None:
         assert "times the direct" not in str(explain(conv2d, *SHAPES, precision="highest"))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("window", "options", "why"),
     [
@@ -125,7 +125,7 @@ def test_a_refused_tile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "instead of winograd2" in caplog.text
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_against_numpy_with_numbers_for_pairs() -> None:
     for options, want in (
         ({"strides": 2, "padding": ((1, 1), (1, 1))}, _naive(X, W, stride=2)),
@@ -167,7 +167,7 @@ def test_the_passes_change_the_program_and_not_the_result(passes: int) -> None:
     assert _error(call(X, W), EXACT) <= winograd_error_bound(2, "float32", 24)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_the_products_lower_for_cuda(product: str) -> None:
     call = functools.partial(conv2d, implementation="winograd4", config=WinogradConfig(product), precision="highest")
@@ -184,7 +184,7 @@ def test_a_gpu_multiplies_float32_by_its_matrix_units() -> None:
     assert loose.config.product == "plain"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_gradient_keeps_to_winograd() -> None:
     """The inputs' gradient is a 3x3 convolution again, on the same tile."""
     told = explain(jax.grad(lambda x, w: conv2d(x, w, tile_size=4).sum()), *SHAPES)
@@ -215,7 +215,7 @@ def test_the_tpu_kernel_takes_the_real_layers(case: Any) -> None:
         assert CONV2D.implementations["pallas_tpu"].refusal(CONV2D.call(*case.args(), **case.params)) is None
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "match"),
     [

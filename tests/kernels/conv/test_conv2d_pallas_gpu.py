@@ -15,7 +15,7 @@ from capibara.kernels.conv import conv2d, winograd_error_bound
 from capibara.kernels.conv.conv2d.pallas_gpu import WalkConfig, winograd4_gpu
 from capibara.kernels.conv.conv2d.reference import reference
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,14 @@ def _error(got: Any) -> float:
     return float(np.abs(np.asarray(got, np.float64) - EXACT).max() / np.abs(EXACT).max())
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "fft", "direct", "reference"])
 def test_against_numpy(name: str) -> None:
     # Float32 transforms of 69 points, about six levels each way: a few tens of units at the most.
     assert _error(long_conv(X, H, implementation=name)) < 64 * 2**-24
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["fft", "direct"])
 def test_bfloat16_changes_the_products(name: str) -> None:
     error = _error(long_conv(X, H, precision="bfloat16", implementation=name))
@@ -73,7 +73,7 @@ def test_on_a_mesh(name: str) -> None:
     np.testing.assert_allclose(got, long_conv(jnp.asarray(np.asarray(x)), H, implementation="reference"), atol=1e-4)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "match"),
     [

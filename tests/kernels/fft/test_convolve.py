@@ -36,7 +36,7 @@ def _bound(length: int, precision: str) -> float:
     return 3 * tolerance_of((length,), precision)
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("batch", "taps"), [(4, 9), (3, 1), (1, 40)])
 def test_values_and_gradients(batch: int, taps: int, precision: str) -> None:
@@ -58,7 +58,7 @@ def test_values_and_gradients(batch: int, taps: int, precision: str) -> None:
     assert _error(dh, wanted_dh) < bound
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_large_signal_does_not_round_a_small_one_away(precision: str) -> None:
     """Each element of the batch to its own relative error, forward and backward."""
@@ -94,7 +94,7 @@ def test_a_nan_stays_in_its_signal() -> None:
         assert np.isfinite(np.delete(made.reshape(8, 21), 1, axis=0)).all()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_inside_shard_map_a_shared_filters_gradient_is_summed(precision: str) -> None:
     """Over the devices that have parts of the batch, which the type of its gradient must say."""

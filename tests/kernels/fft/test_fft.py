@@ -30,7 +30,7 @@ def _error(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(np.asarray(got) - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("norm", [None, "ortho", "forward"])
 @pytest.mark.parametrize("implementation", ["xla", "matmul"])
 def test_numpy_agrees_on_axis_length_and_norm(implementation: str, norm: str | None) -> None:
@@ -73,7 +73,7 @@ def test_bfloat16_is_as_exact_as_the_documents_say() -> None:
         assert 0.3 * unit < _error(fft.fft(x, precision="bfloat16"), np.fft.fft(x)) < unit
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_gradient_of_a_real_loss() -> None:
     """d/dx of |fft(x)|² weighted: against jnp.fft's own derivative, for every form."""
     x, weight = _complex(3, 10), _complex(3, 10, seed=1).real

@@ -15,7 +15,7 @@ from capibara.kernels.fft.pallas_gpu import one_pass
 from capibara.kernels.fft.rules import tolerance_of
 
 pytestmark = [
-    pytest.mark.newest,
+    pytest.mark.quick,
     pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX emulates these kernels from 0.12 on"),
 ]
 

@@ -144,7 +144,7 @@ def _error(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("n", "signals", "programs", "inverse", "kind"),
     [
@@ -186,7 +186,7 @@ def test_the_scale_is_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _error(_emulated(monkeypatch, kernel), wanted) < tolerance_of((n,), "bfloat16") / 2
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("n", "signals", "inverse"), [(1 << 14, 3, True), (1 << 17, 1, False)])
 def test_pairs(n: int, signals: int, inverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Complex numbers as they lie in memory; two parts and four in the second pass."""
@@ -203,7 +203,7 @@ def test_pairs(n: int, signals: int, inverse: bool, monkeypatch: pytest.MonkeyPa
     assert _error(_emulated(monkeypatch, kernel), wanted) < tolerance_of((n,), "bfloat16") / 2
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("n", "name"), [(1 << 16, "mosaic_gpu_long"), (1 << 16, "mosaic_gpu_pairs")])
 def test_lowers_for_hopper(n: int, name: str) -> None:
     """Layouts and copies, which nothing emulates; with pairs the kernels are called with the complex arrays."""
@@ -219,7 +219,7 @@ def test_lowers_for_hopper(n: int, name: str) -> None:
     assert all(("complex<f32>" in line) == (name == "mosaic_gpu_pairs") for line in calls)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_bfloat16_planes_are_read_and_written_as_they_are() -> None:
     plane = jax.ShapeDtypeStruct((4, 1 << 14), jnp.bfloat16)
 

@@ -70,7 +70,7 @@ def test_the_tail_of_gelu_is_exact_relative_to_itself(short: bool, allowed: floa
     np.testing.assert_allclose(np.asarray(below), right, rtol=allowed)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_the_mask_is_the_generators(name: str) -> None:
     x = 1 + jnp.abs(_normal(3, 5, 70))
@@ -83,7 +83,7 @@ def test_the_mask_is_the_generators(name: str) -> None:
     assert 0.7 < keep.mean() < 0.8  # 1050 draws: three standard deviations are 0.04
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_the_backward_pass_draws_the_same_mask_and_stores_none(name: str) -> None:
     gate, up, flow = _normal(6, 130), _normal(6, 130, seed=1), _normal(6, 130, seed=2)
@@ -102,7 +102,7 @@ def test_the_backward_pass_draws_the_same_mask_and_stores_none(name: str) -> Non
     np.testing.assert_allclose(d_up, right[1], atol=2e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
@@ -134,7 +134,7 @@ def test_the_mask_does_not_depend_on_the_mesh(name: str, spec: P) -> None:
     np.testing.assert_allclose(d_split, d_whole, atol=1e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_each_element_of_vmap_drops_what_it_would_alone(name: str) -> None:
     x, keys = _normal(2, 2, 3, 40), jax.random.split(KEY, 4).reshape(2, 2)

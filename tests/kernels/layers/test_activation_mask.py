@@ -18,7 +18,7 @@ def bits() -> np.ndarray:
     return np.asarray(prng.pair_bits(prng.row_keys(jnp.asarray(SEED), rows), columns))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_pair_shares_the_halves_of_one_hash(bits: np.ndarray) -> None:
     rows, pairs = jnp.arange(ROWS, dtype=jnp.uint32)[:, None], jnp.arange(COLUMNS // 2, dtype=jnp.uint32)
     words = np.asarray(prng.random_bits(prng.row_keys(jnp.asarray(SEED), rows), pairs))
@@ -26,7 +26,7 @@ def test_a_pair_shares_the_halves_of_one_hash(bits: np.ndarray) -> None:
     np.testing.assert_array_equal(bits[:, 1::2], words >> 16)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_signed_words_and_parts_that_begin_inside_a_pair_agree(bits: np.ndarray) -> None:
     rows, columns = jnp.arange(7, 40, dtype=jnp.int32)[:, None], jnp.arange(33, 100, dtype=jnp.int32)
     signed = prng.pair_bits(prng.row_keys(jnp.asarray(SEED), rows), columns)
@@ -37,7 +37,7 @@ def test_signed_words_and_parts_that_begin_inside_a_pair_agree(bits: np.ndarray)
         np.testing.assert_array_equal(mask, bits[7:40, 33:100] >= round(rate * 65536))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("rate", [2**-18, 0.1, 0.5, 0.9999999])
 def test_the_mask_in_fewer_operations_is_the_same(rate: float) -> None:
     """Hashes at the thresholds too, where an order or a half mistaken for another would show."""

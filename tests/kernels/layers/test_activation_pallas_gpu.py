@@ -25,7 +25,7 @@ from capibara.kernels.op import Case, Op
 NONE: frozenset[str] = frozenset()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_slopes_against_float64(kind: str) -> None:
     x = np.concatenate([np.linspace(-12, 12, 4001), [0.0, -0.0, 1e-30, -80.0, 80.0, 1e30]])
@@ -46,7 +46,7 @@ def test_the_polynomial_of_gelu_adds_little_to_the_error_of_tanh() -> None:
     assert np.abs(share - right)[x != 0].max() < 2e-5 < TANH_ERROR / 2 / 10
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("case", "config"),
     [
@@ -78,7 +78,7 @@ def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: Strea
     right(ACTIVATION_GRAD, mosaic_gpu_grad, grad_case(case))
 
 
-@pytest.mark.newest(cases=3)
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_config_lowers_for_cuda(kind: str) -> None:
     x, seed = jax.ShapeDtypeStruct((600, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.uint32)

@@ -50,7 +50,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(("given", "plain"), FORMS, ids=lambda form: "-".join(form) or "plain")
 @pytest.mark.parametrize("gradient", ["recompute", "in_forward"])
 def test_loss_and_gradients_against_logits_in_memory(given: Any, plain: Any, gradient: str) -> None:
@@ -117,7 +117,7 @@ def test_a_label_outside_of_the_vocabulary(label: int) -> None:
         np.testing.assert_array_equal(np.isnan(d_hidden).all(-1), [False, False, False, True, False])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("block", [7, 1000])
 def test_any_block_gives_the_same(block: int) -> None:
     """Chunks that do not divide the vocabulary, and larger than it: the op's outputs and its gradients."""
@@ -156,7 +156,7 @@ def test_the_default_chunk() -> None:
     assert chunk_tokens(5, 8, 100, 4, None) == 5
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("tokens", "columns"), [(P("data", "model"), None), (P("data"), "model"), (P(), "data")])
 def test_tokens_and_vocabulary_are_split_over_a_mesh(tokens: P, columns: str | None) -> None:
     transpose = columns == "data"
@@ -181,7 +181,7 @@ def test_tokens_and_vocabulary_are_split_over_a_mesh(tokens: P, columns: str | N
     assert "all-gather" not in jitted.lower(*placed).compile().as_text()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("tokens", "columns"), [(P("data", "model"), None), (P("data"), "model")])
 def test_in_forward_on_a_mesh(tokens: P, columns: str | None) -> None:
     """By blocks of five of a device's twelve or 24 tokens, against all columns or its half of them."""
@@ -206,7 +206,7 @@ def test_in_forward_on_a_mesh(tokens: P, columns: str | None) -> None:
     assert "all-gather" not in fn.lower(*placed).compile().as_text()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("gradient", ["recompute", "in_forward"])
 @pytest.mark.parametrize("entered", [False, True])
 def test_a_mesh_with_explicit_axes(gradient: str, entered: bool) -> None:
@@ -266,7 +266,7 @@ def test_in_forward_makes_a_gradient_only_where_one_is_asked_for() -> None:
     assert "cross_entropy_grad" not in [s.call.op.name for s in seen]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("gradient", "block"), [("recompute", 24), ("in_forward", 1)])
 def test_inside_a_checked_shard_map(gradient: str, block: int) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:8])
@@ -283,7 +283,7 @@ def test_inside_a_checked_shard_map(gradient: str, block: int) -> None:
         np.testing.assert_allclose(mine, theirs, atol=5e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients_by_example() -> None:
     """vmap of grad gives each example its own gradient of weights that they share."""
     hidden, weights, labels = _draw((3, 5), 8, 40)

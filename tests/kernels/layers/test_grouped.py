@@ -61,7 +61,7 @@ def _naive_weights(lhs: Any, d_out: Any, sizes: Any) -> np.ndarray:
     return np.stack([left[start:end].T @ right[start:end] for start, end in _ranges(sizes)])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_against_numpy(form: Any) -> None:
     """Products and both gradients, with rows that no group has where the sizes leave some."""
@@ -119,7 +119,7 @@ def test_a_weight_of_nan_spoils_its_own_group_alone(form: Any) -> None:
     np.testing.assert_array_equal(np.isnan(np.asarray(out)).any(1), [False] * 5 + [True] * 7 + [False] * 4)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "sigmoid"])
 def test_activations(activation: str) -> None:
     lhs, gate, up = _normal(9, 8), _normal(2, 8, 24, seed=1), _normal(2, 8, 24, seed=2)
@@ -180,7 +180,7 @@ def test_the_gradient_of_a_gated_product_keeps_its_products_in_the_operands_type
     assert all(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(pull))
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 @pytest.mark.parametrize("shared", ["weights", "sizes", "nothing"])
 def test_vmap_with_a_rest(name: str, shared: str) -> None:
@@ -206,7 +206,7 @@ def test_vmap_with_a_rest(name: str, shared: str) -> None:
         np.testing.assert_allclose(mine, right, atol=2e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_a_gated_product_and_its_gradient_on_a_mesh(name: str) -> None:
     """K split in the first product, whose sums must be whole before the activation; F split in both."""
@@ -393,7 +393,7 @@ def test_what_is_chosen_and_what_is_refused() -> None:
     assert explain(grouped_gemm, lhs, rhs, sizes).selections[0].config == LoopConfig(64)  # half of an even group
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_xla_has_its_own_program_on_a_tpu_and_a_loop_on_a_gpu(op: Any) -> None:
     case = op.case("hopper-back")

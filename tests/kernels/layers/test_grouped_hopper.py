@@ -338,7 +338,7 @@ LOWERED = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("form", LOWERED)
 def test_lowers_for_cuda(form: str) -> None:
     fn, *shapes = LOWERED[form]
@@ -348,7 +348,7 @@ def test_lowers_for_cuda(form: str) -> None:
     assert "mosaic_gpu" in made.mlir_module()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients_inside_shard_map_keep_their_axes() -> None:
     """One device is a mesh too: what varies over its axis must still do so when it leaves a kernel."""
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -85,7 +85,7 @@ def test_a_gpu_compares_instead_of_searching() -> None:
     jax.tree.map(np.testing.assert_array_equal, *made)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_combine_undoes_dispatch_and_nothing_scatters_rows() -> None:
     x, logits = _normal(24, 6), _normal(24, 5, seed=1)
     routing = route(logits, top_k=3)
@@ -147,7 +147,7 @@ def test_buffers_keep_the_first_or_the_heaviest(keep: str) -> None:
 OPTIONS: list[dict[str, Any]] = [{"gate": "sigmoid", "scale": 2.5}, {"normalize": False, "activation": "gelu"}]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_layer_against_every_expert_on_every_token(options: dict[str, Any]) -> None:
     params, x, flow = _params(), _normal(20, WIDTH), _normal(20, WIDTH, seed=1)
@@ -198,7 +198,7 @@ def test_jitter_moves_the_choice() -> None:
     assert not np.allclose(strong[0], slight[0])
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_bfloat16_and_vmap() -> None:
     params, x = _params(), _normal(2, 12, WIDTH)
     exact = _layer(params, x, top_k=2)[0]

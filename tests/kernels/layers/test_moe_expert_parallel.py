@@ -36,7 +36,7 @@ def _close(got: Any, wanted: Any) -> None:
         np.testing.assert_allclose(mine, right, atol=5e-6 * max(float(jnp.abs(right).max()), 1e-30))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("axes", "token_axes", "skewed"), [({"expert": 8}, (), False), ({"data": 2, "expert": 4}, ("data",), True)]
 )
@@ -66,7 +66,7 @@ def test_an_axis_that_is_not_named_holds_copies() -> None:
     _close(got, jax.jit(lambda x: moe_layer(PARAMS, x, activation="relu", **OPTIONS)[0])(x))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_sharded_arrays_stay_where_they_are() -> None:
     mesh = _mesh(expert=8)
     split = NamedSharding(mesh, P("expert"))

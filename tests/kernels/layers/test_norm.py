@@ -33,7 +33,7 @@ def _naive(x: Any, scale: Any = 1.0, bias: Any = 0.0, *, eps: float, centre: boo
     return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * np.asarray(scale) + np.asarray(bias)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_against_numpy(name: str) -> None:
     x, scale, bias, residual = _normal(6, 40), _normal(40, seed=1), _normal(40, seed=2), _normal(6, 40, seed=3)
@@ -121,7 +121,7 @@ def test_second_derivatives(name: str, kind: str) -> None:
             np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_gradients_by_example(name: str) -> None:
     """vmap of grad gives each example its own dscale and dbias, for a scale that they share; also nested."""
@@ -142,7 +142,7 @@ def test_gradients_by_example(name: str) -> None:
         np.testing.assert_allclose(mine, right, atol=1e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_dscale_is_summed_over_the_rows_of_all_devices(name: str) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:8])
@@ -265,7 +265,7 @@ def test_a_traced_number_is_refused(name: str) -> None:
         jax.jit(lambda number: rms_norm(jnp.ones((2, 4)), jnp.ones(4), **{name: number}))(1e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_rows_of_any_size(norm: Any, name: str) -> None:

@@ -22,7 +22,7 @@ def in_context(*args: object, **kwargs: object) -> jax.Array:
         return cjax.nn.standardize(*args, **kwargs)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_inside_a_context_it_is_dispatched() -> None:
     def call(x: jax.Array) -> jax.Array:
         return in_context(x, axis=-1, epsilon=1e-3)

@@ -16,7 +16,7 @@ from capibara.kernels.layers.norm.pallas_gpu_grad import mosaic_gpu_grad
 from capibara.kernels.layers.norm.pallas_gpu_ring import RingConfig
 from capibara.kernels.op import Case, Op
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.quick
 
 
 def _large(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:

@@ -47,7 +47,7 @@ def _naive(
     return np.array(weights), np.array(indices)
 
 
-@pytest.mark.newest(cases=3)
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("gate", "normalize"), [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False),
@@ -120,7 +120,7 @@ def test_weights_are_float32_and_bfloat16_logits_are_not_rounded_again() -> None
     np.testing.assert_array_equal(made.weights, route(logits.astype("float32"), top_k=2).weights)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("params", [{}, {"normalize": False}, {"gate": "sigmoid"}], ids=str)
 def test_second_derivatives(params: dict[str, Any]) -> None:
     logits, direction = _normal(3, 7), _normal(3, 7, seed=1)

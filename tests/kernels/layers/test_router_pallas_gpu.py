@@ -16,7 +16,7 @@ from capibara.kernels.check import check_output, expected
 from capibara.kernels.layers.router.api import ROUTE
 from capibara.kernels.layers.router.pallas_gpu import RowsConfig, mosaic_gpu
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.quick
 emulates = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX emulates these kernels from 0.12 on")
 
 

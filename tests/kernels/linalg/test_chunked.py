@@ -37,7 +37,7 @@ def loops(fn: Any, *args: Any) -> list[int]:
     return [int(line.split("length=")[1]) for line in text.splitlines() if "length=" in line]
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(("chunk", "whole"), [(64, [4]), (100, [3]), (1, [300]), (299, [1]), (300, []), (5000, [])])
 def test_blocks_are_a_loop_that_adds_up_in_float32(chunk: int, whole: list[int]) -> None:
     assert loops(lambda a, b: gemm_chunked(a, b, chunk), A, B) == whole
@@ -73,7 +73,7 @@ def test_everything_gemm_takes() -> None:
     assert gemm_chunked(A, B.T, 64, transpose_b=True, out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients_vmap_and_shard_map() -> None:
     def loss(product: Any) -> Any:
         return lambda a, b: jnp.sum(jnp.sin(product(a, b)))
@@ -89,7 +89,7 @@ def test_gradients_vmap_and_shard_map() -> None:
     assert error(jax.jit(split)(A, B)) < FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("chunk", "block"), [(128, 128), (256, 256), (1024, 1024), (300, 256), (7, 128)])
 def test_on_a_tpu_it_is_the_kernels_block(chunk: int, block: int) -> None:
     x = jax.ShapeDtypeStruct((2048, 2048), "bfloat16")
@@ -131,7 +131,7 @@ def test_the_kernel_itself_is_right_with_that_block() -> None:
         assert error(gemm_chunked(A, B, 200, implementation="pallas_tpu", precision="highest")) < FLOAT32
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_square_tiles() -> None:
     x = jax.ShapeDtypeStruct((512, 512), "float32")
     with target("tpu", "TPU v4"):
@@ -166,7 +166,7 @@ def test_a_tile_that_does_not_fit_says_so() -> None:
         explain(lambda a, b: gemm_tiled(a, b, 4096), x, x)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes_are_gemms_own() -> None:
     with pytest.raises(ValueError, match="contracted axes"):
         gemm_chunked(A, A, 64)

@@ -70,7 +70,7 @@ EQUATIONS: list[tuple[str, Shapes, int]] = [
 ]
 
 
-@pytest.mark.newest(cases=5)
+@pytest.mark.quick(cases=5)
 @pytest.mark.parametrize(("equation", "shapes", "products"), EQUATIONS)
 def test_an_equation_is_einsum(equation: str, shapes: Shapes, products: int) -> None:
     operands = draw(shapes)
@@ -137,7 +137,7 @@ def test_the_order_changes_the_work() -> None:
     assert (best.flops, in_turn.flops) == (800.0, 60_000.0)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("equation", "shapes", "flags"),
     [
@@ -199,7 +199,7 @@ def chain(limit: int | None) -> Any:
     return lambda *x: contract(CHAIN, *x, optimize=False, **options)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("limit", [WHOLE // 2, WHOLE // 10 + 1, 2000])
 def test_chunks_give_the_same_result_and_gradient(limit: int) -> None:
     operands = draw(CHAIN_SHAPES)
@@ -217,7 +217,7 @@ def temporary(fn: Any, operands: list[jax.Array]) -> int:
     return int(jax.jit(fn).lower(*operands).compile().memory_analysis().temp_size_in_bytes)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_chunks_bound_the_compiled_memory() -> None:
     """The compiler's own count: the whole intermediate without a limit, about the limit with one."""
     operands = draw(CHAIN_SHAPES)
@@ -303,7 +303,7 @@ def test_a_mistake_is_named(equation: str, shapes: Shapes, options: dict[str, An
         contract(equation, *draw(shapes), **options)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_report_is_what_runs() -> None:
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in CHAIN_SHAPES]
     report = path_report(CHAIN, *shapes, optimize=False, memory_efficient=True, memory_limit_bytes=WHOLE // 4)

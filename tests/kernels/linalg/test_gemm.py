@@ -56,7 +56,7 @@ def test_the_tpu_kernel_at_any_size(m: int, k: int, n: int, dtype: str) -> None:
     _close(got, _float64(a, b), k)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("a_lead", "b_lead"),
     [((), ()), ((3,), ()), ((3,), (3,)), ((2, 3), ()), ((2, 3), (2, 3)), ((), (4,)), ((2, 1), (3,))],
@@ -74,7 +74,7 @@ def test_leading_axes_with_a_transposed_left_operand() -> None:
     _close(gemm(a, b, transpose_a=True), _float64(a.mT, b), 8)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_epilogue_is_activation_of_product_and_bias_then_residual() -> None:
     a, b, bias, residual = _normal(0, 6, 16), _normal(1, 16, 9), _normal(2, 9), _normal(3, 6, 9)
     z = a @ b + bias
@@ -104,7 +104,7 @@ def test_fp8_rounds_the_inputs_further_than_bfloat16() -> None:
     assert mixed < np.abs(np.asarray(low) - exact).max() < 0.2 * np.abs(exact).max()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_under_jit_nothing_is_added() -> None:
     """The traced program of a plain product is one dot_general and nothing else."""
     x = _normal(0, 16, 16)
@@ -142,7 +142,7 @@ def test_nan_stays_in_its_row() -> None:
 # Bad input: the rule, what arrived, the fix.
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("a", "b", "extra", "said"),
     [
@@ -158,7 +158,7 @@ def test_shapes_that_do_not_fit(a: tuple, b: tuple, extra: dict, said: str) -> N
         gemm(jnp.ones(a), jnp.ones(b), **{name: jnp.ones(shape) for name, shape in extra.items()})
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_names_that_do_not_exist_list_the_choices() -> None:
     x = jnp.ones((4, 4))
     with pytest.raises(UnknownNameError, match=r"implementation of gemm 'pallas_tpx'.*Did you mean 'pallas_tpu'"):
@@ -193,7 +193,7 @@ def test_a_config_of_another_implementation() -> None:
         TileConfig(100, 128, 128)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_explain_says_what_runs_and_why_not_the_others() -> None:
     x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
     told = explain(gemm, x, x)

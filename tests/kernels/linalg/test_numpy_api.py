@@ -98,7 +98,7 @@ EQUATIONS = [
 ]
 
 
-@pytest.mark.newest(cases=4)
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in EQUATIONS])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_einsum_is_jnps(equation: str, shapes: list[tuple[int, ...]], dtype: str) -> None:
@@ -114,7 +114,7 @@ def test_einsum_is_jnps(equation: str, shapes: list[tuple[int, ...]], dtype: str
         close(got, exact, 5 * len(operands) ** 2)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("a", "b"),
     [((8, 4), (4, 6)), ((4,), (4, 6)), ((8, 4), (4,)), ((2, 3, 8, 4), (3, 4, 6)), ((5, 8, 4), (4, 6))],
@@ -180,7 +180,7 @@ def test_what_is_not_gemms_is_jnps_own_call() -> None:
         assert numpy_api.einsum(lambda *a, **k: "jnp's", *args, **kwargs) == "jnp's", args
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_mistake_is_told_in_jnps_words() -> None:
     a, b = draw(0, (3, 4)), draw(1, (5, 6))
     for mine, theirs, args in [
@@ -242,7 +242,7 @@ def test_in_double_precision() -> None:
         np.testing.assert_allclose(got, np.asarray(a) @ np.asarray(b), rtol=1e-14)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradients_and_vmap() -> None:
     a, b = draw(0, (2, 3, 4)), draw(1, (2, 4, 5))
 
@@ -256,7 +256,7 @@ def test_gradients_and_vmap() -> None:
     np.testing.assert_allclose(mapped, jnp.matmul(a, b[0]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_axes_split_over_a_mesh_are_not_moved() -> None:
     """Batch over one mesh axis, heads over the other, as in attention: no device talks to another."""
     mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 4), ("data", "model"))

@@ -48,7 +48,7 @@ def assert_orthonormal(u: np.ndarray, vh: np.ndarray, dtype: str = "float32") ->
 EXACT = [(30, 20), (90, 20), (20, 90), (1, 9), (2, 2, 24, 21)]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", EXACT, ids=str)
 def test_exact_is_numpys(shape: tuple[int, ...]) -> None:
     a = RNG.normal(size=shape)
@@ -77,7 +77,7 @@ def test_types(dtype: str) -> None:
     assert np.abs(s / want - 1).max() < 100 * 0.9**110
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("spectrum", [SLOW, FAST], ids=["slow", "fast"])
 @pytest.mark.parametrize(("shape", "core"), [(SHAPE, "xla"), (SHAPE, "jacobi"), ((60, 121), "xla")], ids=str)
 def test_a_sketch_comes_near_the_best(shape: tuple[int, int], core: str, spectrum: Any) -> None:
@@ -180,7 +180,7 @@ def test_elements_at_the_ends_of_float32(largest: float) -> None:
     np.testing.assert_allclose(found, np.float32([largest, largest, 0]), rtol=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_batch_is_decomposed_one_by_one() -> None:
     a = jnp.asarray(np.stack([with_spectrum(*SHAPE, FAST, seed) for seed in range(4)]), jnp.float32)
     together = jax.jit(jax.vmap(lambda x: fast_svd(x, rank=RANK)))(a.reshape(2, 2, *SHAPE))
@@ -191,7 +191,7 @@ def test_a_batch_is_decomposed_one_by_one() -> None:
             np.testing.assert_allclose(other[divmod(i, 2)], one, atol=20 * rounding(*SHAPE))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_same_bits_twice() -> None:
     a = jnp.asarray(with_spectrum(*SHAPE, FAST), jnp.float32)
     for one, other in zip(fast_svd(a, rank=RANK), fast_svd(a, rank=RANK), strict=True):
@@ -216,7 +216,7 @@ def test_nan_in_nan_out(bad: float) -> None:
     assert bool(jnp.all(jnp.isnan(fast_svd(jnp.ones((90, 20)).at[3, 4].set(bad), compute_uv=False))))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_mistakes() -> None:
     a = jnp.ones((8, 6))
     for keywords, match in [
@@ -247,7 +247,7 @@ def test_mistakes() -> None:
         fast_svd(a.astype(jnp.int32))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_plan_says_what_and_why() -> None:
     a = jax.ShapeDtypeStruct((4096, 1024), "float32")
     made = svd_plan(a, rank=64)

@@ -75,7 +75,7 @@ def test_the_part_that_was_left_out_matters() -> None:
     assert np.linalg.norm(kept - whole) > 0.1 * np.linalg.norm(whole)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("keywords", [{}, {"rank": 3}], ids=str)
 def test_gradient_of_the_values_alone(keywords: dict[str, Any]) -> None:
     a = jnp.asarray(matrix(40, 30), jnp.float32)

@@ -51,7 +51,7 @@ def test_sharded_by_the_partitioner(split: str) -> None:
     assert found[0 if split == "rows" else 2].sharding.is_equivalent_to(placed, 2)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("keywords", [{"rank": RANK}, {"rank": RANK, "core": "jacobi"}, {}], ids=str)
 def test_rows_over_an_axis_of_shard_map(keywords: dict[str, Any]) -> None:
     """What is checked by name: values are replicated (check_vma), nothing is gathered, and the gradient is right."""
@@ -92,7 +92,7 @@ def test_gradient_inside_shard_map() -> None:
     assert np.linalg.norm(got - want) < 25 * 4 * (M + N) ** 0.5 * 2.0**-24 * np.linalg.norm(want)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_wide_matrix_over_an_axis_is_refused_by_exact() -> None:
     mapped = jax.shard_map(
         lambda x: fast_svd(x, axis_name="rows", compute_uv=False), mesh=mesh(), in_specs=P("rows", None), out_specs=P()

@@ -76,7 +76,7 @@ def test_rotations_decompose(what: str) -> None:
     assert int(_rotated(jnp.asarray(a, jnp.float32))[2]) < MAX_SWEEPS  # it ended because it was done
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("n", [1, 2])
 def test_rotations_of_the_smallest(n: int) -> None:
     a = RNG.normal(size=(n, n))

@@ -89,7 +89,7 @@ def agree(got: Any, want: Any, scale: float = 1.0) -> None:
         assert np.linalg.norm(one - other) <= scale * 8 * T * 2.0**-24 * max(1.0, float(np.linalg.norm(other)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients_are_lax_scans(name: str) -> None:
     made, path, options = CALLS[name]
@@ -113,7 +113,7 @@ def test_values_and_gradients_are_lax_scans(name: str) -> None:
     agree(slopes, want_slopes, scale=8)  # sums of as many terms again, in the backward pass
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_short_scans_and_what_they_start_from() -> None:
     step, init = gated(W)
     for steps in (0, 1, 2):
@@ -161,7 +161,7 @@ def test_views_of_the_carry() -> None:
         agree(got, want)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_bfloat16_carries_have_a_float32_state() -> None:
     def step(h: Any, x: Any) -> Any:
         return jnp.bfloat16(0.75) * h + x, h
@@ -192,7 +192,7 @@ def test_vmap_of_a_scan() -> None:
     agree(got, want, scale=2)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_inside_shard_map() -> None:
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
     xs = normal(T, 2, 3, 4)
@@ -322,7 +322,7 @@ RESETS = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("path", ["diagonal", "matrix"])
 @pytest.mark.parametrize("name", RESETS)
 def test_what_is_not_finite_is_lax_scans(name: str, path: str) -> None:
@@ -391,7 +391,7 @@ def test_forward_mode_of_a_checked_scan() -> None:
     agree(got, want)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_matrices_and_resets_inside_shard_map() -> None:
     """With its check of what varies over the mesh, also where a device alone has what is not finite."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))

@@ -38,7 +38,7 @@ SEQUENTIAL = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_what_keeps_a_scan_sequential(name: str) -> None:
     made, primitive, said = SEQUENTIAL[name]
@@ -64,7 +64,7 @@ DIAGONAL = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_what_is_diagonal(name: str) -> None:
     def step(h: Any, x: Any) -> Any:
@@ -76,7 +76,7 @@ def test_what_is_diagonal(name: str) -> None:
     assert plan.rounds == ((0,),)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_words_and_the_data() -> None:
     def step(h: Any, x: Any) -> Any:
         return 0.9 * h + x, h

@@ -29,7 +29,7 @@ def other_way(u: Any, v: Any) -> Any:
     return {"b": v["b"] + u["b"] * v["decay"], "decay": v["decay"] * u["decay"]}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_linear_recurrence_goes_through_dispatch(reverse: bool) -> None:
     for fn, elems, axis in ((recurrence, (A, B), 1), (other_way, {"b": B, "decay": A}, 2 if reverse else -1)):

@@ -48,7 +48,7 @@ def _loop(a: Any, b: Any, initial: Any = None, *, axis: int = 1, reverse: bool =
 FEW_STEPS = 4e-6  # six steps or fewer in float32: two roundings of 2^-24 each, of numbers up to about 5
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_against_numpy(name: str, reverse: bool) -> None:
@@ -320,7 +320,7 @@ def _extremes() -> tuple[Any, Any, Any]:
     return tuple(jnp.asarray(x, "float32") for x in (a, b, initial))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("name", "config"), [("xla", ChunkConfig(8, True)), ("pallas_tpu", BlockConfig(64, 8, 16))])
 def test_decays_that_grow_and_states_that_are_not_finite(name: str, config: Any, reverse: bool) -> None:
@@ -356,7 +356,7 @@ def test_the_first_step_of_a_backward_scan_is_the_last_row_of_a_chunk() -> None:
     np.testing.assert_allclose(da, wanted, atol=24 * 2 * 2**-24 * 10)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("segments", [1, 4])
 def test_the_hopper_kernels_inside_a_checked_shard_map(segments: int) -> None:
     """From an initial state, and where time is cut; forwards and backwards, as far as they are traced."""

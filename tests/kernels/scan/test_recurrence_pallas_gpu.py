@@ -18,7 +18,7 @@ from capibara.kernels.scan.recurrence.pallas_gpu_grad import mosaic_gpu_grad
 from capibara.kernels.scan.recurrence.pallas_gpu_ring import TileConfig
 from capibara.kernels.scan.recurrence.reference import reference, reference_grad
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.quick
 
 EMULATED = [
     # More tiles than the ring holds; a short tile, which is last or, backwards, first; one step; segments of time.

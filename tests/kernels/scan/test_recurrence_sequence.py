@@ -28,7 +28,7 @@ def _operands(batch: int, steps: int, channels: int, dtype: Any = "float32") -> 
     return jnp.asarray(a, dtype), jnp.asarray(b, dtype), jnp.asarray(initial, "float32")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("devices", "steps", "reverse"), [(8, 16, False), (5, 14, True), (3, 9, False)])
 def test_whole_arrays_over_a_mesh(devices: int, steps: int, reverse: bool) -> None:
     """Any number of devices, any number of steps; values and every gradient."""

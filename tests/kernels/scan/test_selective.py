@@ -40,7 +40,7 @@ def _naive(given: dict[str, Any], *, softplus: bool) -> tuple[np.ndarray, np.nda
     return y, h
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("softplus", [True, False])
 def test_against_numpy(softplus: bool) -> None:
     given = _operands() if softplus else {**_operands(), "dt_bias": jnp.zeros(3)}
@@ -53,7 +53,7 @@ def test_against_numpy(softplus: bool) -> None:
     np.testing.assert_allclose(last, wanted_last, atol=2e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_decoding_goes_on_where_the_prefill_ended() -> None:
     """prefill(T) is prefill(T - k) and k steps, and is prefill(T - k) and a scan of k from its state."""
     given, ahead = _operands(time=40), 4

@@ -117,7 +117,7 @@ def test_vmem_is_counted_block_by_block() -> None:
     assert pallas_tpu_grad.block_bytes(states=16, channels=256) == found
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CHIPS)
 def test_dispatch_takes_the_kernel_forward_and_backward(name: str) -> None:
     shapes = make_case("own", 2, 64, 256, 16, NONE, **ALL).args()

@@ -30,7 +30,7 @@ CASES = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX emulates these kernels from 0.12 on")
 @pytest.mark.parametrize(("case", "config"), CASES, ids=lambda given: getattr(given, "name", ""))
 def test_emulated(case: Case, config: TimeConfig) -> None:
@@ -65,7 +65,7 @@ GRAD_CASES = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("case", "config"), GRAD_CASES, ids=lambda given: getattr(given, "name", ""))
 def test_gradient_emulated(
     case: Case, config: ChunkConfig, emulated_hopper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

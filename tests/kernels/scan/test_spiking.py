@@ -37,7 +37,7 @@ def loop(current: Any, decay: Any, threshold: float, reset: str, start: Any) -> 
     return np.stack(spikes, 1), np.stack(membrane, 1), v
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("reset", ["subtract", "zero", "none"])
 def test_spikes_are_the_loops(reset: str) -> None:
     want = loop(CURRENT, DECAY, 0.7, reset, START)
@@ -54,7 +54,7 @@ def test_spikes_are_the_loops(reset: str) -> None:
     assert lif_neurons(CURRENT.astype(jnp.bfloat16), decay=0.5, reset=reset).dtype == jnp.bfloat16
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("surrogate", FORMULAS)
 def test_the_gradient_is_the_surrogates(surrogate: str) -> None:
     usual = {"fast_sigmoid": 25.0, "atan": 2.0, "triangle": 1.0}[surrogate]

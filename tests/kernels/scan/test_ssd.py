@@ -44,7 +44,7 @@ def _naive(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return y, h
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("chunk", [None, 4, 1])
 def test_against_numpy(chunk: int | None) -> None:
     given = _operands()
@@ -66,7 +66,7 @@ def test_chunk_is_what_a_product_takes() -> None:
     assert ",8,8]" not in scores(4)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_decoding_goes_on_where_the_prefill_ended() -> None:
     """prefill(T) is prefill(T - k) and k steps."""
     given, ahead = _operands(time=20), 3
@@ -145,7 +145,7 @@ def _attention(time: int, channels: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("channels", [False, True])
 def test_gated_linear_attention_is_a_weighted_sum_of_values(channels: bool) -> None:
     """y_i = scale · Σ_j≤i Σ_d q_id k_jd exp(Σ_j<t≤i log_decay_td) v_j, pair by pair in float64."""
@@ -192,7 +192,7 @@ def _by_steps(given: dict[str, Any]) -> np.ndarray:
     return y
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("reset", [-1e3, -1e6, -1e9, -np.inf])
 def test_what_follows_a_reset_is_exact(reset: float, channels: bool) -> None:

@@ -21,7 +21,7 @@ from capibara.kernels.scan.ssd.cases import ALL, grad_case, make_case
 NONE: frozenset[str] = frozenset()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "case",
     [
@@ -72,7 +72,7 @@ def test_a_mesh_splits_batch_and_heads(groups: int) -> None:
     assert "all-reduce" in text
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu", "reference"])
 def test_a_mesh_of_explicit_axes(name: str) -> None:
     """Layouts are types there: of heads in groups, of both kinds of chunks, and of a kernel's operands."""

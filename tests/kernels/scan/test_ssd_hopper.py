@@ -38,7 +38,7 @@ CASES = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("case", "config"), CASES, ids=lambda given: getattr(given, "name", ""))
 def test_emulated(case: Case, config: ChunksConfig) -> None:
     arrays = case.arrays()
@@ -59,7 +59,7 @@ GRAD_CASES = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("case", "config"), GRAD_CASES, ids=lambda given: getattr(given, "name", ""))
 def test_gradient_emulated(case: Case, config: GradConfig) -> None:
     case = grad_case(case)
@@ -71,7 +71,7 @@ def test_gradient_emulated(case: Case, config: GradConfig) -> None:
     assert result.ok, result.why
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gradient_lowers_on_explicit_axes() -> None:
     """A kernel is traced with one device's shapes: with a sharded type its references could not be indexed."""
     case = grad_case(make_case("mesh", 2, 70, 4, 64, 2, 64, NONE, **ALL))

@@ -26,7 +26,7 @@ def _spread() -> tuple[np.ndarray, np.ndarray]:
     return _normal(1, DISTINCT, 8)[which], np.array([list(which).index(kind) for kind in which])
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [7, 300])
 @pytest.mark.parametrize("most_compared", [0, 1 << 22])

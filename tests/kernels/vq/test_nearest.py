@@ -86,7 +86,7 @@ def test_the_true_nearest_by_the_tpu_kernel(name: str) -> None:
     assert (chosen - least <= (16 + 4) * 2.0**-24 * scale).all()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("implementation", ["xla", "reference", "pallas_tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_codes_whose_squares_vanish(dtype: str, implementation: str) -> None:
@@ -164,7 +164,7 @@ def test_sums_by_a_product_with_ones_are_exact(dtype: str) -> None:
         np.testing.assert_allclose(statistics.statistics(x, at, 7, jnp.float32)[1], right, atol=13 * 16 * 2.0**-24)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("layout", [("data", None), (None, "model"), ("data", "model")])
 def test_statistics_on_a_mesh(layout: tuple[str | None, str | None]) -> None:
     """Rows split, codes split, both: a broken row and a tie between codes of two devices among them."""

@@ -30,7 +30,7 @@ from capibara.kernels.vq.nearest.api import NEAREST_CODE
 from capibara.kernels.vq.nearest.pallas_gpu_search import SearchConfig
 
 pytestmark = [
-    pytest.mark.newest,
+    pytest.mark.quick,
     pytest.mark.filterwarnings("ignore:invalid value encountered in cast"),  # the emulator marks integers as NaN
 ]
 

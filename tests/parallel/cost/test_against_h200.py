@@ -13,7 +13,7 @@ from capibara.parallel.mesh import MeshConfig
 from capibara.parallel.program import spread
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_step_of_a_decoder_of_a_billion() -> None:
     """Measured 2026-11-15: python examples/plan/llama.py --shape 1b --batch 8 --sequence 2048, JAX 0.11.2."""
     mesh = MeshConfig((1,), ("data",))

@@ -26,7 +26,7 @@ def _expected(runs: list[Run], predicted: float = 1.0, bound: str = "matrix") ->
     return Calibration("h200", tuple(runs)).correction(parts, predicted).seconds(parts, predicted) / predicted
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_few_runs_go_part_of_the_way() -> None:
     one, three, twenty = (_expected([_run(1.3)] * many) for many in (1, 3, 20))
     # The prior's variance over prior and spread: (0.2² + 0.25² of the unit) / (that + 0.15²) is 0.8 for one run.

@@ -29,7 +29,7 @@ def _product(n: int, dtype: str = "bfloat16") -> ChipProgram:
     return m.program(c)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_one_large_product_is_bound_by_the_matrix_units() -> None:
     found = estimate(_product(8192), MESH, V4_32)
     assert found.bound == "matrix"

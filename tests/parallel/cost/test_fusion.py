@@ -18,7 +18,7 @@ def _passes(maker: Maker, *outputs: int, platform: str = "tpu") -> list[Pass]:
     return [one for one in made if isinstance(one, Pass)]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_chain_is_one_pass_and_moves_its_ends_only() -> None:
     m = Maker()
     x, a, b, y = m.buffer(1024, 1024, argument=True), *(m.buffer(1024, 1024) for _ in range(3))

@@ -48,7 +48,7 @@ def test_a_gpu_aligns_and_a_host_buffer_is_nowhere() -> None:
     assert padded_bytes(Buffer(0, 1e9, (250_000_000,), "float32", host=True), "tpu") == 0
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_two_products_keep_what_is_between_them() -> None:
     """a @ b = c, c @ b = d: c and d are both there while the second runs."""
     m = Maker()

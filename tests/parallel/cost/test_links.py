@@ -26,7 +26,7 @@ def _seconds(kind: str, mesh: MeshConfig, where: Slice, axes: tuple[str, ...], s
     return exchange(wire(mesh, where), kind, axes, size).seconds
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_ring_a_line_and_a_plane() -> None:
     # 4x4x4 wraps: one axis of four is a ring, two links a chip.
     cube = slice_by_grid("v4", (4, 4, 4))

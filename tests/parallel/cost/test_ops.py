@@ -54,7 +54,7 @@ def _off(predicted: float, measured: float) -> float:
     return abs(predicted / measured - 1)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_gemm() -> None:
     rows = _rows("gemm")
     assert len(rows) > 10

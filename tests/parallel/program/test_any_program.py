@@ -116,7 +116,7 @@ def reads_only_what_is_there(program: ChipProgram) -> bool:
     return level(program.steps, {*program.arguments, *program.constants}).issuperset(program.outputs)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_is_read_spread_and_costed(name: str) -> None:
     fn, args = PROGRAMS[name]

@@ -14,7 +14,7 @@ import pytest
 from capibara.parallel.program import trace
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_groups_of_a_decoder(llama: ModuleType, fused: bool) -> None:
     config = dataclasses.replace(llama.SHAPES["tiny"], fused=fused, remat="full")

@@ -30,7 +30,7 @@ def marked(x: jax.Array) -> jax.Array:
     return jnp.sum(with_sharding_constraint(jnp.sin(x), ("batch",)) ** 2)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_names_are_kept_only_while_recording() -> None:
     x = jnp.ones((4, 2))
     assert names_in(jax.make_jaxpr(marked)(x).jaxpr) == []
@@ -39,7 +39,7 @@ def test_names_are_kept_only_while_recording() -> None:
     assert names_in(jax.make_jaxpr(marked)(x).jaxpr) == []
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_transformations_keep_them() -> None:
     x = jnp.arange(8.0).reshape(4, 2)
     with recording_axes():

@@ -71,7 +71,7 @@ def node_of(name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return node, [program.arguments[i].value for i in range(len(args))]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("name", "fn", "args", "count"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
 def test_parts_make_the_whole(name: str, fn: Callable[..., Any], args: tuple[Any, ...], count: int) -> None:
     node, values = node_of(name, fn, args)

@@ -169,7 +169,7 @@ def test_partial_sums_that_are_added_are_exchanged_once(shape: Callable[..., Any
     assert exchanges(on(program, {"model": 2}, split)) == {("all_reduce", ("model",)): 1}
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_names_are_resolved_by_the_layouts_rules(shape: Callable[..., Any]) -> None:
     def fn(x: Any) -> Any:
         return with_sharding_constraint(jnp.tanh(x), ("batch", "hidden"))
@@ -188,7 +188,7 @@ def test_names_are_resolved_by_the_layouts_rules(shape: Callable[..., Any]) -> N
     assert any("8 does not divide over data" in note for note in chip.notes)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_jaxs_own_constraint_is_honoured(shape: Callable[..., Any]) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
 
@@ -262,7 +262,7 @@ def test_a_layout_has_a_spec_for_each_argument(shape: Callable[..., Any]) -> Non
         on(program, {"data": 2}, (P(),))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_inside_of_a_shard_map_is_one_chips(shape: Callable[..., Any]) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 

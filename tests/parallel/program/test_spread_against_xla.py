@@ -110,7 +110,7 @@ def exchanged(setup: Setup, step: Callable[..., Any]) -> tuple[dict[Any, float],
     return theirs, ours
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda one: one.name)
 def test_the_same_bytes_are_exchanged(setup: Setup, momentum: Callable[..., Any]) -> None:
     theirs, ours = exchanged(setup, momentum(setup.loss))

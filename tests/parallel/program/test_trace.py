@@ -31,7 +31,7 @@ def training(llama: ModuleType, **changes: Any) -> tuple[Any, Program]:
     return config, trace(step, args, donate=(0, 1), roles=("params", "state", "batch"), device_kind="TPU v4")
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_decoders_training_step_is_six_n_t_and_attention(llama: ModuleType, remat: str) -> None:
     config, program = training(llama, fused=False, remat=remat)
@@ -103,7 +103,7 @@ def test_backward_and_recomputation_are_told_apart(llama: ModuleType) -> None:
     assert any(node.backward and not node.recompute for node in products)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_a_kernel_op_has_its_own_cost(llama: ModuleType) -> None:
     from capibara.kernels import context, lookup
 
@@ -126,7 +126,7 @@ def test_an_op_in_plain_jax_is_what_the_compiler_sees(llama: ModuleType) -> None
     assert any(node.op == "attention" and node.primitive == "dot_general" for node in every(program.nodes))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_the_functions_own_error_is_kept(shape: Callable[..., Any]) -> None:
     class Mine(Exception):
         pass

@@ -74,7 +74,7 @@ def small(ragged: bool = False, **changed: Any) -> dict[str, Any]:
     return made | changed
 
 
-@pytest.mark.newest(cases=2)
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 0.7)])
 @pytest.mark.parametrize("name", ["reference", "xla"])
@@ -99,7 +99,7 @@ def test_hostile_batches(name: str, case: Any) -> None:
     assert result.ok, result.why
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_keys_that_nobody_sees_change_no_bit() -> None:
     """Unused pages, the rest of the last page, unused entries, and with a window the pages before it."""
     given = small()
@@ -112,7 +112,7 @@ def test_keys_that_nobody_sees_change_no_bit() -> None:
     assert np.isnan(paged_attention(**given | pools, implementation="xla")).any(), "without a window page 4 is in use"
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize("ragged", [False, True])
 def test_key_splits_change_the_work_and_not_the_result(ragged: bool) -> None:
     given = small(ragged)
@@ -127,7 +127,7 @@ def test_key_splits_change_the_work_and_not_the_result(ragged: bool) -> None:
     np.testing.assert_allclose(run(1), run(3), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_scale_and_lse() -> None:
     given = small()
     plain = paged_attention(**given)
@@ -155,7 +155,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("broken", "text"), BROKEN, ids=lambda x: x if isinstance(x, str) else "")
 def test_debug_raises_at_once_and_under_jit(broken: dict[str, Any], text: str) -> None:
     given = small(ragged=True) | broken
@@ -204,7 +204,7 @@ def test_bad_input_says_the_rule(bad: dict[str, Any], text: str) -> None:
         paged_attention(**small() | bad)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("name", "side_by_side"), [("xla", False), ("xla", True), ("pallas_tpu", False)])
 def test_heads_of_a_ragged_batch_are_split_over_a_mesh(name: str, side_by_side: bool) -> None:
     """Query heads with their key heads; nothing is gathered."""

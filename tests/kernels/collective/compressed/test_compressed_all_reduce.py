@@ -71,7 +71,7 @@ def test_the_error_is_within_the_documented_bound(seed: int, decades: int, unbia
         assert error[start : start + 16].max() <= error_bound(maxima, unbiased=unbiased)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("axes", "check_vma"), [("data", False), (BOTH, True)])
 def test_a_tree_of_any_sizes_and_types(axes: Any, check_vma: bool) -> None:
     mesh = _mesh(8) if axes == "data" else _mesh(4, 2)
@@ -164,7 +164,7 @@ def test_it_sends_less_than_a_third_of_the_bytes_of_float32() -> None:
     assert 260 / 1024 <= compressed / exact <= 260 / 1024 * (1 + padding / values)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_on_a_tpu_the_kernels_are_taken_and_give_the_same_bits() -> None:
     x = np.random.default_rng(2).standard_normal((2, 4000)).astype(np.float32)
 

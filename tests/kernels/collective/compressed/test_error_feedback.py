@@ -34,7 +34,7 @@ def _step(outer: int, inner: int = 1, **how: Any) -> Any:
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(BOTH), P(BOTH)), out_specs=(P(), P(BOTH))))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(("outer", "inner"), [(8, 1), (2, 4)])
 def test_what_was_not_sent_is_kept_and_sent_with_the_next(outer: int, inner: int) -> None:
     """After any number of steps: all that was delivered and all that is kept add up to all that was given."""

@@ -48,7 +48,7 @@ def test_the_error_is_within_the_documented_bound(x: np.ndarray, unbiased: bool)
     assert (back[x == 0] == 0).all()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_what_is_not_finite_stays_in_its_place_and_is_counted() -> None:
     x = np.linspace(-1, 1, 2 * BLOCK, dtype=np.float32)
     clean = _round_trip(x, None)[2]
@@ -89,7 +89,7 @@ def test_types_are_kept_by_asking(dtype: str) -> None:
     assert float(jnp.abs(back.astype("float32") - x.astype("float32")).max()) <= limit
 
 
-@pytest.mark.newest(cases="all")
+@pytest.mark.quick(cases="all")
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize(("shape", "block"), [((2, 150 * 256), 256), ((36, 130 * 128), 128)], ids=["line", "rows"])
 def test_the_tpu_kernel_gives_the_same_codes(unbiased: bool, shape: tuple[int, ...], block: int) -> None:

@@ -68,7 +68,7 @@ def _errors(got: Any, wanted: Any) -> Any:
     return np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("batch", "time", "taps", "conjugate"),
     [(2, 16384, 16384, False), (2, 9001, 300, True), (3, 8192, 8192, False), (2, 5000, 5000, True)],
@@ -99,7 +99,7 @@ def test_bfloat16_signals_and_their_result(monkeypatch: pytest.MonkeyPatch) -> N
     assert _errors(taps, reference_taps(x, x, taps=40)).max() < BOUND
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient for the filters: a spectrum for each signal, and a sum over the batch."""
     monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 1)
@@ -130,7 +130,7 @@ def test_an_odd_one_out_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert np.isfinite(got[[0, 2]]).all()
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_blocks_in_order_are_the_registers_of_wgmma() -> None:
     """JAX's own layout, by numpy: tiles, of which some axes are the warps, lanes and pairs, and the rest registers."""
     layout: Any = plgpu.Layout.WGMMA.to_mgpu()
@@ -201,7 +201,7 @@ def test_bad_calls_say_what_to_do() -> None:
         CAUSAL_FILTER(jnp.ones((2, 3, 8), "float16"), jnp.ones((3, 8)))
 
 
-@pytest.mark.newest
+@pytest.mark.quick
 def test_lowers_for_hopper() -> None:
     """Layouts and copies, which nothing emulates."""
 
