@@ -18,13 +18,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NOT_IN_THE_SDIST = {".gitignore", "pyproject.toml"}
 
 
-def test_commands_install_this_distribution() -> None:
-    """`pip install 'name[extra]'`, wherever it is written: our own name or the checkout, and an extra that there is.
-
-    jax itself is what a broken installation of it wants again.
-    """
-    name, extras = PROJECT["project"]["name"], PROJECT["project"]["optional-dependencies"]
-    assert name == distribution.NAME
+def test_commands_install_what_they_mean() -> None:
+    """`pip install 'name[extra]'`, wherever it is written: the checkout, with an extra that there is, or jax's own,
+    which is to be had where capibara-jax is on no index."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert PROJECT["project"]["name"] == distribution.NAME
     texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
     texts |= {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
     found = {
@@ -32,9 +30,13 @@ def test_commands_install_this_distribution() -> None:
         for path, text in texts.items()
         for match in re.findall(r"pip install (?:--[\w-]+ )*'?([\w.-]+)(?:\[([\w,]+)\])?", text)
     }
-    assert ("distribution.py", name, "tpu") in found
-    wrong = [one for one in found if one[1] not in (name, ".", "jax") or not {*one[2].split(",")} - {""} <= set(extras)]
-    assert not wrong
+    able = {".": set(extras), "jax": {"tpu", "cuda13"}}
+    assert ("distribution.py", "jax", "tpu") in found
+    assert not [one for one in found if one[1] not in able or not {*one[2].split(",")} - {""} <= able[one[1]]]
+    for extra in ("cuda", "tpu"):
+        wanted = re.search(r"jax\[\w+\]", distribution.install_command(extra))
+        assert wanted is not None
+        assert extras[extra][0].startswith(wanted.group()), "our extra is jax's"
 
 
 def test_the_tpu_extra_is_jaxs_own() -> None:

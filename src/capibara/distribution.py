@@ -12,10 +12,15 @@ __all__ = ["NAME", "install_command"]
 NAME = "capibara-jax"
 
 
+_JAX_EXTRA = {"cuda": "cuda13", "tpu": "tpu"}
+
+
 def install_command(extra: Literal["cuda", "tpu"]) -> str:
-    """For a shell; an installed capibara-jax, from wherever it came, gets the extra's packages beside it.
+    """For a shell: what our extra of this name is for, by jax's own extra, wherever capibara itself came from.
+
+    pip keeps the installed jax, whose extra names the libtpu or the plugins that belong to it.
 
     >>> install_command("tpu")
-    "pip install 'capibara-jax[tpu]'"
+    "pip install 'jax[tpu]'"
     """
-    return f"pip install '{NAME}[{extra}]'"
+    return f"pip install 'jax[{_JAX_EXTRA[extra]}]'"

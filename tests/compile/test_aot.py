@@ -37,7 +37,7 @@ def test_without_the_compiler_it_is_lowered_and_says_so(no_compiler):
     report = compile_for(*stock_pallas_matmul(512, 256), "v4-32", vmem_static_bytes=3 * MIB)
     assert report.ok
     assert not report.compiled
-    assert report.evidence == "lowered only: libtpu is not installed. pip install 'capibara-jax[tpu]'"
+    assert report.evidence == "lowered only: libtpu is not installed. pip install 'jax[tpu]'"
     assert report.name == "matmul"
     assert report.slice_name == "v4-32"
     assert report.custom_calls == ("tpu_custom_call",)

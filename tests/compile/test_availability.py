@@ -28,7 +28,7 @@ def test_elsewhere_than_x86_linux(monkeypatch, system, machine):
     assert system in found.reason
     assert machine in found.reason
     assert "x86-64 Linux only" in found.reason
-    assert found.install == "pip install 'capibara-jax[tpu]'"
+    assert found.install == "pip install 'jax[tpu]'"
 
 
 @pytest.mark.quick
@@ -36,7 +36,7 @@ def test_not_installed_gives_the_command(monkeypatch):
     on(monkeypatch, "Linux", "x86_64", libtpu=False)
     found = tpu_compiler()
     assert not found.available
-    assert str(found).endswith("pip install 'capibara-jax[tpu]'")
+    assert str(found).endswith("pip install 'jax[tpu]'")
     assert "No TPU is needed" in str(found)
 
 

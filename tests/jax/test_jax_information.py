@@ -134,7 +134,7 @@ def test_an_unseen_gpu_is_missing_the_plugin(has_gpu: bool, monkeypatch: pytest.
     monkeypatch.setattr(_installation, "_NVIDIA", driver)
     monkeypatch.setattr(_installation.shutil, "which", lambda name: None)
     commands = [one.command for one in diagnostics.check_installation().missing]
-    assert ("pip install 'capibara-jax[cuda]'" in commands) is has_gpu
+    assert ("pip install 'jax[cuda13]'" in commands) is has_gpu
     assert _installation._missing({"gpu"}) == _installation._missing({"gpu", "cpu"})
     assert not any("cuda" in one.command for one in _installation._missing({"gpu"}))
 
@@ -148,7 +148,7 @@ def test_libtpu_is_missing_only_where_it_installs(
     monkeypatch.setattr(_installation.importlib.util, "find_spec", lambda name: None)
     found = [one for one in _installation._missing(set()) if one.what == "libtpu"]
     assert bool(found) is expected
-    assert all("pip install 'capibara-jax[tpu]'" in str(one) for one in found)
+    assert all("pip install 'jax[tpu]'" in str(one) for one in found)
 
 
 BROKEN = {

@@ -131,9 +131,7 @@ class Exploration:
     def go(self) -> None:
         """Coarse, then fine."""
         frugal = self._frugal()
-        first = [
-            self._in_flight(Point(mesh, cut, self.space.shardings(mesh)[-1], frugal)) for mesh, cut in self._usual()
-        ]
+        first = [self._in_flight(Point(mesh, cut, how, frugal)) for mesh, cut, how in self._usual()]
         looked = [self.look(point) for point in first]
         if self._out_of_reach(looked):
             return
@@ -151,9 +149,18 @@ class Exploration:
             self._most_frugal(first)
         self.climb()
 
-    def _usual(self) -> list[tuple[Any, tuple[int, ...]]]:
-        """Every mesh with the cut that is written most often."""
-        return [(mesh, cut) for mesh in self.space.meshes() for cut in self.space.cuts(mesh)[:1]]
+    def _usual(self) -> list[tuple[Any, tuple[int, ...], str]]:
+        """Every mesh with the cut that is written most often, and everything sharded that can be.
+
+        The first is the one that most programs run on, where the batch alone is cut, and all its shardings are there:
+        a search that the clock stops after a few layouts has seen them.
+        """
+        made = []
+        for mesh in self.space.meshes():
+            shardings = self.space.shardings(mesh)
+            chosen = shardings[::-1] if set(dict(mesh)) <= {"data"} else shardings[-1:]
+            made += [(mesh, cut, how) for cut in self.space.cuts(mesh)[:1] for how in chosen]
+        return made
 
     def exhaust(self) -> None:
         """Every point of the space: for problems small enough to enumerate."""

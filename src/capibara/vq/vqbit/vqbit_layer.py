@@ -336,7 +336,7 @@ class VQbitLayer:
             return
         self._said.add(text)
         if as_log:
-            logger.warning("%s (said once)", text)
+            logger.warning("%s (said once a layer)", text)
         else:
             warnings.warn(text, UserWarning, stacklevel=4)
 

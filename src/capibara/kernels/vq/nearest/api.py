@@ -52,7 +52,8 @@ def nearest_code(
     """The index of the code nearest to each row of x by Euclidean distance, int32 [...].
 
     The table of N x K distances is never stored. Ties go to the lowest index. In float32 the index is that of the true
-    nearest code, but for codes whose distances differ by less than float32 rounds.
+    nearest code, but for codes whose distances differ by less than float32 rounds. Distances are compared at the scale
+    of the largest code: of codes some 1e19 times smaller, whose squares vanish beside it, any may be taken.
 
     Args:
       x: rows [..., D]. A row with NaN or infinity (or whose squares overflow float32) has no nearest code: its index
