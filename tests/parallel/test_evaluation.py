@@ -156,3 +156,25 @@ def test_a_lookup_that_nothing_follows_may_leave_the_batch_whole(constrained: bo
     tables = sum(size for _, size in found.memory.largest if size >= 4 * 4096 * 4096 * 2)
     assert tables > 0.5 * found.memory.temporaries
     assert (found.memory.unsure > 3 * tables) is not constrained
+
+
+def test_what_is_picked_out_of_activations_leaves_the_batch_split() -> None:
+    """Two towers whose logits are batch by batch: the compiler keeps a chip's rows of them, and took 17 GiB where the
+    whole batch on every chip would be 98."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        one, other = batch["images"] @ params["image"], batch["texts"] @ params["text"]
+        logits = one @ other.T
+        picked = (jnp.take_along_axis(jax.nn.log_softmax(x), batch["pairs"][:, None], 1) for x in (logits, logits.T))
+        return -sum(picked).mean()
+
+    params = {"image": _shape(256, 128), "text": _shape(256, 128)}
+    job = training_job(
+        loss, params, {"images": _shape(4096, 256), "texts": _shape(4096, 256), "pairs": _shape(4096, dtype="int32")}
+    )
+    where = slice_by_name("v4-8")
+    cost = PaperModel(job, where)
+    space = Space(cost.anatomy(), where.chips, job.knobs)
+    found = cost.estimate(space.layout(Point((("data", 4),), (), "full", tuple(job.defaults().items()))))
+    assert not [note for note in found.notes if "the whole batch on every chip" in note]
+    assert found.memory.most < 3 * 4096 * 4096 * 4  # of the whole batch it would be more tables than these

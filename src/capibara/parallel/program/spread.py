@@ -208,8 +208,11 @@ class _Writer(Ledger):
         """Note where it is the compiler that decides how activations lie, which need not be as they are counted here.
 
         It was seen to leave what it found in a split table whole on every chip, and with it the batch of every layer:
-        a decoder for four chips was refused at 32.9 GiB that takes 10.1 with one constraint after the lookup.
+        a decoder for four chips was refused at 32.9 GiB that takes 10.1 with one constraint after the lookup. What is
+        picked out of activations (a label's logit) lies as they do.
         """
+        if self.program.values[node.inputs[0]].from_batch:
+            return
         split = (self.at.of[value] for value in node.inputs[:2])
         of_table, of_ids = node.factors.operands[:2]
         both = [
