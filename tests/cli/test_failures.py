@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +138,19 @@ def test_the_parts_of_an_error() -> None:
     assert parts_of(pickle.loads(pickle.dumps(error))) == {"rule": "Rows are even", "got": "3", "fix": "pad them"}
     assert parts_of(unknown_name("colour", "rad", ["red", "blue"]))["fix"] == "use 'red'"
     assert parts_of(ValueError("as it is")) == {"rule": None, "got": None, "fix": None}
+
+
+def test_a_jaxlib_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "jaxlib").mkdir()
+    (tmp_path / "jaxlib" / "__init__.py").write_text("raise ImportError('libxla.so: cannot open shared object file')")
+    ours = str(Path(failures.__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), ours])}
+    command = [sys.executable, "-m", "capibara", "tour", "--json"]
+    made = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert made.returncode == 1
+    assert made.stderr == ""
+    told = json.loads(made.stdout)["error"]
+    assert "libxla.so" in told["message"]
+    assert told["fix"] == "pip install --upgrade --force-reinstall jax jaxlib"
+    shown = subprocess.run(command[:-1], env=env, capture_output=True, text=True, check=False)
+    assert (shown.returncode, len(shown.stderr.splitlines())) == (1, 1), shown.stderr

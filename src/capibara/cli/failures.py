@@ -97,3 +97,16 @@ class Application(TyperGroup):
             else:
                 typer.echo(f"capibara: {text}", err=True)
             raise typer.Exit(code) from mistake
+        except ImportError as broken:
+            from capibara.jax import diagnostics  # it answers where jax does not load
+
+            found = diagnostics.check_installation()
+            if found.jax_native_available or ctx.params.get("debug"):
+                raise
+            text = " ".join(str(found.error_message).split())
+            fix = found.missing[0].command if found.missing else "reinstall jax and jaxlib"
+            if self.as_json:
+                output.show_json(error(Code.FAILED, text, kind="installation", fix=fix))
+            else:
+                typer.echo(f"capibara: {text}. Fix: {fix}", err=True)
+            raise typer.Exit(Code.FAILED) from broken
