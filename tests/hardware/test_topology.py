@@ -220,7 +220,7 @@ def test_a_slice_is_given_back() -> None:
 def test_without_libtpu_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else real(name))
-    with pytest.raises(TPUError, match=r"v4-64 \(32 chips.*pip install 'capibara-jax\[tpu\]'.*x86-64"):
+    with pytest.raises(TPUError, match=r"v4-64 \(32 chips.*pip install 'jax\[tpu\]'.*x86-64"):
         abstract_devices("v4-64")
 
 
