@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels import explain
-from capibara.kernels.attention.api import attention
-from capibara.kernels.check import standard_normal
-from capibara.kernels.timing import compare, format_seconds
+from capibara.kernels.core.spec import standard_normal
+from capibara.kernels.lab.timing import compare, format_seconds
+from capibara.kernels.ops.attention.api import attention
 
 LENGTH, HEAD_DIM = 8192, 64
 # (heads, dtype): one head, for the naive form takes seconds a head and 256 MiB for each copy of its scores.
@@ -72,7 +72,7 @@ def measure(heads: int, dtype: str, causal: bool, backward: bool) -> dict[str, A
     shape = (1, LENGTH, heads, HEAD_DIM)
     args = [standard_normal(shape, jnp.dtype(dtype), (0, i)) for i in range(4 if backward else 3)]
     found = explain(forms(causal)[OURS], *args[:3]).implementation
-    assert found == "xla_chunked", f"dispatch took {found}; this script is about the XLA form on a CPU"
+    assert found == "xla", f"dispatch took {found}; this script is about the XLA form on a CPU"
     made = {name: jax.jit(with_gradients(fn) if backward else fn) for name, fn in forms(causal).items()}
     apart = difference(*(fn(*(x[:, :CHECKED] for x in args)) for fn in made.values()))
     compiled = {name: fn.lower(*args).compile() for name, fn in made.items()}

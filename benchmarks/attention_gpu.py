@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.kernels import attention, explain
-from capibara.kernels.attention.reference import reference
-from capibara.kernels.bench import versions
-from capibara.kernels.tuning import failures
+from capibara.kernels.lab.bench import versions
+from capibara.kernels.lab.tuning import failures
+from capibara.kernels.ops.attention.reference import reference
 
 # name, batch, length, heads, key heads, head_dim, causal
 SHAPES = (
@@ -45,7 +45,7 @@ SHAPES = (
     ("16k D256 GQA", 1, 16384, 8, 4, 256, True),
 )
 ROUNDS, SAMPLE_SECONDS = 5, 0.02
-OUR_KERNEL = "mosaic_gpu"
+OUR_KERNEL = "hopper"
 
 
 def programs(causal: bool) -> dict[str, Callable[..., Any]]:

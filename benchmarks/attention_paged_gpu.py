@@ -22,10 +22,9 @@ from attention_gpu import error, timed
 from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as jax_paged_attention
 
 from capibara import hardware
-from capibara.kernels import explain, lookup
-from capibara.kernels.attention import paged_attention
-from capibara.kernels.bench import versions
-from capibara.kernels.tuning import failures
+from capibara.kernels import explain, lookup, paged_attention
+from capibara.kernels.lab.bench import versions
+from capibara.kernels.lab.tuning import failures
 
 OP = lookup("paged_attention")
 CASES = ("decode-64x8k", "decode-16x32k", "long-1x128k", "decode-256x2k-small-pages", "narrow-64x4k")

@@ -69,9 +69,9 @@ def program(way: str, devices: int) -> str:
     from jax.sharding import AxisType
     from jax.sharding import PartitionSpec as P
 
-    from capibara.kernels.collective.buckets import bucketed, bucketed_all_reduce
-    from capibara.kernels.collective.compressed import compressed_all_reduce
-    from capibara.kernels.collective.hierarchical import hierarchical_all_reduce
+    from capibara.kernels.ops.collective.buckets import bucketed, bucketed_all_reduce
+    from capibara.kernels.ops.collective.compressed import compressed_all_reduce
+    from capibara.kernels.ops.collective.hierarchical import hierarchical_all_reduce
 
     def reduce(tree: Any) -> Any:
         tree = jax.tree.map(lambda x: x[0], tree)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels import explain, gemm
-from capibara.kernels.linalg.gemm.xla import xla
+from capibara.kernels.ops.linalg.gemm.xla import xla
 
 CALLS, SAMPLES = 500, 21
 

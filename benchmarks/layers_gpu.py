@@ -20,18 +20,8 @@ import numpy as np
 from jax import lax
 from side_by_side import Row, main
 
-from capibara.kernels.layers import (
-    GROUPED_GEMM_WEIGHTS,
-    NORM_GRAD,
-    activation,
-    cross_entropy,
-    grouped_gemm,
-    layer_norm,
-    rms_norm,
-    route,
-)
-from capibara.kernels.linalg import fast_svd
-from capibara.kernels.vq import nearest_code
+from capibara.kernels import fast_svd, grouped_gemm, layer_norm, nearest_code, rms_norm, route
+from capibara.kernels.ops.layers import GROUPED_GEMM_WEIGHTS, NORM_GRAD, activation, cross_entropy
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 WITH_XLA = ("dispatch", "xla")  # "xla": our op by that implementation

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from side_by_side import Row, main
 
-from capibara.kernels.conv import long_conv
-from capibara.kernels.fft import fft_convolve
-from capibara.kernels.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
+from capibara.kernels import fft_convolve, long_conv
+from capibara.kernels.ops.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -55,7 +54,7 @@ def differences(arrays: Sequence[Any], outs: dict[str, Any]) -> dict[str, Any]:
     return {"relative_difference_to_peer": {who: max(each) for who, each in found.items()}}
 
 
-OURS = ("dispatch", "float32", "bfloat16", "mosaic_gpu", "composed")
+OURS = ("dispatch", "float32", "bfloat16", "hopper", "composed")
 NARROW = functools.partial(fft_convolve, precision="bfloat16")
 
 
@@ -64,7 +63,7 @@ def row(what: str, draw: Any, programs: dict[str, Any], aim: str = "") -> Row:
 
 
 def by_name(op: Any, **params: Any) -> dict[str, Any]:
-    return {who: functools.partial(op, implementation=who, **params) for who in ("mosaic_gpu", "composed")}
+    return {who: functools.partial(op, implementation=who, **params) for who in ("hopper", "composed")}
 
 
 def drawn(small: bool, steps: int, taps: int, dtype: Any = f32) -> Callable[[], list[Any]]:

@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 
 from capibara.compile.availability import tpu_compiler
+from capibara.cost.result import Estimate
 from capibara.hardware.topology import slice_by_name
-from capibara.kernels.bench import versions
-from capibara.parallel import with_sharding_constraint
-from capibara.parallel.cost.estimate import Estimate
-from capibara.parallel.evaluation import PaperModel
+from capibara.kernels.lab.bench import versions
+from capibara.mesh import with_sharding_constraint
+from capibara.mesh.layout import Layout
 from capibara.parallel.job import Job
-from capibara.parallel.layout import Layout
-from capibara.parallel.space import Point, Space
 from capibara.parallel.training_step import training_job
 from capibara.plan.compiled import compile_layout
+from capibara.plan.search.evaluation import PaperModel
+from capibara.plan.search.space import Point, Space
 
 GiB = 2**30
 

@@ -25,13 +25,13 @@ from types import ModuleType
 from typing import Any
 
 from capibara.hardware.topology import slice_by_name
-from capibara.kernels.bench import versions
-from capibara.parallel.evaluation import PaperModel
-from capibara.parallel.exploration import Exploration
+from capibara.kernels.lab.bench import versions
 from capibara.parallel.job import Job
-from capibara.parallel.search import search
-from capibara.parallel.space import Point, Space
 from capibara.parallel.training_step import training_job
+from capibara.plan.search.evaluation import PaperModel
+from capibara.plan.search.exploration import Exploration
+from capibara.plan.search.search import search
+from capibara.plan.search.space import Point, Space
 
 
 def _llama() -> ModuleType:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from capibara.parallel.job import Job, program_job
-from capibara.parallel.search import search
 from capibara.parallel.training_step import training_job
+from capibara.plan.search.search import search
 
 STAGES = (3, 4, 6, 3)
 LAYERS, WIDE, HEADS, FFN, PATCH = 24, 1024, 16, 4096, 16

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from attention_gpu import timed
 from jax import lax
 
-from capibara.kernels.bench import versions
-from capibara.kernels.scan import explain_scan, parallel_scan
+from capibara.kernels import explain_scan, parallel_scan
+from capibara.kernels.lab.bench import versions
 
 STEPS = 4096
 

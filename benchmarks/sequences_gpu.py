@@ -18,18 +18,21 @@ import numpy as np
 from jax import lax
 from side_by_side import Row, main
 
-from capibara.kernels.conv import causal_conv1d, conv2d, long_conv
-from capibara.kernels.fft import fft, fft_planes
-from capibara.kernels.scan import (
-    LINEAR_RECURRENCE_GRAD,
+from capibara.kernels import (
+    causal_conv1d,
+    fft,
+    fft_planes,
     linear_recurrence,
+    long_conv,
     parallel_scan,
     selective_scan,
     state_space_dual,
 )
+from capibara.kernels.ops.conv import conv2d
+from capibara.kernels.ops.scan import LINEAR_RECURRENCE_GRAD
 
 bf16, f32 = jnp.bfloat16, jnp.float32
-OURS = ("dispatch", "xla", "mosaic_gpu", "winograd4", "winograd4_gpu")  # our op by that implementation
+OURS = ("dispatch", "xla", "hopper", "xla_winograd4", "hopper")  # our op by that implementation
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = f32) -> jax.Array:
@@ -133,12 +136,12 @@ def state_spaces(small: bool) -> list[Row]:
 
     made = [
         Row("ssm", size, draw,
-            {"dispatch": selective_scan, "xla": by("xla"), "mosaic_gpu": by("mosaic_gpu"), "associative_scan": plain},
+            {"dispatch": selective_scan, "xla": by("xla"), "hopper": by("hopper"), "associative_scan": plain},
             moved, "GB/s",
             "8x associative_scan, memory independent of states", agree, ours=OURS),
         Row("ssm", f"{size}, forward and backward", lambda: [normal(5, (batch, steps, channels), bf16), *draw()],
             {who: with_gradients(fn) for who, fn in (
-                ("dispatch", selective_scan), ("xla", by("xla")), ("mosaic_gpu", by("mosaic_gpu")),
+                ("dispatch", selective_scan), ("xla", by("xla")), ("hopper", by("hopper")),
                 ("associative_scan", plain))},
             1.0, "ms", "", agree, ours=OURS),
     ]  # fmt: skip
@@ -187,7 +190,7 @@ def dual(small: bool) -> list[Row]:
     size = f"state space dual {batch}x{steps}, {heads} heads of {width}, {states} states, bfloat16"
     programs = {
         "dispatch": state_space_dual, "xla": by("xla", state_space_dual),
-        "mosaic_gpu": by("mosaic_gpu", state_space_dual), "chunked einsum": chunked,
+        "hopper": by("hopper", state_space_dual), "chunked einsum": chunked,
     }  # fmt: skip
 
     return [
@@ -263,7 +266,7 @@ def convolutions(small: bool) -> list[Row]:
         if dtype == f32:
             made.append(
                 Row("conv", f"conv 3x3 {images}x{side}x{side}x{channels} {name}, exact", draw,
-                    {"dispatch": exact(None), "winograd4": exact("winograd4"), "winograd4_gpu": exact("winograd4_gpu"),
+                    {"dispatch": exact(None), "xla_winograd4": exact("xla_winograd4"), "hopper": exact("hopper"),
                      "cudnn": functools.partial(vendor, precision=lax.Precision.HIGHEST)},
                     work, "TFLOP/s", "1.3x", agree, ours=OURS)
             )  # fmt: skip

@@ -21,8 +21,8 @@ import jax
 from attention_gpu import timed
 
 from capibara.kernels import explain
-from capibara.kernels.bench import versions
-from capibara.kernels.tuning import failures
+from capibara.kernels.lab.bench import versions
+from capibara.kernels.lab.tuning import failures
 
 
 @dataclasses.dataclass

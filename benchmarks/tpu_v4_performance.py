@@ -20,8 +20,8 @@ from capibara import hardware
 from capibara.cli.kernels.bench import show
 from capibara.cli.output import console
 from capibara.errors import CapibaraError
-from capibara.kernels import bench
-from capibara.kernels.op import lookup, registry
+from capibara.kernels.core.op import lookup, registry
+from capibara.kernels.lab import bench
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,9 +23,8 @@ from jax import lax
 from layers_gpu import normal
 from side_by_side import Row, main
 
-from capibara.kernels import attention
-from capibara.kernels.layers import activation, cross_entropy, gated_activation, rms_norm
-from capibara.kernels.vq import nearest_code
+from capibara.kernels import attention, gated_activation, nearest_code, rms_norm
+from capibara.kernels.ops.layers import activation, cross_entropy
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -95,7 +94,7 @@ def attention_rows(shapes: Sequence[tuple[Any, ...]], small: bool) -> list[Row]:
         what = f"B{batch} T{length} H{heads}/{kv_heads} D{head_dim}{' causal' if causal else ''}"
         work = 4.0 * batch * heads * length * length * head_dim * (0.5 if causal else 1.0)
         draw = functools.partial(drawn, batch, length, heads, kv_heads, head_dim)
-        ours = ("dispatch", "mosaic_gpu", "by cudnn")
+        ours = ("dispatch", "hopper", "by cudnn")
         made += [
             Row("attention", f"{what} forward", lambda draw=draw: draw()[:3], forward, work, "TFLOP/s", ours=ours,
                 calls=4),
@@ -131,7 +130,7 @@ def code_rows(shapes: Sequence[tuple[int, int, int]], small: bool) -> list[Row]:
         rows = rows // 64 if small else rows
         programs = {
             "dispatch": nearest_code,
-            "mosaic_gpu": functools.partial(nearest_code, implementation="mosaic_gpu"),
+            "hopper": functools.partial(nearest_code, implementation="hopper"),
             "xla": functools.partial(nearest_code, implementation="xla"),
             "exact": functools.partial(plain, precision=lax.Precision.HIGHEST),
             "tf32, not exact": plain,
@@ -139,7 +138,7 @@ def code_rows(shapes: Sequence[tuple[int, int, int]], small: bool) -> list[Row]:
         made.append(
             Row("vq", f"{rows} rows of {width}, {codes} codes",
                 functools.partial(drawn_codes, rows, codes, width), programs, 1.0, "ms", check=check,
-                ours=("dispatch", "mosaic_gpu", "xla", "tf32, not exact"))
+                ours=("dispatch", "hopper", "xla", "tf32, not exact"))
         )  # fmt: skip
     return made
 
@@ -192,7 +191,7 @@ def activation_rows(shapes: Sequence[tuple[str, bool, float, int, int]], small: 
 
         forward = {
             "dispatch": functools.partial(ours, kind=kind),
-            "mosaic_gpu": functools.partial(ours, kind=kind, implementation="mosaic_gpu"),
+            "hopper": functools.partial(ours, kind=kind, implementation="hopper"),
             "xla": functools.partial(ours, kind=kind, implementation="xla"),
             "plain": peer,
         }
@@ -204,7 +203,7 @@ def activation_rows(shapes: Sequence[tuple[str, bool, float, int, int]], small: 
                 Row("activation", f"{what} {name}",
                     lambda n=count, r=rows, c=columns: [normal(i, (r, c)) for i in range(n)],
                     {who: wrap(fn) for who, fn in forward.items()}, moved, "GB/s",
-                    ours=("dispatch", "mosaic_gpu", "xla"), calls=4)
+                    ours=("dispatch", "hopper", "xla"), calls=4)
             )  # fmt: skip
     return made
 
@@ -228,7 +227,7 @@ def norm_rows(shapes: Sequence[tuple[int, int]], small: bool) -> list[Row]:
         rows = max(rows // 64, 1) if small else rows
         forward = {
             "dispatch": rms_norm,
-            "mosaic_gpu": functools.partial(rms_norm, implementation="mosaic_gpu"),
+            "hopper": functools.partial(rms_norm, implementation="hopper"),
             "xla": functools.partial(rms_norm, implementation="xla"),
             "plain": plain,
         }
@@ -241,7 +240,7 @@ def norm_rows(shapes: Sequence[tuple[int, int]], small: bool) -> list[Row]:
 
             made.append(
                 Row("norm", f"rms {rows}x{columns} {name}", draw, {who: wrap(fn) for who, fn in forward.items()},
-                    2.0 * rows * columns * (2 if count == 1 else 5), "GB/s", ours=("dispatch", "mosaic_gpu", "xla"),
+                    2.0 * rows * columns * (2 if count == 1 else 5), "GB/s", ours=("dispatch", "hopper", "xla"),
                     calls=calls)
             )  # fmt: skip
     return made

@@ -248,7 +248,7 @@ def run_calls(path: Path) -> dict[str, Shown]:
 @contextlib.contextmanager
 def _own_cache() -> Iterator[None]:
     """A folder for what a call tunes, instead of the user's own."""
-    from capibara.kernels import tables
+    from capibara.kernels.core import tables
 
     kept = os.environ.get("CAPIBARA_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels import Case, Cost, explain
-from capibara.kernels.check import check
+from capibara.kernels.lab.check import check
 from vishwamai.kernels.tpu import register_tpu_op
 
 

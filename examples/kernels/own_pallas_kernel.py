@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.compile import lower_for
 from capibara.kernels import Case, Cost, Partition, current_interpret, explain, interpret, out_struct, target
-from capibara.kernels.check import check
+from capibara.kernels.lab.check import check
 from vishwamai.kernels.tpu import register_tpu_op
 
 ROWS = 128  # of one TPU program's tile
@@ -63,7 +63,7 @@ def takes_whole_rows_of_threads(call):
     return f"its {THREADS} threads share a row evenly; {columns} columns" if columns % THREADS else None
 
 
-@soft_cap.implement("mosaic_gpu", platforms=("gpu",), kernel=True, refuses=takes_whole_rows_of_threads)
+@soft_cap.implement("hopper", platforms=("gpu",), kernel=True, refuses=takes_whole_rows_of_threads)
 def soft_cap_hopper(x, *, cap=30.0):
     rows, columns = x.shape
 
@@ -83,7 +83,7 @@ def main() -> None:
     with interpret(detect_races=True) as emulated:
         print("emulated:", check(op, (x,), {}, "user").why)
         print("races:", emulated.races_found())
-    for platform, chip, name in (("tpu", "tpu", "user"), ("cuda", "gpu", "mosaic_gpu")):
+    for platform, chip, name in (("tpu", "tpu", "user"), ("cuda", "gpu", "hopper")):
         with target(chip):
             made = lower_for(functools.partial(soft_cap, implementation=name), (x,), platform)
         print(f"lowered for {platform}:", made.ok, *made.custom_calls)

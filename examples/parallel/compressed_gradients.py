@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from capibara.kernels.collective.buckets import bucketed_all_reduce
-from capibara.kernels.collective.compressed import compressed_all_reduce, feedback_state
+from capibara.kernels.ops.collective.buckets import bucketed_all_reduce
+from capibara.kernels.ops.collective.compressed import compressed_all_reduce, feedback_state
 
 CLASSES, PIXELS, HIDDEN = 10, 64, 96
 BATCH, STEPS, RATE, MOMENTUM = 256, 120, 0.05, 0.9

@@ -6,7 +6,7 @@ python examples/parallel/mesh_of_32.py
 import jax
 import jax.numpy as jnp
 
-from capibara.parallel import (
+from capibara.mesh import (
     TPUv4MeshConfigurations,
     shard_params,
     training_mesh_config,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from capibara.parallel import MeshConfig, Schedule, pipelined
+from capibara.mesh import MeshConfig
+from capibara.parallel import Schedule, pipelined
 
 STAGES, DATA, MICROBATCHES = 4, 2, 8
 LAYERS, HIDDEN, VOCAB = 8, 32, 64

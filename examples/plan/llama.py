@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels import attention
-from capibara.parallel import with_sharding_constraint
+from capibara.mesh import with_sharding_constraint
 
 REMAT = {
     "none": None,

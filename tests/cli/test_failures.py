@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from capibara.cli import failures
 from capibara.cli.main import app
 from capibara.errors import TPUError, parts_of, rule_error, unknown_name
-from capibara.kernels import op as ops
-from capibara.kernels.op import Case, Implementation, Op, register, unregister
+from capibara.kernels.core import op as ops
+from capibara.kernels.core.op import Op, register, unregister
+from capibara.kernels.core.spec import Case, Implementation
 
 runner = CliRunner()
 

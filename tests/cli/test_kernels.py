@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from capibara.cli.main import app
-from capibara.kernels import tables
-from capibara.kernels.op import Case, Implementation, Op, register, unregister
+from capibara.kernels.core import tables
+from capibara.kernels.core.op import Op, register, unregister
+from capibara.kernels.core.spec import Case, Implementation
 
 
 def run(*arguments: str) -> Result:
@@ -49,14 +50,14 @@ def wrong_op() -> Iterator[Op]:
 def test_list() -> None:
     made = run("list")
     assert made.exit_code == 0
-    for word in ("gemm", "linalg", "xla", "pallas_tpu", "mosaic_gpu"):
+    for word in ("gemm", "linalg", "xla", "pallas_tpu", "hopper"):
         assert word in made.stdout
     rows = json.loads(run("list", "--on", "v4", "--json").stdout)
     assert rows["device_kind"] == "TPU v4"
     gemm = {row["implementation"]: row for row in rows["implementations"] if row["op"] == "gemm"}
     assert gemm["pallas_tpu"]["accepts"] > 0
-    assert gemm["mosaic_gpu"]["accepts"] == 0
-    assert "for gpu" in gemm["mosaic_gpu"]["refuses_because"]
+    assert gemm["hopper"]["accepts"] == 0
+    assert "for gpu" in gemm["hopper"]["refuses_because"]
 
 
 @pytest.mark.parametrize("chip", ["cpu", "v4", "h200"])
@@ -155,7 +156,7 @@ def test_bench_as_json_with_gradients() -> None:
 
 
 def test_bench_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from capibara.kernels import bench
+    from capibara.kernels.lab import bench
 
     monkeypatch.setattr(bench, "affordable", lambda op, cases: ([op.case("odd")], list(cases)))
     made = run("bench", "gemm", "--samples", "1")

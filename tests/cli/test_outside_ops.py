@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from capibara.cli.main import app
-from capibara.kernels import outside
-from capibara.kernels.op import registry, unregister
+from capibara.kernels.core import outside
+from capibara.kernels.core.op import registry, unregister
 
 runner = CliRunner()
 SOURCE = """

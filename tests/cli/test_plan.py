@@ -18,7 +18,7 @@ ONE = ["--train", "--remat", "none", "--accumulate", "1"]  # one setting of the 
 PROGRAM = """
 import jax
 import jax.numpy as jnp
-from capibara.parallel import with_sharding_constraint
+from capibara.mesh import with_sharding_constraint
 
 def loss(params, batch):
     def layer(x, w):

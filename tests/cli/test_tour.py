@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from capibara.cli import tour
 from capibara.cli.main import app
-from capibara.kernels import op as ops
-from capibara.kernels.op import Case, Implementation, Op, lookup
+from capibara.kernels.core import op as ops
+from capibara.kernels.core.op import Op, lookup
+from capibara.kernels.core.spec import Case, Implementation
 
 REAL = (lookup("activation"), lookup("all_gather"))
 

@@ -10,7 +10,7 @@ from capibara.compile import kernels, lower_for
 from capibara.compile.aot import topology_mesh
 from capibara.compile.report import CompileReport, KernelSchedule
 from capibara.errors import ImplementationRefused
-from capibara.kernels.op import lookup
+from capibara.kernels.core.op import lookup
 
 
 @pytest.mark.quick

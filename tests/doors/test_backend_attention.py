@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import capibara.kernels.attention
+import capibara.kernels.ops.attention
 from capibara.jax.tpu_v4 import backend, kernels
 from capibara.jax.tpu_v4.backend import TpuV4AttentionOps, init_multihead_attention
 from capibara.kernels import explain, interpret, target
-from capibara.kernels.attention import tiling
-from capibara.kernels.attention.api import attention
-from capibara.kernels.attention.tiling import config_for
+from capibara.kernels.ops.attention import tiling
+from capibara.kernels.ops.attention.api import attention
+from capibara.kernels.ops.attention.tiling import config_for
 
 RNG = np.random.default_rng(0)
 Q = jnp.asarray(RNG.normal(size=(2, 4, 50, 16)), jnp.float32)
@@ -105,7 +105,7 @@ def test_a_block_size_is_the_tile_of_what_runs() -> None:
             (chosen,) = explain(ops.flash_attention, x, x, x, block_size=size).selections
             assert (chosen.config.block_q, chosen.config.block_k) == (size, size)
     with target("gpu", "NVIDIA H200"):
-        config = config_for(128, (x, x, x), {"implementation": "mosaic_gpu"})
+        config = config_for(128, (x, x, x), {"implementation": "hopper"})
         assert (2 * config.block_q, config.block_k) == (128, 128)
     with interpret():
         got = ops.flash_attention(Q, K, V, block_size=128, precision="float32", implementation="pallas_tpu")
@@ -212,5 +212,5 @@ def test_signatures_and_paths() -> None:
     assert flash[:7] == ["self", "query", "key", "value", "block_size", "use_causal_mask", "precision"]
     fused = list(inspect.signature(TpuV4AttentionOps.fused_multihead_attention).parameters)
     assert fused[:8] == ["self", "x", "num_heads", "use_bias", "dropout_rate", "params", "rng", "training"]
-    assert kernels.attention is capibara.kernels.attention
+    assert kernels.attention is capibara.kernels.ops.attention
     assert "TpuV4AttentionOps" in dir(backend)

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara.jax.tpu_v4.backend import TpuV4CollectiveOps
-from capibara.kernels import collective
-from capibara.kernels.collective.over_mesh import each_device
-from capibara.parallel.context import tpu_v4_optimization_context
+from capibara.kernels.ops import collective
+from capibara.kernels.ops.collective.over_mesh import each_device
+from capibara.mesh.context import tpu_v4_optimization_context
 
 
 def mesh_of(**sizes: int) -> Mesh:

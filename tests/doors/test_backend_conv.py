@@ -27,7 +27,7 @@ def test_winograd_by_its_documented_keywords(tile_size: int | Sequence[int] | No
     np.testing.assert_allclose(got, ops.conv2d(X, W, implementation="reference"), atol=5e-4)
     chosen = explain(ops.winograd_conv2d, S, V, strides=(1, 1), padding="SAME", tile_size=tile_size)
     side = 4 if tile_size is None else np.ravel(tile_size)[0]
-    assert chosen.implementation == f"winograd{side}"
+    assert chosen.implementation == f"xla_winograd{side}"
 
 
 @pytest.mark.quick

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 
 from capibara.jax.tpu_v4 import kernels
 from capibara.jax.tpu_v4.backend import TpuV4LayerOps, TpuV4VQOps, init_moe
-from capibara.kernels import layers, registry, vq
-from capibara.kernels.context import matmul_precision
+from capibara.kernels import registry
+from capibara.kernels.core.context import matmul_precision
+from capibara.kernels.ops import layers, vq
 
 RNG = np.random.default_rng(0)
 

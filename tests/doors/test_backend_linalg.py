@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import capibara.kernels.linalg
+import capibara.kernels.ops.linalg
 from capibara.core.kernels import TPUv4Kernels
 from capibara.jax.tpu_v4 import backend, kernels
 from capibara.jax.tpu_v4.backend import TpuV4LinalgOps
 from capibara.kernels import explain, target
-from capibara.kernels.families import FAMILIES
+from capibara.kernels.core.families import FAMILIES
 
 RNG = np.random.default_rng(0)
 A = jnp.asarray(RNG.normal(size=(64, 500)), jnp.float32)
@@ -131,20 +131,20 @@ def test_mistakes_and_what_is_not_there() -> None:
 
 @pytest.mark.quick
 def test_a_family_is_the_same_module_by_its_second_path() -> None:
-    assert kernels.linalg is capibara.kernels.linalg
+    assert kernels.linalg is capibara.kernels.ops.linalg
     second = importlib.import_module("capibara.jax.tpu_v4.kernels.linalg")
-    assert second is capibara.kernels.linalg
+    assert second is capibara.kernels.ops.linalg
     deep = importlib.import_module("capibara.jax.tpu_v4.kernels.linalg.gemm.api")
-    assert deep is importlib.import_module("capibara.kernels.linalg.gemm.api")
+    assert deep is importlib.import_module("capibara.kernels.ops.linalg.gemm.api")
     from capibara.jax.tpu_v4.kernels.linalg import gemm
 
     assert gemm is capibara.kernels.gemm
-    assert capibara.kernels.linalg.__name__ == "capibara.kernels.linalg"
+    assert capibara.kernels.ops.linalg.__name__ == "capibara.kernels.ops.linalg"
 
 
 def test_a_family_can_be_imported_by_its_second_path_first() -> None:
     code = (
-        "import capibara.jax.tpu_v4.kernels.linalg.einsum as e, capibara.kernels.linalg.einsum as f;"
+        "import capibara.jax.tpu_v4.kernels.linalg.einsum as e, capibara.kernels.ops.linalg.einsum as f;"
         "from capibara.kernels import registry;"
         "print(e is f, 'gemm' in registry())"
     )
@@ -157,7 +157,7 @@ def test_all_eight_families_are_there_and_no_other() -> None:
     eight = ["attention", "collective", "conv", "fft", "layers", "linalg", "scan", "vq"]
     assert sorted(FAMILIES) == eight
     for family in eight:
-        assert getattr(kernels, family) is importlib.import_module(f"capibara.kernels.{family}")
+        assert getattr(kernels, family) is importlib.import_module(f"capibara.kernels.ops.{family}")
     with pytest.raises(AttributeError, match="no attribute 'sorting'"):
         _ = kernels.sorting
     assert dir(kernels) == sorted(FAMILIES)

@@ -9,7 +9,7 @@ import pytest
 
 from capibara.jax.tpu_v4 import kernels
 from capibara.jax.tpu_v4.backend import TpuV4ScanOps
-from capibara.kernels import scan
+from capibara.kernels.ops import scan
 
 RNG = np.random.default_rng(0)
 ops = TpuV4ScanOps()

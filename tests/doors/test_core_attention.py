@@ -16,12 +16,13 @@ import pytest
 
 from capibara.core.kernels import TPUv4Kernels
 from capibara.kernels import explain
-from capibara.kernels.attention import by_level, sequence
-from capibara.kernels.attention.api import ATTENTION, attention
-from capibara.kernels.attention.chunks import ChunkConfig
-from capibara.kernels.attention.mask_shapes import mask_and_bias
-from capibara.kernels.linalg import levels
-from capibara.parallel import use_rules
+from capibara.kernels.ops.attention import sequence
+from capibara.kernels.ops.attention.api import ATTENTION, attention
+from capibara.kernels.ops.attention.chunks import ChunkConfig
+from capibara.kernels.ops.attention.mask_shapes import mask_and_bias
+from capibara.mesh import use_rules
+from capibara.surface import attention as by_level
+from capibara.surface import products as levels
 
 RNG = np.random.default_rng(0)
 Q = jnp.asarray(RNG.normal(size=(2, 4, 24, 16)), jnp.float32)
@@ -125,7 +126,7 @@ def test_the_objects_choices_hold() -> None:
     def attend(kernels: TPUv4Kernels, **options: Any) -> Any:
         return lambda q, k, v: kernels.flash_attention(q, k, v, causal=True, **options)
 
-    for level, implementation in (("none", "reference"), ("basic", "xla_chunked"), ("balanced", "xla_chunked")):
+    for level, implementation in (("none", "reference"), ("basic", "xla"), ("balanced", "xla")):
         assert explain(attend(TPUv4Kernels(optimization_level=level)), Q, K, V).implementation == implementation
     assert attend(TPUv4Kernels("mixed"))(Q, K, V).dtype == jnp.float32
     assert attend(TPUv4Kernels("mixed"), precision="bfloat16")(Q, K, V).dtype == jnp.bfloat16
@@ -146,7 +147,7 @@ def test_the_objects_choices_hold() -> None:
 
 
 def test_aggressive_tunes_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from capibara.kernels import tuning
+    from capibara.kernels.lab import tuning
 
     tuned: list[Any] = []
     nothing = types.SimpleNamespace(best=None, path=None)
@@ -155,9 +156,9 @@ def test_aggressive_tunes_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(levels, "_SEEN", set())
     monkeypatch.setattr(levels, "_TUNED", [])
-    made = ATTENTION.implementations["xla_chunked"]
+    made = ATTENTION.implementations["xla"]
     two = dataclasses.replace(made, candidates=lambda call: [ChunkConfig(n, n) for n in (8, 16)])
-    monkeypatch.setitem(ATTENTION.implementations, "xla_chunked", two)
+    monkeypatch.setitem(ATTENTION.implementations, "xla", two)
     kernels = TPUv4Kernels("float32", "aggressive")
     ids = np.zeros((2, 24), np.int32)
     for _ in range(2):

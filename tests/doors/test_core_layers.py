@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from capibara.core.kernels import TPUv4Kernels
-from capibara.kernels import explain
-from capibara.kernels.layers import by_level, load_balancing_loss, route
+from capibara.kernels import explain, load_balancing_loss, route
+from capibara.surface import layers as by_level
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(3, 8, 64)) + 1, jnp.float32)

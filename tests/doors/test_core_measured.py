@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from capibara.core.kernels import TPUv4Kernels
-from capibara.kernels import workloads
-from capibara.kernels.dispatch import recording
-from capibara.kernels.layers import gelu, layer_norm, rms_norm
-from capibara.kernels.measured import work_of
+from capibara.kernels import gelu, layer_norm, rms_norm
+from capibara.kernels.core.dispatch import recording
+from capibara.surface import workloads
+from capibara.surface.figures import work_of
 
 RNG = np.random.default_rng(0)
 
@@ -184,7 +184,7 @@ def test_memory_in_use_follows_the_arrays() -> None:
 
 
 def test_tflops_are_of_the_last_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from capibara.kernels import measured
+    from capibara.surface import figures as measured
 
     monkeypatch.setattr(measured, "seconds_of", lambda fn, **kwargs: (jax.block_until_ready(fn(**kwargs)), 1e-6)[1])
     kernels = TPUv4Kernels("float32", seed=4)

@@ -47,12 +47,13 @@ def test_training_mesh() -> None:
 def test_the_same_objects_from_every_door() -> None:
     import capibara.config
     import capibara.jax.tpu_v4
-    from capibara import parallel
+    from capibara import mesh
     from capibara.errors import TPUError
+    from capibara.surface.tpu_config import TPUConfig
 
-    assert capibara.config.TPUConfig is capibara.config.tpu_config.TPUConfig is parallel.TPUConfig
+    assert capibara.config.TPUConfig is capibara.config.tpu_config.TPUConfig is TPUConfig
     assert capibara.config.tpu_config.TPUError is TPUError
-    assert capibara.jax.tpu_v4.training.create_training_mesh is parallel.create_training_mesh
+    assert capibara.jax.tpu_v4.training.create_training_mesh is mesh.create_training_mesh
 
 
 def test_what_is_not_there_yet_says_so() -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import capibara.jax.nn as nn
+from capibara.dropin import nn_attention as nn_api
+from capibara.dropin.nn_attention import why_not
 from capibara.kernels import explain
-from capibara.kernels.attention import nn_api
-from capibara.kernels.attention.nn_api import why_not
-from capibara.kernels.dispatch import recording
-from capibara.parallel.context import tpu_v4_optimization_context
+from capibara.kernels.core.dispatch import recording
+from capibara.mesh.context import tpu_v4_optimization_context
 
 RNG = np.random.default_rng(0)
 Q = jnp.asarray(RNG.normal(size=(2, 12, 4, 16)), jnp.float32)

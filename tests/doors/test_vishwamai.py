@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import capibara.jax.numpy as cnp
 from capibara.kernels import explain, registry, target
-from capibara.kernels.dispatch import recording
-from capibara.parallel.context import active, current
+from capibara.kernels.core.dispatch import recording
+from capibara.mesh.context import active, current
 from vishwamai.kernels import tpu
 from vishwamai.kernels.tpu import (
     PrecisionConfig,

@@ -12,7 +12,7 @@ import pytest
 
 import capibara.jax.nn as nn
 from capibara.kernels import explain
-from capibara.kernels.attention.api import attention
+from capibara.kernels.ops.attention.api import attention
 from vishwamai.kernels.tpu import (
     block_sparse_attention,
     flash_attention,
@@ -59,7 +59,7 @@ def test_each_keyword_of_flash_attention() -> None:
         (found,) = explain(lambda *x: flash_attention(*x, **options), Q, K, V).selections
         return found
 
-    assert chosen().implementation == "xla_chunked"
+    assert chosen().implementation == "xla"
     assert chosen(use_flash=False).implementation == "reference"
     assert (chosen(block_size=8).config.block_q, chosen(block_size=8).config.block_k) == (8, 8)
     assert chosen(block_size=None).config.block_q > 128
@@ -71,7 +71,7 @@ def test_each_keyword_of_flash_attention() -> None:
     assert error(flash_attention(Q, K, V, causal=True, bias=jnp.ones((40, 40))), exact(causal=True)) < FLOAT32
     assert flash_attention(Q, K, V, precision="bfloat16").dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="use_flash=False runs the reference"):
-        flash_attention(Q, K, V, use_flash=False, implementation="xla_chunked")
+        flash_attention(Q, K, V, use_flash=False, implementation="xla")
     with pytest.raises(ValueError, match="A mask of floats is added to the scores, as a bias is"):
         flash_attention(Q, K, V, jnp.ones((40, 40)), bias=jnp.ones((40, 40)))
 

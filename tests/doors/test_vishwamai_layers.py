@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from capibara.kernels import explain, layers
+from capibara.kernels import explain
+from capibara.kernels.ops import layers
 from vishwamai.kernels.tpu import (
     PrecisionConfig,
     expert_layer,

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import pytest
 
-from capibara.kernels import explain, layers, vq
-from capibara.kernels.context import target
+from capibara.kernels import explain
+from capibara.kernels.core.context import target
+from capibara.kernels.ops import layers, vq
 
 DOCS = Path(__file__).parents[2] / "docs" / "layers.md"
-MOSAIC = "mosaic_gpu"
+MOSAIC = "hopper"
 KEY = jax.random.key(0)
 Claim = tuple[Callable[..., Any], tuple[Any, ...], str, str, str]
 

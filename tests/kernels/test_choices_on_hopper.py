@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from capibara.kernels import attention, explain, target
-from capibara.kernels.layers import activation, cross_entropy, gated_activation, rms_norm
-from capibara.kernels.vq import nearest_code
+from capibara.kernels import attention, explain, gated_activation, nearest_code, rms_norm, target
+from capibara.kernels.ops.layers import activation, cross_entropy
 
 bf16, f32 = jnp.bfloat16, jnp.float32
-OURS = "mosaic_gpu"
+OURS = "hopper"
 
 
 def _of(shape: tuple[int, ...], dtype: object = bf16) -> jax.ShapeDtypeStruct:

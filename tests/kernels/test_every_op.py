@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 from capibara.compile import lower_for
 from capibara.kernels import interpret, target
-from capibara.kernels.check import Expected, check_output, cotangents, expected, with_gradient
-from capibara.kernels.dispatch import run
-from capibara.kernels.op import Case, Op, registry
+from capibara.kernels.core.dispatch import run
+from capibara.kernels.core.op import Op, registry
+from capibara.kernels.core.spec import Case
+from capibara.kernels.lab.check import Expected, check_output, cotangents, expected, with_gradient
 
 OPS = registry()
 
@@ -35,7 +36,7 @@ def _pairs(*tags: str, kernels_only: bool = False, platform: str | None = None, 
     The reference is plain JAX: without `reference`, how JAX itself transforms it is left out. Ops that run over mesh
     axes are skipped, saying so: alone on one device they do nothing.
     """
-    over_axes = pytest.mark.skip(reason="it runs over mesh axes: tests/kernels/collective is its family's own suite")
+    over_axes = pytest.mark.skip(reason="it runs over mesh axes: tests/kernels/ops/collective is its suite")
     made = []
     for op in OPS.values():
         for name, impl in op.implementations.items():

@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from capibara.kernels import attention
-from capibara.kernels.scan import gated_linear_attention, linear_recurrence, selective_scan, state_space_dual
+from capibara.kernels import attention, gated_linear_attention, linear_recurrence, selective_scan, state_space_dual
 
 BATCH, TIME = 4, 6
 ROWS = P("data")
@@ -25,7 +24,7 @@ def _numbers(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _attended(q: Any, k: Any, v: Any) -> Any:
-    return attention(q, k, v, causal=True, implementation="xla_chunked")
+    return attention(q, k, v, causal=True, implementation="xla")
 
 
 def _faded(a: Any, b: Any) -> Any:

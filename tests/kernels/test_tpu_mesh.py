@@ -13,13 +13,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara.errors import ImplementationRefused
-from capibara.kernels import attention, explain, gemm, interpret, target
-from capibara.kernels.attention.reference import reference
-from capibara.kernels.check import check_output, expected
-from capibara.kernels.layers import layer_norm
-from capibara.kernels.op import Case, Op, registry
-from capibara.kernels.scan import linear_recurrence
-from capibara.parallel import use_rules
+from capibara.kernels import attention, explain, gemm, interpret, layer_norm, linear_recurrence, target
+from capibara.kernels.core.op import Op, registry
+from capibara.kernels.core.spec import Case
+from capibara.kernels.lab.check import check_output, expected
+from capibara.kernels.ops.attention.reference import reference
+from capibara.mesh import use_rules
 
 pytestmark = pytest.mark.quick
 KERNEL = "pallas_tpu"

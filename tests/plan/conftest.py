@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec
 
-from capibara.fleet.pricing import price_table
-from capibara.parallel.cost.estimate import Estimate, LinkUse, Memory, Part
-from capibara.parallel.layout import Layout
-from capibara.parallel.mesh import MeshConfig
+from capibara.cost.result import Estimate, LinkUse, Memory, Part
+from capibara.mesh.layout import Layout
+from capibara.mesh.mesh import MeshConfig
 from capibara.plan.money import bills
 from capibara.plan.place import place
 from capibara.plan.result import Candidate, Change, Plan
+from capibara.prices.table import price_table
 
 GiB = 2**30
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capibara.cost.result import Memory, Part
 from capibara.hardware.chips import chip
-from capibara.parallel.cost.estimate import Memory, Part
 from capibara.plan.charts import HEIGHT, WIDTH, memory_timeline, roofline
 
 GiB = 2**30

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from capibara.compile import tpu_compiler
-from capibara.parallel import with_sharding_constraint
+from capibara.mesh import with_sharding_constraint
+from capibara.mesh.layout import Layout
+from capibara.mesh.mesh import MeshConfig
 from capibara.parallel.job import Job
-from capibara.parallel.layout import Layout
-from capibara.parallel.mesh import MeshConfig
 from capibara.plan.compiled import Compiled, compile_layout, lower_layout, partition_layout
 from capibara.plan.evidence import Witness, checked_level
 from capibara.plan.place import place
@@ -26,7 +26,7 @@ WIDE, INNER, ROWS = 256, 512, 64
 PROGRAM = """
 import jax
 import jax.numpy as jnp
-from capibara.parallel import with_sharding_constraint
+from capibara.mesh import with_sharding_constraint
 print("a file may print while it is loaded")
 
 def step(weights, x):
@@ -128,7 +128,7 @@ def test_a_program_that_is_no_training_job_has_no_stages() -> None:
 
 
 def test_an_answer_survives_json() -> None:
-    from capibara.parallel.program.chip import Collective
+    from capibara.program.chip import Collective
 
     once, often = Collective("all_gather", ("model",), 4.0), Collective("all_reduce", ("data",), 8.0, "line 3")
     made = Compiled("xla", "by hand", 1.0, 2.0, 3.0, 1.0, collectives=(often, often, once), seconds=0.5)

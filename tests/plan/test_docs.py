@@ -9,8 +9,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from capibara.cli.main import app
-from capibara.fleet.pricing import price_table
-from capibara.plan.preset import Preset, load_preset, preset_names
+from capibara.models.preset import Preset, load_preset, preset_names
+from capibara.prices.table import price_table
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 

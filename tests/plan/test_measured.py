@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from capibara.parallel.cost.calibration import load
+from capibara.cost.calibration import load
 from capibara.plan.measured import calibrate, measured_path, measurements, read_measured
 from capibara.plan.result import Plan
 

@@ -7,18 +7,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.parallel.cost.decoder import llama
-from tests.parallel.staged_programs import init, loss, tokens
+from tests.cost.decoder import llama
+from tests.parallel.pipelines.staged_programs import init, loss, tokens
 
+from capibara.cost.efficiency import efficiency_of
 from capibara.hardware.topology import slice_by_name
-from capibara.parallel.cost.efficiency import efficiency_of
-from capibara.parallel.evaluation import PaperModel
+from capibara.mesh.layout import Layout
 from capibara.parallel.job import Job
-from capibara.parallel.layout import Layout
-from capibara.parallel.search import search
-from capibara.parallel.space import Point, Space
 from capibara.parallel.training_step import training_job
 from capibara.plan.compiled import partition_layout
+from capibara.plan.search.evaluation import PaperModel
+from capibara.plan.search.search import search
+from capibara.plan.search.space import Point, Space
 
 Mesh = tuple[tuple[str, int], ...]
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import capibara
-from capibara.parallel.cost.estimate import Estimate
-from capibara.parallel.evaluation import PaperModel
-from capibara.parallel.layout import Layout
+from capibara.cost.result import Estimate
+from capibara.mesh.layout import Layout
 from capibara.plan.compiled import Compiled
+from capibara.plan.search.evaluation import PaperModel
 
 GiB = 2**30
 
@@ -27,7 +27,7 @@ def _tables(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def _plan(length: int, **keywords: Any) -> Any:
     weights, rows = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (4, length, 128)))
-    return capibara.plan(_tables, (weights, rows), on="v4-8", roles=("params", "batch"), level="tpu", **keywords)
+    return capibara.plan.plan(_tables, (weights, rows), on="v4-8", roles=("params", "batch"), level="tpu", **keywords)
 
 
 @pytest.fixture

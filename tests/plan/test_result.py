@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from capibara.fleet.pricing import price_table
 from capibara.plan.compiled import Compiled
 from capibara.plan.layout_text import layout_as_dict, layout_from_dict
 from capibara.plan.money import bills
 from capibara.plan.place import place
 from capibara.plan.report import as_text, show
 from capibara.plan.result import Change, Plan
+from capibara.prices.table import price_table
 
 Make = Callable[..., Plan]
 GiB = 2**30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from capibara.parallel.cost.calibration import Calibration, Run
+from capibara.cost.calibration import Calibration, Run
 from capibara.plan import words
 from capibara.plan.result import Plan
 

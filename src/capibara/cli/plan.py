@@ -17,11 +17,11 @@ from capibara.cli.failures import Code
 from capibara.errors import rule_error
 
 if TYPE_CHECKING:
-    from capibara.fleet.spot import SpotAssumptions
-    from capibara.parallel.cost.calibration import Fit
+    from capibara.cost.calibration import Fit
     from capibara.plan.measured import Calibrated
     from capibara.plan.result import Plan
     from capibara.plan.target import Recipe
+    from capibara.prices.spot import SpotAssumptions
 
 # Seconds between two lines of progress where nobody watches a terminal.
 _SILENCE = 10.0
@@ -89,7 +89,7 @@ def plan(
         _calibrate(context, on, json)
         return
     if target is None:
-        from capibara.plan.preset import preset_names
+        from capibara.models.preset import preset_names
 
         raise rule_error("A plan is for a TARGET", "none", f"name {', '.join(preset_names())} or FILE.py:FUNCTION")
     from capibara.plan.api import plan as make
@@ -169,7 +169,7 @@ def _check_preset(recipe: Recipe) -> None:
 
 
 def _spot(preemptions: float | None, storage: float | None, restart: float | None) -> SpotAssumptions:
-    from capibara.fleet.spot import SpotAssumptions
+    from capibara.prices.spot import SpotAssumptions
 
     assumed: dict[str, Any] = {}
     if preemptions is not None:

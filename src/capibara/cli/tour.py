@@ -16,8 +16,9 @@ from capibara.cli.kernels.options import Imports, Json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from capibara.kernels.check import Check
-    from capibara.kernels.op import Case, Implementation, Op
+    from capibara.kernels.core.op import Op
+    from capibara.kernels.core.spec import Case, Implementation
+    from capibara.kernels.lab.check import Check
 
 # One call of a case on a host CPU; larger ones are for `capibara kernels bench`.
 HOST_CALL_SECONDS = 0.03
@@ -150,8 +151,8 @@ def _make_virtual_devices() -> bool:
 def _machine() -> dict[str, Any]:
     from capibara import hardware
     from capibara.compile import tpu_compiler
-    from capibara.kernels.bench import versions
-    from capibara.kernels.op import registry
+    from capibara.kernels.core.op import registry
+    from capibara.kernels.lab.bench import versions
 
     families: dict[str, dict[str, list[str]]] = {}
     for op in registry().values():
@@ -181,8 +182,8 @@ Tell = Callable[[int, int, str], None]
 
 def _run_ops(clock: _Clock, tell: Tell) -> _Section:
     """Each op by dispatch's own choice, against the reference and the roofline: one case each, then others."""
-    from capibara.kernels import bench
-    from capibara.kernels.op import registry
+    from capibara.kernels.core.op import registry
+    from capibara.kernels.lab import bench
 
     made = _Section(OPS)
     groups = []
@@ -222,7 +223,7 @@ def _first_case(op: Op) -> Case | None:
 
 
 def _work(op: Op, case: Case) -> float:
-    from capibara.kernels.check import call_of
+    from capibara.kernels.core.op import call_of
 
     cost = op.cost(call_of(op, case.args(), case.params))
     return max(cost.flops, cost.bytes)
@@ -233,7 +234,7 @@ def _small_cases(op: Op) -> list[Case]:
 
 
 def _benched(op: Op, case: Case) -> _Row:
-    from capibara.kernels import bench
+    from capibara.kernels.lab import bench
 
     (row,) = bench.bench(op, [case], (), samples=SAMPLES)
     verdict, timing = row.ours.check, row.ours.timing
@@ -261,7 +262,7 @@ def _over_mesh(op: Op, case: Case) -> tuple[_Row | None, str]:
     """An op that runs over mesh axes, on a mesh of the attached devices or of this host's; None with what it lacks."""
     import jax
 
-    from capibara.kernels.collective.over_mesh import check_over
+    from capibara.kernels.lab.over_mesh import check_over
 
     wanted = int(case.params["devices"])  # type: ignore[call-overload]
     devices = next((found for found in (jax.devices(), jax.devices("cpu")) if len(found) >= wanted), None)
@@ -286,7 +287,7 @@ def _figures(row: _Row, wide: bool) -> str:
 
 
 def _show_ops(screen: Console, section: _Section) -> None:
-    from capibara.kernels.timing import format_seconds
+    from capibara.kernels.lab.timing import format_seconds
 
     wide = screen.width >= output.WIDE
     error = output.error_column(wide)
@@ -329,11 +330,11 @@ def _emulate(clock: _Clock, tell: Tell) -> _Section:
     """TPU kernels on this host, with the chip's memories emulated: they start as NaN and have hard bounds."""
     import jax
 
-    from capibara.kernels import context
-    from capibara.kernels.check import call_of, check
-    from capibara.kernels.op import registry
-    from capibara.kernels.tuning import failures as run_failures
-    from capibara.kernels.tuning import first_line
+    from capibara.kernels.core import context
+    from capibara.kernels.core.op import call_of, registry
+    from capibara.kernels.lab.check import check
+    from capibara.kernels.lab.tuning import failures as run_failures
+    from capibara.kernels.lab.tuning import first_line
 
     host = jax.devices("cpu")[0]
     made = _Section(EMULATED)
@@ -376,8 +377,8 @@ def _lower(clock: _Clock, tell: Tell) -> _Section:
     from capibara import hardware
     from capibara.compile import lower_for
     from capibara.compile.kernels import implementation_program
-    from capibara.kernels import context
-    from capibara.kernels.op import registry
+    from capibara.kernels.core import context
+    from capibara.kernels.core.op import registry
 
     chips: tuple[tuple[str, str, Any], ...] = (("tpu", "tpu_v4", "tpu"), ("gpu", "h200", "cuda"))
     groups: list[list[tuple[Op, Case, Implementation, str, Any]]] = []
@@ -426,7 +427,7 @@ def _in_turns(groups: Sequence[Sequence[Any]]) -> Iterator[Any]:
 
 
 def _show_end(screen: Console, clock: _Clock, sections: list[_Section], wrong: list[str]) -> None:
-    from capibara.kernels.op import registry
+    from capibara.kernels.core.op import registry
 
     for text in wrong:
         screen.print(f"WRONG: {text}", markup=False)

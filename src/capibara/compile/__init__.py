@@ -6,54 +6,33 @@ is installed and say so where it is not. Importing this package does not import 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-__all__ = [
-    "CompileJob",
-    "CompileReport",
-    "KernelSchedule",
-    "LoweringResult",
-    "TpuCompiler",
-    "compile_for",
-    "compile_many",
-    "describe_dump",
-    "lower_for",
-    "schedule_lengths",
-    "topology_mesh",
-    "tpu_compiler",
-]
-
-_HOME = {
-    "CompileJob": "pool",
-    "CompileReport": "report",
-    "KernelSchedule": "report",
-    "LoweringResult": "lower",
-    "TpuCompiler": "availability",
-    "compile_for": "aot",
-    "compile_many": "pool",
-    "describe_dump": "dump",
-    "lower_for": "lower",
-    "schedule_lengths": "schedule",
-    "topology_mesh": "aot",
-    "tpu_compiler": "availability",
-}
+from capibara._exports import exports
 
 if TYPE_CHECKING:
-    from capibara.compile.aot import compile_for, topology_mesh
-    from capibara.compile.availability import TpuCompiler, tpu_compiler
-    from capibara.compile.dump import describe_dump
-    from capibara.compile.lower import LoweringResult, lower_for
-    from capibara.compile.pool import CompileJob, compile_many
-    from capibara.compile.report import CompileReport, KernelSchedule
-    from capibara.compile.schedule import schedule_lengths
+    from capibara.compile.aot import compile_for as compile_for
+    from capibara.compile.aot import topology_mesh as topology_mesh
+    from capibara.compile.availability import TpuCompiler as TpuCompiler
+    from capibara.compile.availability import tpu_compiler as tpu_compiler
+    from capibara.compile.dump import describe_dump as describe_dump
+    from capibara.compile.lower import LoweringResult as LoweringResult
+    from capibara.compile.lower import lower_for as lower_for
+    from capibara.compile.pool import CompileJob as CompileJob
+    from capibara.compile.pool import compile_many as compile_many
+    from capibara.compile.report import CompileReport as CompileReport
+    from capibara.compile.report import KernelSchedule as KernelSchedule
+    from capibara.compile.schedule import schedule_lengths as schedule_lengths
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = exports(
+    __name__,
+    {
+        "aot": "compile_for topology_mesh",
+        "availability": "TpuCompiler tpu_compiler",
+        "dump": "describe_dump",
+        "lower": "LoweringResult lower_for",
+        "pool": "CompileJob compile_many",
+        "report": "CompileReport KernelSchedule",
+        "schedule": "schedule_lengths",
+    },
+)

@@ -17,7 +17,8 @@ from capibara.compile.report import CompileReport, KernelSchedule
 from capibara.hardware import Chip, slice_by_name
 
 if TYPE_CHECKING:
-    from capibara.kernels.op import Call, Case, Implementation, Op
+    from capibara.kernels.core.op import Op
+    from capibara.kernels.core.spec import Call, Case, Implementation
 
 __all__ = ["KernelRow", "compile_kernels", "program", "stock", "tpu_cases", "tpu_kernels"]
 
@@ -50,8 +51,8 @@ def program(
 
 
 def _lookup(op: str, imports: Sequence[str]) -> Op:
-    from capibara.kernels import outside
-    from capibara.kernels.op import lookup
+    from capibara.kernels.core import outside
+    from capibara.kernels.core.op import lookup
 
     for name in imports:
         outside.import_ops(name)
@@ -75,7 +76,7 @@ def implementation_program(
     For an op that runs over mesh axes, it is of a whole mesh's operands, with one row a device.
     """
     from capibara import hardware
-    from capibara.kernels import context, dispatch
+    from capibara.kernels.core import context, dispatch
 
     chip = hardware.chip(device_kind)
     operands = case.args()
@@ -99,7 +100,7 @@ def _over_mesh(
     from jax.sharding import NamedSharding, PartitionSpec
 
     from capibara.compile.aot import topology_mesh
-    from capibara.kernels.collective.over_mesh import each_device
+    from capibara.kernels.ops.collective.over_mesh import each_device
 
     assert op.mesh_axes is not None
     if mesh is None:
@@ -251,7 +252,7 @@ class _Draft:
 
 
 def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool, devices: int = 1) -> Iterator[_Draft]:
-    from capibara.kernels import context, outside, tables
+    from capibara.kernels.core import context, outside, tables
 
     kind = chip.device_kinds[0]
     chosen = tpu_cases(op) if wanted is None else [op.case(name) for name in wanted]
@@ -298,7 +299,7 @@ def _job(
     kind: str,
     mesh: Mapping[str, int] | None,
 ) -> CompileJob:
-    from capibara.kernels import outside
+    from capibara.kernels.core import outside
 
     given = {
         "op": op.name,
@@ -339,7 +340,7 @@ def _pallas_grids(jaxpr: Any) -> Iterator[tuple[Any, ...]]:
 
 def _matrix_cycles(call: Call, chip: Chip, steps: int | None) -> float | None:
     """The call's flops shared over the steps, at the matrix units' rate in the type they run in."""
-    from capibara.kernels.bench import rate_dtype
+    from capibara.kernels.lab.bench import rate_dtype
 
     if not steps or chip.matrix_flops_per_cycle is None:
         return None

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from capibara.errors import TPUError
-from capibara.parallel.tpu_config import ScalingConfig, TPUConfig
+from capibara.surface.tpu_config import ScalingConfig, TPUConfig
 
 __all__ = ["ScalingConfig", "TPUConfig", "TPUError"]

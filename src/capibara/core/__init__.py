@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from capibara import to_come
+from capibara._exports import exports
 
 if TYPE_CHECKING:
     from capibara.core import kernels as kernels
 
-__all__ = ["kernels"]
-
 to_come.announce(__name__)
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise to_come.no_attribute(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__, __getattr__, __dir__ = exports(
+    __name__,
+    {},
+    modules=("kernels",),
+    missing=to_come.no_attribute,
+)

@@ -5,8 +5,9 @@ Importing this package does not import jax; `attached` and its neighbours do, wh
 
 from __future__ import annotations
 
-from capibara.hardware.chips import CHIPS, Chip, chip, chip_for, dtype_key
+from capibara.hardware.chips import CHIPS, chip, chip_for
 from capibara.hardware.devices import AttachedDevice, attached, default, slice_attached, summary
+from capibara.hardware.facts import Chip, dtype_key
 from capibara.hardware.hosts import host, host_memory_bytes
 from capibara.hardware.topology import (
     Slice,

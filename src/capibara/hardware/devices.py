@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from capibara.hardware.chips import Chip, GiB, chip_for
+from capibara.hardware.chips import chip_for
+from capibara.hardware.facts import Chip, GiB
 from capibara.hardware.hosts import host_memory_bytes
 from capibara.hardware.topology import Slice, slice_by_grid
 

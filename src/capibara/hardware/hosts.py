@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from capibara.hardware.chips import Chip, MiB
+from capibara.hardware.facts import Chip, MiB
 
 __all__ = ["host", "host_memory_bytes"]
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from capibara.distribution import install_command
 from capibara.errors import TPUError, rule_error, unknown_name
-from capibara.hardware.chips import Chip, chip
+from capibara.hardware.chips import chip
+from capibara.hardware.facts import Chip
 
 __all__ = ["Slice", "abstract_devices", "slice_by_grid", "slice_by_name", "slice_for", "slice_names"]
 

@@ -1,8 +1,8 @@
 """jax, with kernel dispatch inside an optimisation context: `import capibara.jax as jax`.
 
-Every name and module is the installed jax's own object, except those listed in `_changed`. Names that jax
-removed and older code uses keep working, with one DeprecationWarning each (`_compat`). Where jax cannot be imported,
-`capibara.jax.diagnostics` can, and says why; every other name raises what importing jax raised.
+Every name and module is the installed jax's own object, except those listed in `capibara.dropin.changed`. Names that
+jax removed and older code uses keep working, with one DeprecationWarning each (`capibara.dropin.compat`). Where jax
+cannot be imported, `capibara.jax.diagnostics` can, and says why; every other name raises what importing jax raised.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 try:
     import jax as _jax  # noqa: F401
 except Exception as error:  # noqa: BLE001 a broken installation raises anything; it is told with every name but one
-    from capibara.jax import _broken
+    from capibara.dropin import broken as _broken
 
     _broken.stand_in(error)
 else:
     from capibara import to_come
-    from capibara.jax import _alias
-    from capibara.jax._config import config as config
-    from capibara.jax._information import get_backend_info as get_backend_info
-    from capibara.jax._information import get_optimization_status as get_optimization_status
+    from capibara.dropin import alias as _alias
+    from capibara.dropin.config import config as config
+    from capibara.dropin.information import get_backend_info as get_backend_info
+    from capibara.dropin.information import get_optimization_status as get_optimization_status
 
     _alias.install()
     to_come.announce(__name__)

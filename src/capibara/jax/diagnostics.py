@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from capibara.jax._installation import Installation, Missing, check_installation
+from capibara.dropin.installation import Installation, Missing, check_installation
 
 __all__ = ["Installation", "Missing", "check_installation"]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from capibara.errors import rule_error, unknown_name
-from capibara.parallel.argument_roles import argument_roles, is_key, token_arrays
+from capibara.program.argument_roles import argument_roles, is_key, token_arrays
 
 __all__ = ["ROLES", "Job", "leaf_roles", "program_job"]
 

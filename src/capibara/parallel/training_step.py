@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
-from capibara.parallel.argument_roles import is_key
 from capibara.parallel.job import Job, counted
 from capibara.parallel.optimizers import optimizer_named
-from capibara.parallel.pipeline_program import pipelined, why_not_pipelined
+from capibara.parallel.pipelines.program import pipelined, why_not_pipelined
 from capibara.parallel.remat import POLICIES, checkpoint_scans, outermost_scans
+from capibara.program.argument_roles import is_key
 
 __all__ = ["training_job", "training_step"]
 

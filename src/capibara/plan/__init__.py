@@ -1,81 +1,43 @@
-"""Does it fit, how fast, what does it cost: before anything is rented.
+"""Does it fit, how fast, what does it cost: before anything is rented. `capibara.plan.plan(fn, args, on="v4-32")`.
 
-The package itself can be called: `capibara.plan(fn, args, on="v4-32")` is `capibara.plan.plan(...)`. Importing it does
-not import jax.
+Importing this package does not import jax.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from capibara._exports import exports
 
 if TYPE_CHECKING:
-    from capibara.plan.api import plan
-    from capibara.plan.compiled import LEVELS, Compiled, compile_layout, partition_layout
-    from capibara.plan.measured import calibrate, measurements
-    from capibara.plan.preset import Preset, load_preset, preset_names
-    from capibara.plan.program import Program
-    from capibara.plan.result import Candidate, Plan
-    from capibara.plan.target import Recipe, TargetError, load_job
+    from capibara.plan.api import plan as plan
+    from capibara.plan.compiled import LEVELS as LEVELS
+    from capibara.plan.compiled import Compiled as Compiled
+    from capibara.plan.compiled import compile_layout as compile_layout
+    from capibara.plan.compiled import partition_layout as partition_layout
+    from capibara.plan.measured import calibrate as calibrate
+    from capibara.plan.measured import measurements as measurements
+    from capibara.plan.result import Candidate as Candidate
+    from capibara.plan.result import Plan as Plan
+    from capibara.plan.search.plans import Plans as Plans
+    from capibara.plan.sharding.mesh_sharding import MeshSharding as MeshSharding
+    from capibara.plan.sharding.mesh_sharding import create_mesh_sharding as create_mesh_sharding
+    from capibara.plan.sharding.strategy import ShardingStrategy as ShardingStrategy
+    from capibara.plan.sharding.strategy import optimize_sharding_strategy as optimize_sharding_strategy
+    from capibara.plan.target import Recipe as Recipe
+    from capibara.plan.target import TargetError as TargetError
+    from capibara.plan.target import load_job as load_job
 
-_HOME = {
-    "LEVELS": "compiled",
-    "Candidate": "result",
-    "Compiled": "compiled",
-    "Plan": "result",
-    "Preset": "preset",
-    "Program": "program",
-    "Recipe": "target",
-    "TargetError": "target",
-    "calibrate": "measured",
-    "compile_layout": "compiled",
-    "load_job": "target",
-    "load_preset": "preset",
-    "measurements": "measured",
-    "partition_layout": "compiled",
-    "plan": "api",
-    "preset_names": "preset",
-}
-
-__all__ = [
-    "LEVELS",
-    "Candidate",
-    "Compiled",
-    "Plan",
-    "Preset",
-    "Program",
-    "Recipe",
-    "TargetError",
-    "calibrate",
-    "compile_layout",
-    "load_job",
-    "load_preset",
-    "measurements",
-    "partition_layout",
-    "plan",
-    "preset_names",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"capibara.plan.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'capibara.plan' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
-
-
-class _Callable(ModuleType):
-    """A submodule's name and a function's are one attribute of the package above; this lets it be both."""
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        from capibara.plan.api import plan
-
-        return plan(*args, **keywords)
-
-
-sys.modules[__name__].__class__ = _Callable
+__all__, __getattr__, __dir__ = exports(
+    __name__,
+    {
+        "api": "plan",
+        "compiled": "LEVELS Compiled compile_layout partition_layout",
+        "measured": "calibrate measurements",
+        "result": "Candidate Plan",
+        "search.plans": "Plans",
+        "sharding.mesh_sharding": "MeshSharding create_mesh_sharding",
+        "sharding.strategy": "ShardingStrategy optimize_sharding_strategy",
+        "target": "Recipe TargetError load_job",
+    },
+)

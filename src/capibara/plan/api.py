@@ -1,4 +1,4 @@
-"""`capibara.plan(...)`: from a program and the name of a slice to a plan."""
+"""`capibara.plan.plan(...)`: from a program and the name of a slice to a plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.errors import rule_error
-from capibara.fleet.pricing import PriceTable, price_table
-from capibara.fleet.spot import SpotAssumptions
 from capibara.hardware.topology import Slice
 from capibara.plan import words
 from capibara.plan.evidence import Witness, checked_level
@@ -21,11 +19,13 @@ from capibara.plan.place import checked_mesh, mesh_axes, place
 from capibara.plan.result import Candidate, Change, Plan
 from capibara.plan.target import Recipe, load_job
 from capibara.plan.work import job_line
+from capibara.prices.spot import SpotAssumptions
+from capibara.prices.table import PriceTable, price_table
 
 if TYPE_CHECKING:
-    from capibara.parallel.cost.calibration import Calibration
+    from capibara.cost.calibration import Calibration
     from capibara.parallel.job import Job
-    from capibara.parallel.plans import Plans
+    from capibara.plan.search.plans import Plans
 
 __all__ = ["plan"]
 
@@ -72,7 +72,7 @@ def plan(
         accumulation) is built here.
       optimizer: for `train`: "adamw" (the default), "sgd", or an optax-like object.
       roles: of each argument: "params", "state", "batch" or "other"; found from what the program does with it when
-        None (`capibara.parallel.argument_roles`), and the notes say how.
+        None (`capibara.program.argument_roles`), and the notes say how.
       donate: arguments whose memory the outputs take over.
       tokens: of one step; when None, the integers of the batch that are looked up in weights, and examples (the
         batch's rows) where there are none.
@@ -101,8 +101,8 @@ def plan(
         raise rule_error("time_limit is a number of seconds above 0", repr(time_limit), "use 60, or leave it out")
     job, recipe = _job(program, args, train, optimizer, roles, donate, tokens)
 
-    from capibara.parallel.cost.calibration import load
-    from capibara.parallel.search import search
+    from capibara.cost.calibration import load
+    from capibara.plan.search.search import search
 
     calibration = load(where.chip) if calibrated else None
     witness = Witness(job, where, level, count, limit, recipe, tell) if count else None
@@ -273,7 +273,7 @@ def _however_large(
 ) -> tuple[Candidate, ...]:
     """The smallest layout of a job whose arguments alone are over the limit that was set; none where they are more than
     the chip has, or where nothing divides."""
-    from capibara.parallel.search import search
+    from capibara.plan.search.search import search
 
     found = search(
         job,

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from capibara.hardware.chips import Chip
-from capibara.parallel.cost.estimate import Memory, Part
+from capibara.cost.result import Memory, Part
+from capibara.hardware.facts import Chip
 from capibara.plan import words
 
 __all__ = ["memory_timeline", "roofline"]

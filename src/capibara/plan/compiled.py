@@ -6,11 +6,10 @@ Two compilers can be asked. `compile_layout` asks the TPU's for a slice that is 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +17,19 @@ from capibara.compile.availability import tpu_compiler
 from capibara.compile.failures import classify, over_limit, thrown_by_compilers, useful_lines
 from capibara.errors import rule_error
 from capibara.hardware.topology import Slice, abstract_devices, slice_by_name
+from capibara.parallel.run import lower_layout
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
+    from capibara.mesh.layout import Layout
     from capibara.parallel.job import Job
-    from capibara.parallel.layout import Layout
-    from capibara.parallel.program.chip import Collective
+    from capibara.program.chip import Collective
 
 __all__ = [
     "LEVELS",
     "NOT_A_VERDICT",
     "Compiled",
     "compile_layout",
-    "jitted_layout",
-    "lower_layout",
     "partition_layout",
-    "surroundings",
 ]
 
 LEVELS = {
@@ -106,7 +101,7 @@ class Compiled:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Compiled:
-        from capibara.parallel.program.chip import Collective
+        from capibara.program.chip import Collective
 
         exchanges: list[Collective] = []
         for one in fields["collectives"]:
@@ -145,7 +140,7 @@ def partition_layout(job: Job, layout: Layout) -> Compiled:
 
 
 def _compiled(level: str, evidence: str, job: Job, layout: Layout, devices: Callable[[], Sequence[Any]]) -> Compiled:
-    from capibara.parallel.program.hlo_collectives import collectives_in
+    from capibara.program.hlo_collectives import collectives_in
 
     why_not = job.why_no_stages() if layout.stages > 1 else ""
     if why_not:
@@ -183,108 +178,6 @@ def _compiled(level: str, evidence: str, job: Job, layout: Layout, devices: Call
         collectives=tuple(collectives_in(compiled.as_text(), layout.mesh.axes)),
         seconds=seconds,
     )
-
-
-def lower_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = True) -> Any:
-    """The job's function lowered for `mesh` with its arguments where the layout puts them."""
-    jitted, shaped = jitted_layout(job, layout, mesh, host_memory=host_memory)
-    with surroundings(layout, mesh):
-        return jitted.lower(*shaped)
-
-
-@contextlib.contextmanager
-def surroundings(layout: Layout, mesh: Mesh) -> Iterator[None]:
-    """The mesh and the rules that a laid out program is traced under."""
-    import jax
-
-    from capibara.parallel.rules import current_rules, use_rules
-
-    # A name that the layout says nothing of stays whole, as it does in the cost model.
-    rules = {**dict.fromkeys(current_rules()), **layout.rules}
-    with use_rules(rules), jax.set_mesh(mesh):
-        yield
-
-
-def jitted_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = True) -> tuple[Any, tuple[Any, ...]]:
-    """The job's function under jit for `mesh`, and its arguments' shapes with the shardings of the layout.
-
-    It is traced inside of `surroundings`. Outputs that can take a donated argument's memory lie like that argument; the
-    compiler places the others. Without `host_memory` arguments that the layout keeps with the host stay on the device
-    (the CPU has one memory).
-    """
-    import jax
-    from jax.sharding import NamedSharding
-
-    fn, args = job.built(dict(layout.choices), layout.stages)
-    leaves, tree = jax.tree.flatten(tuple(args))
-    if len(leaves) != len(layout.specs):
-        raise rule_error(
-            "A layout has one spec for each flat argument", f"{len(layout.specs)} for {len(leaves)}", "plan this job"
-        )
-    hosted = set(layout.host) if host_memory else set()
-
-    def sharding(index: int) -> NamedSharding:
-        if index in hosted:
-            return NamedSharding(mesh, layout.specs[index], memory_kind="pinned_host")
-        return NamedSharding(mesh, layout.specs[index])
-
-    shaped = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(index)) for index, leaf in enumerate(leaves)
-    ]
-    run = _fetching(
-        fn, tree, {index: NamedSharding(mesh, layout.specs[index], memory_kind="device") for index in hosted}
-    )
-    with surroundings(layout, mesh):
-        results, results_tree = jax.tree.flatten(jax.eval_shape(fn, *args))
-        taken = _replaced(results, leaves, _donated(job, args))
-        placed = [None if index is None else sharding(index) for index in taken]
-    jitted = jax.jit(run, donate_argnums=job.donate, out_shardings=jax.tree.unflatten(results_tree, placed))
-    return jitted, jax.tree.unflatten(tree, shaped)
-
-
-def _donated(job: Job, args: Sequence[Any]) -> list[int]:
-    """Flat positions of the donated arguments."""
-    import jax
-
-    found: list[int] = []
-    position = 0
-    for number, one in enumerate(args):
-        count = len(jax.tree.leaves(one))
-        if number in job.donate:
-            found.extend(range(position, position + count))
-        position += count
-    return found
-
-
-def _replaced(results: Iterable[Any], leaves: Sequence[Any], donated: Iterable[int]) -> list[int | None]:
-    """For each result the donated argument whose place it takes: the first left with its shape and type."""
-    free: dict[Any, list[int]] = {}
-    for index in donated:
-        free.setdefault((tuple(leaves[index].shape), str(leaves[index].dtype)), []).append(index)
-    taken: list[int | None] = []
-    for one in results:
-        same = free.get((tuple(one.shape), str(one.dtype)))
-        taken.append(same.pop(0) if same else None)
-    return taken
-
-
-def _fetching(fn: Callable[..., Any], tree: Any, homes: dict[int, Any]) -> Callable[..., Any]:
-    """`fn` on arguments of which some are held by the host.
-
-    Written before the step, but the compiler fetches each where it is read: the chip's peak of llama-70b on v4-64,
-    31.3 GB, is less than parameters, gradients and the whole optimizer state at once, 34.5 GB.
-    """
-    import jax
-
-    if not homes:
-        return fn
-
-    def run(*args: Any) -> Any:
-        leaves = enumerate(jax.tree.leaves(args))
-        here = [jax.device_put(one, homes[index]) if index in homes else one for index, one in leaves]
-        return fn(*jax.tree.unflatten(tree, here))
-
-    return run
 
 
 def _peak(stats: Any) -> float | None:

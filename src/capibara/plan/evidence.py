@@ -12,8 +12,8 @@ from capibara.hardware.topology import Slice
 from capibara.plan.compiled import LEVELS, NOT_A_VERDICT, Compiled, compile_layout, partition_layout
 
 if TYPE_CHECKING:
+    from capibara.mesh.layout import Layout
     from capibara.parallel.job import Job
-    from capibara.parallel.layout import Layout
     from capibara.plan.target import Recipe
 
 __all__ = ["Said", "Witness", "checked_level"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from capibara.plan import words
 from capibara.plan.charts import memory_timeline, roofline
 from capibara.plan.report import bill_line, compiled_line, headlines, refusals
-from capibara.plan.result import Plan
+
+if TYPE_CHECKING:
+    from capibara.plan.result import Plan
 
 __all__ = ["page"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from capibara.parallel.layout import Layout
+    from capibara.mesh.layout import Layout
 
 __all__ = ["layout_as_dict", "layout_from_dict"]
 
@@ -25,8 +25,8 @@ def layout_as_dict(layout: Layout) -> dict[str, Any]:
 def layout_from_dict(fields: dict[str, Any]) -> Layout:
     from jax.sharding import PartitionSpec
 
-    from capibara.parallel.layout import Layout
-    from capibara.parallel.mesh import MeshConfig
+    from capibara.mesh.layout import Layout
+    from capibara.mesh.mesh import MeshConfig
 
     axes = fields["mesh"]
     specs = ([tuple(part) if isinstance(part, list) else part for part in spec] for spec in fields["specs"])

@@ -22,7 +22,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.hardware.chips import chip as chip_by_name
 
 if TYPE_CHECKING:
-    from capibara.parallel.cost.calibration import Calibration, Fit, Run
+    from capibara.cost.calibration import Calibration, Fit, Run
     from capibara.plan.result import Plan
 
 __all__ = ["Calibrated", "Measurement", "calibrate", "measured_path", "measurements", "read_measured", "record"]
@@ -126,7 +126,7 @@ def _uncorrected(plan: Plan) -> Any:
     assert plan.best is not None
     if plan.calibration is None or plan.job is None:
         return plan.best.estimate
-    from capibara.parallel.evaluation import PaperModel
+    from capibara.plan.search.evaluation import PaperModel
 
     return PaperModel(plan.job, plan.where).estimate(plan.best.layout)
 
@@ -175,7 +175,7 @@ def measurements(chip: str | None = None) -> tuple[Measurement, ...]:
 
 def calibrate(chip: str | None = None, *, save: bool = True) -> tuple[Calibrated, ...]:
     """The correction that the runs on each chip ask for; kept for later plans when `save`."""
-    from capibara.parallel.cost import calibration as model
+    from capibara.cost import calibration as model
 
     kept = measurements(chip)
     if not kept:
@@ -196,7 +196,7 @@ def calibrate(chip: str | None = None, *, save: bool = True) -> tuple[Calibrated
 
 
 def _as_run(one: Measurement) -> Run:
-    from capibara.parallel.cost.calibration import Run
+    from capibara.cost.calibration import Run
 
     return Run(
         one.parts,

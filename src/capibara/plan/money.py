@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from capibara.fleet.pricing import KINDS, Price, PriceTable
-from capibara.fleet.spot import SpotAssumptions, SpotRun, spot_run
+from capibara.cost.result import Estimate
 from capibara.hardware.topology import Slice
-from capibara.parallel.cost.estimate import Estimate
 from capibara.plan.place import hosts_of
+from capibara.prices.spot import SpotAssumptions, SpotRun, spot_run
+from capibara.prices.table import KINDS, Price, PriceTable
 
 __all__ = ["Bill", "bills"]
 

@@ -6,13 +6,13 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from capibara.plan import words
-from capibara.plan.result import Candidate, Change, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from capibara.plan.money import Bill
+    from capibara.plan.result import Candidate, Change, Plan
 
 __all__ = ["as_text", "bill_line", "compiled_line", "headlines", "refusals", "show"]
 

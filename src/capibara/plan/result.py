@@ -9,19 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.cost.result import Estimate
+from capibara.errors import rule_error
 from capibara.hardware.topology import Slice
-from capibara.parallel.cost.estimate import Estimate
 from capibara.plan.compiled import LEVELS, NOT_A_VERDICT, Compiled
 from capibara.plan.layout_text import layout_as_dict
 from capibara.plan.money import Bill
 from capibara.plan.place import hosts_of
 
 if TYPE_CHECKING:
-    from capibara.parallel.cost.calibration import Calibration
+    from capibara.cost.calibration import Calibration
+    from capibara.mesh.layout import Layout
     from capibara.parallel.job import Job
-    from capibara.parallel.layout import Layout
+    from capibara.parallel.run import Program
     from capibara.plan.measured import Measurement
-    from capibara.plan.program import Program
     from capibara.plan.work import JobLine
 
 __all__ = ["Candidate", "Change", "Plan"]
@@ -264,9 +265,12 @@ class Plan:
 
         `devices` are as many as the plan's chips, the attached ones by default.
         """
-        from capibara.plan.program import program_of
+        from capibara.parallel.run import laid_out
 
-        return program_of(self, devices)
+        if self.best is None or not self.fits or self.job is None:
+            fix = "take one of plan.changes and plan again"
+            raise rule_error("A program is made of a plan that fits", repr(self), fix)
+        return laid_out(self.job, self.best.layout, devices)
 
     def save_html(self, path: str | Path) -> Path:
         """One self-contained page: the figures, a memory timeline, a roofline chart, the layouts."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara import user_file
 from capibara.errors import CapibaraError, rule_error, unknown_name
-from capibara.plan.preset import load_preset
+from capibara.models.preset import load_preset
 
 if TYPE_CHECKING:
     from capibara.parallel.job import Job
@@ -68,8 +68,8 @@ def _knobs(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
 
 def _preset_job(recipe: Recipe) -> Job:
     preset = load_preset(recipe.target, batch=recipe.batch, sequence=recipe.sequence, optimizer=recipe.optimizer)
+    from capibara.models import decoder
     from capibara.parallel.training_step import training_job
-    from capibara.plan import decoder
 
     return training_job(
         decoder.make_loss(preset),

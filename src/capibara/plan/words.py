@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from capibara.parallel.cost.correction import Witness
-    from capibara.parallel.cost.estimate import Estimate
+    from capibara.cost.correction import Witness
+    from capibara.cost.result import Estimate
 
 __all__ = ["corrections", "count", "dollars", "gib", "percent", "seconds", "size"]
 

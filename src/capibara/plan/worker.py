@@ -21,7 +21,7 @@ from capibara.plan.layout_text import layout_as_dict, layout_from_dict
 from capibara.plan.target import Recipe, load_job
 
 if TYPE_CHECKING:
-    from capibara.parallel.layout import Layout
+    from capibara.mesh.layout import Layout
 
 __all__ = ["compile_elsewhere"]
 

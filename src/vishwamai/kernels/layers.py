@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from capibara.errors import unknown_name
-from capibara.kernels import layers
-from capibara.kernels.layers import MoeMetrics
-from capibara.kernels.layers import init_moe as init_expert_layer
-from capibara.kernels.layers.in_precision import moe_in_precision
+from capibara.kernels.ops import layers
+from capibara.kernels.ops.layers import MoeMetrics
+from capibara.kernels.ops.layers import init_moe as init_expert_layer
 from capibara.precision import POLICIES, PrecisionConfig
+from capibara.surface.in_precision import moe_in_precision
 
 __all__ = ["expert_layer", "geglu", "glu", "init_expert_layer", "layer_norm", "swiglu"]
 

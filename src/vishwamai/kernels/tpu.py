@@ -7,16 +7,16 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from capibara.kernels import decorate
-from capibara.kernels.attention import patterns
-from capibara.kernels.attention.rope import rope, rope_tables
-from capibara.kernels.layout import tile_layout, untile_layout
-from capibara.kernels.linalg.chunked import gemm_tiled
-from capibara.kernels.timing import Timing, measure
-from capibara.kernels.user_ops import register_tpu_op, unregister
-from capibara.parallel.context import tpu_v4_optimization_context
-from capibara.parallel.validate import validate_sharding
+from capibara.dropin import decorate
+from capibara.kernels.core.user_ops import register_tpu_op, unregister
+from capibara.kernels.lab.timing import Timing, measure
+from capibara.kernels.ops.attention.rope import rope, rope_tables
+from capibara.mesh.context import tpu_v4_optimization_context
+from capibara.mesh.validate import validate_sharding
 from capibara.precision import PrecisionConfig
+from capibara.surface import patterns
+from capibara.surface.chunked_products import gemm_tiled
+from capibara.surface.tiling import tile_layout, untile_layout
 from vishwamai.kernels.layers import expert_layer, geglu, glu, init_expert_layer, layer_norm, swiglu
 
 __all__ = [

@@ -15,8 +15,9 @@ from capibara.errors import unknown_name
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from capibara.kernels.bench import Measured, Row
-    from capibara.kernels.op import Case, Op
+    from capibara.kernels.core.op import Op
+    from capibara.kernels.core.spec import Case
+    from capibara.kernels.lab.bench import Measured, Row
 
 # A host is slow and shared: fewer samples there, so that a bench of every op stays within minutes.
 HOST_SAMPLES = 5
@@ -35,8 +36,8 @@ def bench(
 ) -> None:
     """Time what dispatch takes beside its peers, and hold both against the reference and the roofline."""
     from capibara import hardware
-    from capibara.kernels import bench as benches
-    from capibara.kernels import timing
+    from capibara.kernels.lab import bench as benches
+    from capibara.kernels.lab import timing
 
     chosen, peers = ops_of(op), operands.names(against)
     known = [name for one in chosen for name in benches.peer_names(one)]
@@ -81,7 +82,7 @@ def bench(
 def show(screen: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
     """The table of rows; below it why each was chosen, and what is missing or wrong."""
     from capibara import hardware
-    from capibara.kernels.timing import format_seconds
+    from capibara.kernels.lab.timing import format_seconds
 
     wide = screen.width >= output.WIDE
     error = output.error_column(wide)
@@ -139,7 +140,7 @@ def _verdict(one: Measured, wide: bool) -> str:
 
 
 def _ratio(row: Row, name: str) -> str:
-    from capibara.kernels.timing import format_seconds
+    from capibara.kernels.lab.timing import format_seconds
 
     peer = next((peer for peer in row.peers if peer.name == name), None)
     ratio = None if peer is None else row.speedup(peer)

@@ -36,7 +36,7 @@ def compile_(
     from capibara.compile import tpu_compiler
     from capibara.compile.kernels import compile_kernels
     from capibara.hardware import slice_by_name
-    from capibara.kernels.bench import versions
+    from capibara.kernels.lab.bench import versions
 
     wanted = slice_by_name(slice_name)
     compiler = tpu_compiler()

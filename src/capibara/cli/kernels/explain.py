@@ -27,9 +27,10 @@ def explain(
 
     For example: capibara kernels explain gemm bf16[4096,4096] bf16[4096,4096] --param activation=gelu --on v4
     """
-    from capibara.kernels import bench, dispatch
-    from capibara.kernels import op as ops
-    from capibara.kernels.timing import format_seconds
+    from capibara.kernels.core import dispatch
+    from capibara.kernels.core import op as ops
+    from capibara.kernels.lab import bench
+    from capibara.kernels.lab.timing import format_seconds
 
     found = ops.lookup(op)
     arrays = [operands.operand(text) for text in shapes]

@@ -10,8 +10,8 @@ from capibara.cli.kernels.options import Imports, Json, On, target_of
 
 def list_(on: On = None, modules: Imports = None, json: Json = False) -> None:
     """The ops, their implementations, how many cases each takes here, and what is tuned."""
-    from capibara.kernels import op as ops
-    from capibara.kernels import tables
+    from capibara.kernels.core import op as ops
+    from capibara.kernels.core import tables
 
     rows: list[dict[str, Any]] = []
     with target_of(on) as target:
@@ -41,7 +41,7 @@ def list_(on: On = None, modules: Imports = None, json: Json = False) -> None:
 
 def _show(rows: list[dict[str, Any]], device_kind: str) -> None:
     """A line an implementation within 80 columns; many refuse for one reason, which is written once, below."""
-    from capibara.kernels.context import PLATFORMS
+    from capibara.kernels.core.context import PLATFORMS
 
     made = output.table(
         "op", "implementation", "for", "takes", "tuned", "why not",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from capibara.kernels.op import Case, Op
+    from capibara.kernels.core.op import Op
+    from capibara.kernels.core.spec import Case
 
 OpName = Annotated[str | None, typer.Argument(metavar="[OP]", help="An op; all of them by default.")]
 CaseNames = Annotated[
@@ -23,7 +24,7 @@ On = Annotated[
 
 
 def _import(modules: list[str] | None) -> list[str]:
-    from capibara.kernels import outside
+    from capibara.kernels.core import outside
 
     # What a user's module prints is not the command's answer, and would break --json.
     with redirect_stdout(sys.stderr):
@@ -44,7 +45,7 @@ Imports = Annotated[
 
 
 def ops_of(name: str | None) -> list[Op]:
-    from capibara.kernels import op as ops
+    from capibara.kernels.core import op as ops
 
     return [ops.lookup(name)] if name is not None else list(ops.registry().values())
 
@@ -59,7 +60,7 @@ def cases_of(op: Op, wanted: list[str] | None, tag: str) -> list[Case]:
 def target_of(on: str | None) -> AbstractContextManager[Any]:
     """The dispatch target that `--on` names; the attached chip without it."""
     from capibara import hardware
-    from capibara.kernels import context
+    from capibara.kernels.core import context
 
     if on is None:
         return nullcontext(context.current_target())

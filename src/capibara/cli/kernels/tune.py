@@ -12,8 +12,8 @@ from capibara.cli.failures import Code
 from capibara.cli.kernels.options import CaseNames, Imports, Json, cases_of, ops_of
 
 if TYPE_CHECKING:
-    from capibara.kernels.op import Case
-    from capibara.kernels.tuning import Progress, TuneReport
+    from capibara.kernels.core.spec import Case
+    from capibara.kernels.lab.tuning import Progress, TuneReport
 
 
 def tune(
@@ -33,7 +33,7 @@ def tune(
     json: Json = False,
 ) -> None:
     """Check every candidate against the reference, time those that are right, and store the fastest."""
-    from capibara.kernels import bench, tuning
+    from capibara.kernels.lab import bench, tuning
 
     (found,) = ops_of(op)
     chosen = cases_of(found, case, "tune")

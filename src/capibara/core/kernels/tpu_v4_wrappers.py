@@ -8,13 +8,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from capibara.core.kernels.figures import Figures
-from capibara.core.kernels.layers import LayerKernels
-from capibara.kernels.attention import by_level
-from capibara.kernels.draws import Draws
-from capibara.kernels.linalg import levels
-from capibara.kernels.measured import LastKernel
-from capibara.parallel.active_rules import current_rules, mesh_axes_of
+from capibara.axes import current_rules, mesh_axes_of
+from capibara.surface import attention as by_level
+from capibara.surface import products as levels
+from capibara.surface.draws import Draws
+from capibara.surface.figures import LastKernel
+from capibara.surface.kernel_figures import Figures
+from capibara.surface.kernel_layers import LayerKernels
 
 __all__ = ["TPUv4Kernels"]
 
@@ -73,7 +73,7 @@ class TPUv4Kernels(LayerKernels, Figures):
           dropout_rate: of the probabilities; above 0 it draws the object's next key, or from `rng`.
           causal: a query sees keys up to its own position.
           sequence_parallel: split the sequence over a mesh axis, named, or True for where the rules in force
-            (`capibara.parallel.use_rules`) put a "sequence"; "batch" and "heads" stay where they put them. Without
+            (`capibara.mesh.use_rules`) put a "sequence"; "batch" and "heads" stay where they put them. Without
             such an axis, and with what a split sequence does not take (a mask, dropout, keys of another
             length), it is plain attention on the same mesh, which is said once. A name that the mesh lacks is an
             error.

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from capibara.jax import _alias
+from capibara.dropin import alias as _alias
 
 _alias.adopt(__name__, own=())

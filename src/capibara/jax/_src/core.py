@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jax._src.core import *  # noqa: F403
 
-from capibara.jax import _alias
-from capibara.parallel.context import tpu_v4_optimization_context as tpu_v4_optimization_context
-from capibara.parallel.mesh import MeshConfig as MeshConfig
-from capibara.parallel.mesh import TPUv4MeshConfigurations as TPUv4MeshConfigurations
-from capibara.parallel.mesh import create_tpu_mesh_config as create_tpu_mesh_config
-from capibara.parallel.rules import with_sharding_constraint as with_sharding_constraint
+from capibara.dropin import alias as _alias
+from capibara.mesh.context import tpu_v4_optimization_context as tpu_v4_optimization_context
+from capibara.mesh.mesh import MeshConfig as MeshConfig
+from capibara.mesh.mesh import TPUv4MeshConfigurations as TPUv4MeshConfigurations
+from capibara.mesh.mesh import create_tpu_mesh_config as create_tpu_mesh_config
+from capibara.mesh.rules import with_sharding_constraint as with_sharding_constraint
 
 _OWN = (
     "MeshConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capibara import to_come
-from capibara.parallel.training_mesh import create_training_mesh, training_mesh_config
+from capibara.mesh.training_mesh import create_training_mesh, training_mesh_config
 
 __all__ = ["create_training_mesh", "training_mesh_config"]
 

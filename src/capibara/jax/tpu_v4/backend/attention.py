@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from capibara.kernels.attention import flash
-from capibara.kernels.attention.multihead import init_multihead_attention, self_attention
-from capibara.kernels.draws import Draws
+from capibara.surface import flash
+from capibara.surface.draws import Draws
+from capibara.surface.multihead import init_multihead_attention, self_attention
 
 __all__ = ["TpuV4AttentionOps", "init_multihead_attention"]
 

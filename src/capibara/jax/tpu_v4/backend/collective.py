@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Array, Num, Shaped
 
 from capibara.errors import rule_error
-from capibara.kernels import collective
-from capibara.parallel.context import task_mesh
+from capibara.kernels.ops import collective
+from capibara.mesh.context import task_mesh
 
 Axes = str | tuple[str, ...] | None
 
@@ -35,11 +35,11 @@ class TpuV4CollectiveOps:
         Args:
           reduction_op: "sum", "mean", "max" or "min".
           use_compression: send blocks of int8 codes, for sums and means; exact when off. The error's bound is
-            `capibara.kernels.collective.error_bound`.
+            `capibara.kernels.error_bound`.
           overlap_compute: buckets do not wait for each other, so that the compiler may run them beside other work;
             False sends one after another.
           extra: `state` (error feedback: (tree, state) is returned), `mesh`, `bucket_bytes`: see
-            `capibara.kernels.collective.all_reduce_tree`.
+            `capibara.kernels.all_reduce_tree`.
 
         >>> import jax.numpy as jnp
         >>> TpuV4CollectiveOps().async_all_reduce({"w": jnp.ones(2)}, "mean")["w"].tolist()
@@ -62,7 +62,7 @@ class TpuV4CollectiveOps:
           axis: where they are joined; of a global array's rows, counted after the leading axis.
           use_ring_algorithm: n - 1 steps between neighbours, halves in opposite directions. False leaves the choice to
             dispatch.
-          extra: `tiled`, `mesh`, `implementation`: see `capibara.kernels.collective.all_gather`.
+          extra: `tiled`, `mesh`, `implementation`: see `capibara.kernels.all_gather`.
         """
         if use_ring_algorithm and extra.get("implementation") is not None:
             raise rule_error(
@@ -72,13 +72,13 @@ class TpuV4CollectiveOps:
             )
         given = {**extra, "axis": axis}
         if use_ring_algorithm:
-            given["implementation"] = "ring_two_way"
+            given["implementation"] = "xla_ring_two_way"
         return collective.all_gather(x, axis_name, **_mesh(axis_name, given))
 
     def reduce_scatter(
         self, x: Num[Array, ...], axis: int = 0, reduction_op: str = "sum", axis_name: Axes = None, **extra: Any
     ) -> Num[Array, ...]:
-        """Device i has part i, along `axis`, of the reduced x; see `capibara.kernels.collective.reduce_scatter`."""
+        """Device i has part i, along `axis`, of the reduced x; see `capibara.kernels.reduce_scatter`."""
         given = {"axis": axis, "op": reduction_op, **extra}
         return collective.reduce_scatter(x, axis_name, **_mesh(axis_name, given))
 
@@ -90,20 +90,20 @@ class TpuV4CollectiveOps:
         axis_name: Axes = None,
         **extra: Any,
     ) -> Shaped[Array, ...]:
-        """Part j of x goes to device j; see `capibara.kernels.collective.all_to_all`."""
+        """Part j of x goes to device j; see `capibara.kernels.all_to_all`."""
         given = {"split_axis": split_axis, "concat_axis": concat_axis, **extra}
         return collective.all_to_all(x, axis_name, **_mesh(axis_name, given))
 
     def all_gather_matmul(
         self, x: Num[Array, "*B M K"], w: Num[Array, "K N"], axis_name: Axes = None, **extra: Any
     ) -> Num[Array, "*B all_M N"]:
-        """`all_gather(x) @ w`, overlapped; see `capibara.kernels.collective.all_gather_matmul`."""
+        """`all_gather(x) @ w`, overlapped; see `capibara.kernels.all_gather_matmul`."""
         return collective.all_gather_matmul(x, w, axis_name, **_mesh(axis_name, extra))
 
     def matmul_reduce_scatter(
         self, x: Num[Array, "*B all_M K"], w: Num[Array, "K N"], axis_name: Axes = None, **extra: Any
     ) -> Num[Array, "*B M N"]:
-        """`reduce_scatter(x @ w)`, overlapped; see `capibara.kernels.collective.matmul_reduce_scatter`."""
+        """`reduce_scatter(x @ w)`, overlapped; see `capibara.kernels.matmul_reduce_scatter`."""
         return collective.matmul_reduce_scatter(x, w, axis_name, **_mesh(axis_name, extra))
 
 

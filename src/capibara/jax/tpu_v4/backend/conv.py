@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from capibara.kernels import conv
-from capibara.kernels.layers.in_precision import in_precision
+from capibara.kernels.ops import conv
+from capibara.surface.in_precision import in_precision
 
 Pads = str | Sequence[Sequence[int]]
 
@@ -37,7 +37,7 @@ class TpuV4ConvOps:
           strides, padding: as in `conv2d`.
           tile_size: the output tile, as its side or the pair of both, which are alike: 2 is F(2x2, 3x3), 4 F(4x4, 3x3)
             and 6, float32 only, F(6x6, 3x3). A larger tile multiplies less and rounds more: see
-            `capibara.kernels.conv.winograd_error_bound`. None takes 4 for float32, and 2 for 16-bit types.
+            `capibara.kernels.winograd_error_bound`. None takes 4 for float32, and 2 for 16-bit types.
           extra: conv2d's other arguments: dilation, groups, implementation, config.
 
         A filter that is not 3x3, a stride or dilation that is not 1, or groups go to the direct convolution;
@@ -77,7 +77,7 @@ class TpuV4ConvOps:
     ) -> Any:
         """Each channel with its own short filter over the past.
 
-        `extra`: initial_state, return_final_state, implementation, config: see `capibara.kernels.conv.causal_conv1d`.
+        `extra`: initial_state, return_final_state, implementation, config: see `capibara.kernels.causal_conv1d`.
         """
         arrays = (x, w, bias)
         return in_precision(conv.causal_conv1d, precision, arrays, rounds=(0, 1), activation=activation, **extra)
@@ -100,5 +100,5 @@ class TpuV4ConvOps:
         **extra: Any,
     ) -> Float[Array, "B T C"]:
         """Each channel with its own filter, as long as the sequence. `extra`: precision ("float32", or "bfloat16" for
-        the products inside), implementation: see `capibara.kernels.conv.long_conv`."""
+        the products inside), implementation: see `capibara.kernels.long_conv`."""
         return conv.long_conv(x, h, **extra)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Complex, Float, Num
 
-from capibara.kernels import fft
+from capibara.kernels.ops import fft
 
 
 class TpuV4FFTOps:
@@ -34,7 +34,7 @@ class TpuV4FFTOps:
             of the length, and few and large ones fill in the rest: `capibara.kernels.explain` says which. None chooses
             few and large ones.
           use_parallel: transform all signals at once; False takes them one after another, in the memory of one.
-          extra: inverse, and `capibara.kernels.fft.fft`'s other arguments: n, norm, implementation, config.
+          extra: inverse, and `capibara.kernels.ops.fft.fft`'s other arguments: n, norm, implementation, config.
 
         >>> import jax.numpy as jnp
         >>> TpuV4FFTOps().radix_optimized_fft(jnp.arange(4.0), radix_factors=[2, 2]).tolist()
@@ -45,29 +45,29 @@ class TpuV4FFTOps:
     def inverse_fft(
         self, signal: Num[Array, "*B n"], precision: str = "float32", **extra: Any
     ) -> Complex[Array, "*B n"]:
-        """The inverse transform of the last axis. `extra`: see `capibara.kernels.fft.ifft`."""
+        """The inverse transform of the last axis. `extra`: see `capibara.kernels.ifft`."""
         return fft.ifft(signal, precision=precision, **extra)
 
     def real_fft(
         self, signal: Float[Array, "*B n"], precision: str = "float32", **extra: Any
     ) -> Complex[Array, "*B k"]:
-        """Half the spectrum of a real signal. `extra`: see `capibara.kernels.fft.rfft`."""
+        """Half the spectrum of a real signal. `extra`: see `capibara.kernels.rfft`."""
         return fft.rfft(signal, precision=precision, **extra)
 
     def inverse_real_fft(
         self, spectrum: Num[Array, "*B k"], precision: str = "float32", **extra: Any
     ) -> Float[Array, "*B n"]:
-        """The real signal of half a spectrum. `extra`: see `capibara.kernels.fft.irfft`."""
+        """The real signal of half a spectrum. `extra`: see `capibara.kernels.irfft`."""
         return fft.irfft(spectrum, precision=precision, **extra)
 
     def fft2(self, image: Num[Array, "*B m n"], precision: str = "float32", **extra: Any) -> Complex[Array, "*B m n"]:
-        """The transform of the last two axes. `extra`: see `capibara.kernels.fft.fft2`."""
+        """The transform of the last two axes. `extra`: see `capibara.kernels.fft2`."""
         return fft.fft2(image, precision=precision, **extra)
 
     def inverse_fft2(
         self, image: Num[Array, "*B m n"], precision: str = "float32", **extra: Any
     ) -> Complex[Array, "*B m n"]:
-        """The inverse transform of the last two axes. `extra`: see `capibara.kernels.fft.ifft2`."""
+        """The inverse transform of the last two axes. `extra`: see `capibara.kernels.ifft2`."""
         return fft.ifft2(image, precision=precision, **extra)
 
     def sharded_fft(

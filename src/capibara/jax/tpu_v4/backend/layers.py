@@ -8,9 +8,9 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from capibara.kernels import layers
-from capibara.kernels.layers import MoeMetrics, Routing, init_moe
-from capibara.kernels.layers.in_precision import in_precision, moe_in_precision
+from capibara.kernels.ops import layers
+from capibara.kernels.ops.layers import MoeMetrics, Routing, init_moe
+from capibara.surface.in_precision import in_precision, moe_in_precision
 
 __all__ = ["TpuV4LayerOps", "init_moe"]
 
@@ -36,7 +36,7 @@ class TpuV4LayerOps:
     ) -> Any:
         """(s - mean) / sqrt(variance + eps) · scale + bias over the last axis of s = x + residual.
 
-        `extra`: return_residual, implementation, config: see `capibara.kernels.layers.layer_norm`.
+        `extra`: return_residual, implementation, config: see `capibara.kernels.layer_norm`.
 
         >>> import jax.numpy as jnp
         >>> y = TpuV4LayerOps().layer_norm(jnp.array([[1.0, 2.0, 3.0]]), precision="float32")
@@ -57,7 +57,7 @@ class TpuV4LayerOps:
     ) -> Any:
         """s / sqrt(mean of s² + eps) · scale over the last axis of s = x + residual.
 
-        `extra`: offset, return_residual, implementation, config: see `capibara.kernels.layers.rms_norm`.
+        `extra`: offset, return_residual, implementation, config: see `capibara.kernels.rms_norm`.
         """
         return in_precision(layers.rms_norm, precision, (x, scale, residual), rounds=(0, 2), eps=eps, **extra)
 
@@ -72,7 +72,7 @@ class TpuV4LayerOps:
     ) -> Float[Array, "*rows columns"]:
         """An activation and dropout of its result in one pass; a rate above 0 needs `rng`, a JAX key.
 
-        `extra`: implementation, config. `kind` is one of those of `capibara.kernels.layers.activation`.
+        `extra`: implementation, config. `kind` is one of those of `capibara.kernels.ops.layers.activation`.
         """
         drops = {"dropout_rate": dropout_rate, "dropout_rng": rng}
         return in_precision(layers.activation, precision, (x,), kind=kind, **drops, **extra)
@@ -102,7 +102,7 @@ class TpuV4LayerOps:
         """The softmax cross-entropy of hidden @ weights, whose logits are never all in memory; float32.
 
         `extra`: transpose_weights, label_smoothing, z_loss, logit_soft_cap, ignore_index, reduction, gradient, block,
-        implementation: see `capibara.kernels.layers.cross_entropy`.
+        implementation: see `capibara.kernels.ops.layers.cross_entropy`.
         """
         arrays = (hidden, weights, labels)
         return in_precision(layers.cross_entropy, precision, arrays, rounds=(0, 1), results="none", **extra)
@@ -117,7 +117,7 @@ class TpuV4LayerOps:
         """(weights, indices, counts): the `top_k` experts of each token with the largest scores, best first.
 
         `precision` is what the logits are rounded to; the weights are float32. `extra`: gate, bias, normalize, scale,
-        return_counts, implementation, config: see `capibara.kernels.layers.route`.
+        return_counts, implementation, config: see `capibara.kernels.route`.
         """
         return in_precision(layers.route, precision, (logits,), results="none", top_k=top_k, **extra)
 
@@ -137,7 +137,7 @@ class TpuV4LayerOps:
           mesh: have the experts, and the tokens, over an axis of this mesh.
           extra: activation, gate, normalize, scale, jitter with rng; without a mesh capacity_factor and keep, with one
             axis, token_axes and pair_capacity_factor. See `moe_layer` and `expert_parallel_moe` in
-            `capibara.kernels.layers`.
+            `capibara.kernels.ops.layers`.
 
         >>> import jax
         >>> params = init_moe(jax.random.key(0), width=8, hidden=16, num_experts=4)

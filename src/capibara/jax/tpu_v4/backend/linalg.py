@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from capibara.kernels.linalg.chunked import gemm_chunked, wait
-from capibara.kernels.linalg.svd.api import fast_svd
+from capibara.kernels.ops.linalg.svd.api import fast_svd
+from capibara.surface.chunked_products import gemm_chunked, wait
 
 
 class TpuV4LinalgOps:

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from capibara.kernels import scan
-from capibara.kernels.scan import ScanPlan
+from capibara.kernels.ops import scan
+from capibara.kernels.ops.scan import ScanPlan
 
 
 class TpuV4ScanOps:
@@ -28,7 +28,7 @@ class TpuV4ScanOps:
     ) -> tuple[Any, Any]:
         """(final carry, ys) as `lax.scan` gives them; in parallel over time where the step is affine in the carry.
 
-        `extra`: length, reverse, path, implementation: see `capibara.kernels.scan.parallel_scan`.
+        `extra`: length, reverse, path, implementation: see `capibara.kernels.parallel_scan`.
 
         >>> import jax.numpy as jnp
         >>> TpuV4ScanOps().parallel_scan(lambda h, x: (0.5 * h + x, h), 0.0, jnp.ones(3))[1].tolist()
@@ -51,7 +51,7 @@ class TpuV4ScanOps:
     def linear_recurrence(
         self, a: Float[Array, ...], b: Float[Array, ...], initial: Float[Array, ...] | None = None, **extra: Any
     ) -> Any:
-        """h_t = a_t · h_{t-1} + b_t along an axis; `extra` as in `capibara.kernels.scan.linear_recurrence`."""
+        """h_t = a_t · h_{t-1} + b_t along an axis; `extra` as in `capibara.kernels.linear_recurrence`."""
         return scan.linear_recurrence(a, b, initial, **extra)
 
     def selective_scan(
@@ -64,7 +64,7 @@ class TpuV4ScanOps:
         D: Float[Array, " channels"] | None = None,
         **extra: Any,
     ) -> Any:
-        """Mamba's recurrence; `extra` as in `capibara.kernels.scan.selective_scan`."""
+        """Mamba's recurrence; `extra` as in `capibara.kernels.selective_scan`."""
         return scan.selective_scan(x, dt, A, B, C, D, **extra)
 
     def state_space_dual(
@@ -77,9 +77,9 @@ class TpuV4ScanOps:
         D: Float[Array, " heads"] | None = None,
         **extra: Any,
     ) -> Any:
-        """Mamba-2's recurrence; `extra` as in `capibara.kernels.scan.state_space_dual`."""
+        """Mamba-2's recurrence; `extra` as in `capibara.kernels.state_space_dual`."""
         return scan.state_space_dual(x, dt, A, B, C, D, **extra)
 
     def lif_neurons(self, current: Float[Array, "*batch time neurons"], **extra: Any) -> Any:
-        """Spikes of leaky integrate-and-fire neurons; `extra` as in `capibara.kernels.scan.lif_neurons`."""
+        """Spikes of leaky integrate-and-fire neurons; `extra` as in `capibara.kernels.lif_neurons`."""
         return scan.lif_neurons(current, **extra)

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from capibara.kernels import vq
-from capibara.kernels.layers.in_precision import in_precision
+from capibara.kernels.ops import vq
+from capibara.surface.in_precision import in_precision
 
 
 class TpuV4VQOps:
@@ -27,7 +27,7 @@ class TpuV4VQOps:
     ) -> Any:
         """The index of the code nearest to each row, int32; distances and statistics too, where asked for.
 
-        `extra`: return_distances, return_stats, implementation, config: see `capibara.kernels.vq.nearest_code`.
+        `extra`: return_distances, return_stats, implementation, config: see `capibara.kernels.nearest_code`.
         """
         return in_precision(vq.nearest_code, precision, (x, codebook), rounds=(0, 1), results="none", **extra)
 
@@ -40,7 +40,7 @@ class TpuV4VQOps:
     ) -> Any:
         """Each row replaced by its nearest code; the gradient passes to x unchanged.
 
-        `extra`: return_indices, implementation, config: see `capibara.kernels.vq.quantize`.
+        `extra`: return_indices, implementation, config: see `capibara.kernels.ops.vq.quantize`.
 
         >>> import jax.numpy as jnp
         >>> TpuV4VQOps().quantize(jnp.array([0.2, 0.9]), jnp.array([[0.0, 0.0], [0.0, 1.0]])).tolist()

@@ -1,4 +1,4 @@
-"""The kernel families by their documented path: `kernels.linalg` here is `capibara.kernels.linalg`."""
+"""The kernel families by their documented path: `kernels.linalg` here is `capibara.kernels.ops.linalg`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from capibara.jax._alias import _Same
-from capibara.kernels.families import FAMILIES
+from capibara.dropin.alias import Same
+from capibara.kernels.core.families import FAMILIES
 
 if TYPE_CHECKING:
-    from capibara.kernels import attention as attention
-    from capibara.kernels import collective as collective
-    from capibara.kernels import conv as conv
-    from capibara.kernels import fft as fft
-    from capibara.kernels import layers as layers
-    from capibara.kernels import linalg as linalg
-    from capibara.kernels import scan as scan
-    from capibara.kernels import vq as vq
+    from capibara.kernels.ops import attention as attention
+    from capibara.kernels.ops import collective as collective
+    from capibara.kernels.ops import conv as conv
+    from capibara.kernels.ops import fft as fft
+    from capibara.kernels.ops import layers as layers
+    from capibara.kernels.ops import linalg as linalg
+    from capibara.kernels.ops import scan as scan
+    from capibara.kernels.ops import vq as vq
 
 __all__ = sorted(FAMILIES)
 
@@ -36,7 +36,7 @@ class _Families(MetaPathFinder):
             return None
         below = fullname[len(__name__) + 1 :]
         family = below.partition(".")[0]
-        return ModuleSpec(fullname, _Same(f"capibara.kernels.{below}")) if family in __all__ else None
+        return ModuleSpec(fullname, Same(f"capibara.kernels.ops.{below}")) if family in __all__ else None
 
 
 sys.meta_path.insert(0, _Families())

@@ -1,0 +1,1 @@
+"""Where kernels are checked, timed, tuned and measured."""

@@ -1,6 +1,0 @@
-"""The linear algebra family."""
-
-from capibara.kernels.linalg.gemm.api import GEMM, gemm
-from capibara.kernels.linalg.svd.api import fast_svd, svd_plan
-
-__all__ = ["GEMM", "fast_svd", "gemm", "svd_plan"]

@@ -1,0 +1,1 @@
+"""The eight families of kernels."""

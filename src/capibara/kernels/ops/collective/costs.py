@@ -1,0 +1,72 @@
+"""The work of one device in a collective: additions, memory traffic, and what it sends over its links."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.kernels.core.spec import Call, Cost, Operand
+
+
+def _bytes(x: Operand) -> int:
+    assert x is not None
+    return math.prod(x.shape) * np.dtype(x.dtype).itemsize
+
+
+def _devices(call: Call) -> int:
+    devices = call.params["devices"]
+    assert isinstance(devices, int)
+    return devices
+
+
+def _moved(call: Call, out_bytes: float, sent: float, additions: float = 0.0) -> Cost:
+    x = call.need("x")
+    return Cost(additions, _bytes(x) + out_bytes, np.dtype(x.dtype).name, sent)
+
+
+def all_reduce(call: Call) -> Cost:
+    x, n = call.need("x"), _devices(call)
+    sent = 2 * (n - 1) / n * _bytes(x)
+    return _moved(call, _bytes(x), sent, (n - 1) / n * math.prod(x.shape))
+
+
+def reduce_scatter(call: Call) -> Cost:
+    x, n = call.need("x"), _devices(call)
+    return _moved(call, _bytes(x) / n, (n - 1) / n * _bytes(x), (n - 1) / n * math.prod(x.shape))
+
+
+def all_gather(call: Call) -> Cost:
+    x, n = call.need("x"), _devices(call)
+    return _moved(call, n * _bytes(x), (n - 1) * _bytes(x))
+
+
+def all_to_all(call: Call) -> Cost:
+    x, n = call.need("x"), _devices(call)
+    return _moved(call, _bytes(x), (n - 1) / n * _bytes(x))
+
+
+def permute(call: Call) -> Cost:
+    return _moved(call, _bytes(call.need("x")), _bytes(call.need("x")))
+
+
+def _matmul(call: Call, rows: int, sent: float) -> Cost:
+    """`rows` are all that are multiplied here."""
+    x, w = call.need("x"), call.need("w")
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    batch = math.prod(x.shape[:-2])
+    flops = 2.0 * batch * rows * x.shape[-1] * w.shape[-1]
+    moved = batch * rows * (x.shape[-1] + w.shape[-1]) * dtype.itemsize + _bytes(w)
+    return Cost(flops, moved, dtype.name, sent)
+
+
+def all_gather_matmul(call: Call) -> Cost:
+    x, n = call.need("x"), _devices(call)
+    return _matmul(call, n * x.shape[-2], (n - 1) * _bytes(x))
+
+
+def matmul_reduce_scatter(call: Call) -> Cost:
+    x, w, n = call.need("x"), call.need("w"), _devices(call)
+    out = math.prod(x.shape[:-1]) * w.shape[-1] * jnp.promote_types(x.dtype, w.dtype).itemsize
+    return _matmul(call, x.shape[-2], (n - 1) / n * out)

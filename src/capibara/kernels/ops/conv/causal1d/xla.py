@@ -1,0 +1,36 @@
+"""A short causal convolution in plain JAX: shifted copies, scaled and added, which XLA makes one pass of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from capibara.kernels.core.spec import Implementation
+from capibara.kernels.ops.conv.causal1d.reference import finished, history, wide_type
+
+
+def summed(x: jax.Array, w: jax.Array, bias: Any = None, initial_state: Any = None) -> tuple[jax.Array, jax.Array]:
+    """(the sum of the shifted inputs, tap by tap, and the bias, in float32; the last inputs)."""
+    width, time = w.shape[0], x.shape[1]
+    seen = history(x, width, initial_state)
+    wide = wide_type(x)
+    taps = w.astype(wide)
+    total = seen[:, :time].astype(wide) * taps[0]
+    for k in range(1, width):
+        total = total + seen[:, k : k + time].astype(wide) * taps[k]
+    return finished(total, bias, None), seen[:, time:]
+
+
+def xla(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None = None, initial_state: jax.Array | None = None,
+    *, activation: str | None, return_final_state: bool,
+) -> Any:  # fmt: skip
+    """The forward pass."""
+    total, state = summed(x, w, bias, initial_state)
+    y = finished(total, None, activation).astype(x.dtype)
+    return (y, state) if return_final_state else y
+
+
+# JAX's own derivative would keep float32 intermediates as large as x; the op's keeps x and computes them again.
+IMPLEMENTATION = Implementation("xla", xla, rank=lambda call: 10, own_gradient=True)

@@ -1,0 +1,152 @@
+"""A mixture of experts with the experts over a mesh axis: rows travel to their expert's device and back.
+
+Tokens are split over the axis, and so are the experts. Each device sends every other a buffer of one size (a
+collective's shapes are fixed): the rows, and beside them which expert each is for. What arrives is sorted by expert,
+goes through the experts that live there as grouped products, and returns the same way.
+
+Exact by default: a buffer has room for everything a device could send to one other, tokens_here · min(top_k,
+experts_there) rows. So a device holds, and moves twice, devices · tokens_here · min(top_k, experts_there) · width
+numbers, whatever the balance; at worst that is every choice of the whole batch. `pair_capacity_factor` makes buffers
+of that many even shares, for a price: choices past a pair's room are dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from capibara.errors import rule_error, unknown_name
+from capibara.kernels.core.operands import as_array
+from capibara.kernels.ops.layers.moe.arrange import by_group, in_buffers
+from capibara.kernels.ops.layers.moe.dispatch import capacity, combine, take_rows
+from capibara.kernels.ops.layers.moe.layer import MoeMetrics, Params, checked_params, metrics_of, routed, run_experts
+from capibara.kernels.ops.layers.router.api import Routing
+
+EXPERT_WEIGHTS = ("gate", "up", "down")
+
+
+def expert_parallel_moe(
+    params: Params,
+    x: Float[Array, "*tokens width"],
+    *,
+    mesh: Mesh,
+    axis: str = "expert",
+    token_axes: Sequence[str] = (),
+    top_k: int,
+    activation: str = "silu",
+    gate: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    pair_capacity_factor: float | None = None,
+    jitter: float = 0.0,
+    rng: jax.Array | None = None,
+) -> tuple[Float[Array, "*tokens width"], MoeMetrics]:
+    """`moe_layer` with the experts over the axis of a mesh: the same values and gradients, but for the order of sums.
+
+    Called on whole arrays, under jit (outside of it every step is a program of its own over the mesh). The tokens, all
+    of x's leading axes as one, are split over `token_axes` and then `axis`, and the metrics are of all tokens. See the
+    module's text for what travels and what it costs.
+
+    Args:
+      params, x, top_k, activation, gate, normalize, scale, jitter, rng: see `moe_layer`.
+      mesh: the devices.
+      axis: the mesh axis that has the experts, an equal number on each of its devices.
+      token_axes: further mesh axes that split the tokens; each of their devices' groups has all experts once.
+      pair_capacity_factor: None drops nothing. A number gives what one device sends to one other that many even
+        shares of room; the first tokens are kept. It is a limit for a pair of devices, not for an expert.
+    """
+    x = as_array("expert_parallel_moe", "x", x)
+    params = checked_params(params, x)
+    split = (*token_axes, axis)
+    for name in split:
+        if name not in mesh.shape:
+            raise unknown_name("axis of the mesh", name, mesh.shape)
+    if len(set(split)) < len(split):
+        raise rule_error(
+            "The tokens are split over each axis once: token_axes, and then the experts' axis",
+            f"token_axes={tuple(token_axes)} and axis={axis!r}",
+            f"leave {axis!r} and repeated names out of token_axes",
+        )
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    experts, devices = params["router"].shape[-1], mesh.shape[axis]
+    if experts % devices:
+        raise rule_error(
+            f"The experts are split evenly over the {devices} devices of the mesh axis {axis!r}",
+            f"{experts} experts",
+            "choose a multiple, or a smaller axis",
+        )
+    parts = devices
+    for name in token_axes:
+        parts *= mesh.shape[name]
+    if rows.shape[0] % parts:
+        raise rule_error(
+            f"The tokens are split evenly over the {parts} devices of {' and '.join(split)}",
+            f"{rows.shape[0]} tokens",
+            "pad the batch",
+        )
+    logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, rng)
+
+    def local(weights: Any, rows: Any, mixing: Any, indices: Any) -> Any:
+        y, dropped = exchange_through_experts(
+            weights, rows, Routing(mixing, indices), axis, activation=activation,
+            pair_capacity_factor=pair_capacity_factor,
+        )  # fmt: skip
+        return y, lax.psum(dropped, split)
+
+    tokens = P(split)
+    y, dropped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(axis), tokens, tokens, tokens), out_specs=(tokens, P())
+    )({name: params[name] for name in EXPERT_WEIGHTS}, rows, routing.weights, routing.indices)  # fmt: skip
+    return y.reshape(x.shape), metrics_of(logits, routing, gate, dropped)
+
+
+def exchange_through_experts(
+    weights: Params,
+    x: Float[Array, "tokens width"],
+    routing: Routing,
+    axis_name: str,
+    *,
+    activation: str = "silu",
+    pair_capacity_factor: float | None = None,
+) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
+    """(y, dropped) of this device's tokens, inside shard_map: what `expert_parallel_moe` is made of.
+
+    Args:
+      weights: this device's experts, "gate", "up", "down"; experts are numbered along the axis.
+      x: this device's tokens.
+      routing: theirs, with experts numbered over all devices.
+      axis_name: the mesh axis that has the experts.
+      activation, pair_capacity_factor: see `expert_parallel_moe`.
+    """
+    devices = lax.axis_size(axis_name)
+    here = weights["gate"].shape[0]
+    tokens, top_k = routing.indices.shape
+    # Unlike an expert, a device may be chosen several times by one token.
+    room = tokens * min(top_k, here)
+    if pair_capacity_factor is not None:
+        room = capacity(tokens, top_k, devices, pair_capacity_factor, most=room)
+    permutation, sizes = in_buffers(routing.indices // here, devices, room)
+    within = lax.rem(routing.indices, jnp.int32(here)).reshape(-1)
+    expert = within.at[permutation.source].get(mode="fill", fill_value=here)  # `here` marks an empty row
+    sent = take_rows(x, permutation)
+
+    arrived, arrived_expert = (_exchange(v, axis_name, devices) for v in (sent, expert))
+    sorting, group_sizes = by_group(arrived_expert[:, None], here)
+    made = run_experts(weights, take_rows(arrived, sorting), group_sizes, activation, padded_rows=True)
+    # The way back: the row that each arrival was sorted to.
+    unsorted = take_rows(made, sorting._replace(source=sorting.slot[:, 0], slot=sorting.source[:, None]))
+    returned = _exchange(unsorted, axis_name, devices)
+    return combine(returned, routing, permutation), jnp.int32(tokens * top_k) - sizes.sum()
+
+
+def _exchange(x: jax.Array, axis_name: str, devices: int) -> jax.Array:
+    """Buffer d of this device's to device d; what device d sent here comes to place d."""
+    return lax.all_to_all(x.reshape(devices, x.shape[0] // devices, *x.shape[1:]), axis_name, 0, 0).reshape(x.shape)

@@ -1,0 +1,157 @@
+"""The router for the TPU, in Pallas (Mosaic): tokens lie along lanes and experts along sublanes.
+
+So every choice is a maximum over sublanes and nothing crosses lanes. The logits come transposed, which XLA folds into
+the product that makes them; weights and indices leave as [k, tokens].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from capibara.errors import rule_error
+from capibara.kernels.core.context import current_interpret
+from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.varying import out_struct
+from capibara.kernels.ops.layers.router.rules import MOST_CHOSEN, MOST_EXPERTS, rows_of, top_k_of
+from capibara.kernels.pallas import vmem
+
+LANES = 128
+LIVE = 6  # copies of a block in float32 that may be alive at once: logits, scores, what is left, experts, and masks
+
+
+@dataclasses.dataclass(frozen=True)
+class LanesConfig:
+    """Tokens of a block."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise rule_error("tokens is 1 or more", self, "use tokens=1024")
+
+
+def candidates(call: Call) -> Sequence[LanesConfig]:
+    logits = call.need("logits")
+    rows, experts = rows_of(logits), logits.shape[-1]
+    if rows <= LANES:  # a block of all tokens may have any number of them
+        return [LanesConfig(max(rows, 1))]
+    each = 4 * LIVE * math.ceil(experts / 8) * 8 + 2 * 4 * experts + 2 * 2 * 4 * 2 * MOST_CHOSEN
+    most = vmem.limit(call) // each
+    # Past a thousand tokens a block hides what a step costs; a smaller one fits the registers better.
+    return [LanesConfig(n) for n in (1024, 512, 2048, 256, 128) if n <= most and n <= math.ceil(rows / LANES) * LANES]
+
+
+def refuses(call: Call) -> str | None:
+    logits = call.need("logits")
+    for name in call.op.operands:
+        given = call[name]
+        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float32"):
+            return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
+    if rows_of(logits) == 0:
+        return "there are no tokens"
+    return refuses_sizes(call)
+
+
+def refuses_sizes(call: Call) -> str | None:
+    experts, top_k = call.need("logits").shape[-1], top_k_of(call)
+    if experts > MOST_EXPERTS or top_k > MOST_CHOSEN:
+        return f"it takes up to {MOST_EXPERTS} experts and top_k up to {MOST_CHOSEN}; not {top_k} of {experts}"
+    return None
+
+
+def _body(logits_ref: Any, *refs: Any, biased: bool, top_k: int, gate: str, normalize: bool, scale: float) -> None:
+    *given, weights_ref, indices_ref = refs
+    logits = logits_ref[...].astype(jnp.float32)
+    experts = logits.shape[0]
+    scores, total, highest = logits, None, None
+    if gate == "softmax" and (biased or not normalize):
+        highest = logits.max(0, keepdims=True)
+        powers = jnp.exp(logits - highest)
+        total = powers.sum(0, keepdims=True)
+        scores = powers / total if biased else scores
+    if biased:
+        scores = (jax.nn.sigmoid(logits) if gate == "sigmoid" else scores) + given[0][...]
+    unusable = scores != scores
+    left = jnp.where(unusable, -jnp.inf, scores)
+    # What is taken has the number `experts`, past all others: no score is left to say so, for -inf is one too.
+    expert = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    indices, chosen = [], []
+    for _ in range(top_k):
+        best = left.max(0, keepdims=True)
+        index = jnp.where(left == best, expert, experts).min(0, keepdims=True)
+        taken = expert == index
+        chosen.append(jnp.where(taken, logits, -jnp.inf).max(0, keepdims=True))
+        left, expert = jnp.where(taken, -jnp.inf, left), jnp.where(taken, experts, expert)
+        indices.append(index)
+    picked = jnp.concatenate(chosen, 0)
+    if gate == "sigmoid":
+        weights = jax.nn.sigmoid(picked)
+        if normalize:
+            weights = weights / jnp.maximum(weights.sum(0, keepdims=True), float(np.finfo(np.float32).tiny))
+    elif normalize:
+        powers = jnp.exp(picked - picked.max(0, keepdims=True))
+        weights = powers / powers.sum(0, keepdims=True)
+    else:
+        assert highest is not None  # unnormalised softmax has both
+        assert total is not None
+        weights = jnp.exp(picked - highest) / total
+    spoilt = jnp.where(unusable, 1.0, 0.0).max(0, keepdims=True) > 0
+    weights_ref[...] = jnp.where(spoilt, jnp.nan, weights * scale)
+    indices_ref[...] = jnp.concatenate(indices, 0)
+
+
+def pallas_tpu(
+    logits: jax.Array, bias: jax.Array | None = None, *, config: LanesConfig, top_k: int, gate: str, normalize: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """One Pallas call over blocks of tokens; see the module's text."""
+    *lead, experts = logits.shape
+    rows = rows_of(logits)
+    operands = [logits.reshape(rows, experts).T]
+    specs = [pl.BlockSpec((experts, config.tokens), lambda i: (0, i))]
+    if bias is not None:
+        operands.append(bias.astype(jnp.float32).reshape(experts, 1))
+        specs.append(pl.BlockSpec((experts, 1), lambda i: (0, 0)))
+    weights, indices = pl.pallas_call(
+        functools.partial(
+            _body, biased=bias is not None, top_k=top_k, gate=gate, normalize=normalize, scale=float(scale)
+        ),
+        out_shape=[out_struct((top_k, rows), jnp.float32, logits), out_struct((top_k, rows), jnp.int32, logits)],
+        grid=(math.ceil(rows / config.tokens),),
+        in_specs=specs,
+        out_specs=[pl.BlockSpec((top_k, config.tokens), lambda i: (0, i))] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=pl.CostEstimate(
+            flops=rows * experts * 4 * top_k,
+            bytes_accessed=rows * (experts * logits.dtype.itemsize + 8 * top_k),
+            transcendentals=rows * experts,
+        ),
+        interpret=current_interpret().pallas_argument(),
+        name="capibara_route",
+    )(*operands)
+    shape = (*lead, top_k)
+    return weights.T.reshape(shape), indices.T.reshape(shape)
+
+
+IMPLEMENTATION = Implementation(
+    "pallas_tpu",
+    pallas_tpu,
+    platforms=("tpu",),
+    refuses=refuses,
+    rank=lambda call: 5,  # below XLA until it has been timed
+    kernel=True,
+    config_type=LanesConfig,
+    default_config=lambda call: candidates(call)[0],
+    candidates=candidates,
+)

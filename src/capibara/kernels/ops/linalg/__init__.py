@@ -1,0 +1,6 @@
+"""The linear algebra family."""
+
+from capibara.kernels.ops.linalg.gemm.api import GEMM, gemm
+from capibara.kernels.ops.linalg.svd.api import fast_svd, svd_plan
+
+__all__ = ["GEMM", "fast_svd", "gemm", "svd_plan"]

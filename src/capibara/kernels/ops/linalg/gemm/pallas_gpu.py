@@ -1,0 +1,374 @@
+"""gemm for Hopper's tensor cores, in Pallas (Mosaic GPU).
+
+A persistent grid, one program a multiprocessor, walks the output tiles in a snake so that neighbours share operands
+in L2. In each program one warpgroup only fetches tiles (TMA, several stages deep) and two multiply (wgmma) and
+write back; the epilogue is applied to the float32 accumulator in registers and stored through shared memory in
+double-buffered pieces while the next tile is already being fetched.
+
+Sizes need not be multiples of a tile: TMA fills what lies past an edge with zeros and drops what is written there.
+It does demand that rows lie 16 bytes apart, so the last axes are multiples of eight 16-bit numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from capibara.errors import rule_error
+from capibara.kernels.core.context import current_target
+from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.varying import out_struct
+from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
+from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, swizzled
+
+TMA_ALIGNMENT = 16  # bytes between rows
+BARRIER_BYTES = 1024  # a generous count of the pipeline's barriers
+FETCH_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # a thread; 65,536 a multiprocessor over three warpgroups
+PIECE = 64  # the epilogue goes through shared memory in pieces of 64 x 64
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperConfig:
+    """One warpgroup's tile, pipeline depth, and the order in which output tiles are visited.
+
+    The two multiplying warpgroups sit side by side along `split` ("m" or "n"), so a program's tile is twice as
+    large there. Tiles are visited along `minor` in bands `band` tiles wide.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int = 64
+    stages: int = 4
+    split: str = "m"
+    minor: str = "n"
+    band: int = 8
+
+    def __post_init__(self) -> None:
+        if self.tile_m % 64 or not 64 <= self.tile_m <= 256:
+            raise rule_error("tile_m is 64, 128, 192 or 256", self.tile_m, "use 128")
+        if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
+            raise rule_error("tile_n is 64, 128, 192 or 256", self.tile_n, "use 128")
+        if self.tile_k not in (64, 128):
+            raise rule_error("tile_k is 64 or 128", self.tile_k, "use 64")
+        if self.stages < 2:
+            raise rule_error("stages is two or more", self.stages, "use 4")
+        if {self.split, self.minor} - {"m", "n"}:
+            raise rule_error("split and minor are 'm' or 'n'", (self.split, self.minor), "use 'm' or 'n'")
+
+    @property
+    def program_tile(self) -> tuple[int, int]:
+        return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
+
+    def smem_bytes(self, out_dtype: Any) -> int:
+        """Shared memory of the operands' stages and the two warpgroups' double-buffered output pieces."""
+        m, n = self.program_tile
+        staged = 2 * 2 * PIECE * PIECE * jnp.dtype(out_dtype).itemsize
+        return 2 * self.stages * (m + n) * self.tile_k + staged + 2 * self.tile_n * 4 + BARRIER_BYTES
+
+
+def _sigmoid(z: Any) -> Any:
+    return 1.0 / (1.0 + jnp.exp(-z))
+
+
+# Both activations as z times a sigmoid: an exponential and a quotient, which keep their relative accuracy in the
+# tails when they are approximated; the hardware's approximate tanh would not.
+ACTIVATIONS = {
+    "gelu": lambda z: z * _sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z * z * z)),
+    "silu": lambda z: z * _sigmoid(z),
+}
+
+
+def candidates(call: Call) -> Sequence[HopperConfig]:
+    """The tiles worth timing, those that did best on an H200 first, each with the deepest ring that fits."""
+    tiles = [(128, 128, "m"), (128, 128, "n"), (256, 64, "n"), (128, 192, "m"), (64, 256, "m"), (64, 128, "m")]
+    made = []
+    for (m, n, split), minor, band in itertools.product(tiles, ("m", "n"), (4, 16, 8)):
+        deepest = next((s for s in (5, 4, 3, 2) if fits(call, HopperConfig(m, n, 64, s, split))), None)
+        if deepest is not None:
+            made.append(HopperConfig(m, n, 64, deepest, split, minor, band))
+    return made
+
+
+def fits(call: Call, config: HopperConfig) -> bool:
+    return config.smem_bytes(out_dtype_of(call)) <= SMEM_BYTES
+
+
+def default_config(call: Call) -> HopperConfig:
+    """Large tiles when they fill the chip; smaller ones when there are too few of them to go round."""
+    count, m, n, _ = sizes(call)
+    large = HopperConfig(128, 128, 64, 4, "m", "n", 8)
+    if not fits(call, large):
+        large = dataclasses.replace(large, stages=3)
+    rows, columns = large.program_tile
+    tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
+    if tiles >= multiprocessors(call.target.device_kind) // 2:
+        return large
+    return HopperConfig(64, 128, 64, 4, "m", "n", 8)
+
+
+def refuses(call: Call) -> str | None:
+    a, b, bias, residual = call.args
+    assert a is not None
+    assert b is not None
+    chip = refuses_chip(call.target.device_kind)
+    if chip is not None:
+        return chip
+    if a.dtype != b.dtype or np.dtype(a.dtype).name not in ("bfloat16", "float16"):
+        return f"its tensor-core form takes two bfloat16 or two float16 operands, not {a.dtype} and {b.dtype}"
+    if residual is not None and residual.dtype != out_dtype_of(call):
+        return f"the residual has the output's type {out_dtype_of(call)}, not {residual.dtype}"
+    if out_dtype_of(call) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it writes bfloat16, float16 or float32, not {out_dtype_of(call)}"
+    if 0 in a.shape or 0 in b.shape:
+        return "an operand is empty"
+    if bias is not None and len(bias.shape) == 2:
+        return "the bias differs from one batch element to the next"
+    _, m, n, _ = sizes(call)
+    for name, shape, size in (
+        ("a", a.shape, a.dtype.itemsize),
+        ("b", b.shape, b.dtype.itemsize),
+        ("the output", (m, n), out_dtype_of(call).itemsize),
+    ):
+        rows, columns = shape[-2:]
+        if columns * size % TMA_ALIGNMENT:
+            return f"rows of {name} are {columns * size} bytes long, and TMA wants a multiple of {TMA_ALIGNMENT}"
+        # Mosaic cuts arrays into pieces of 8 rows by one swizzle atom (128 bytes) and pads neither; an array of a
+        # single piece loses that axis from its TMA descriptor, and what lies past its edge is no longer dropped.
+        atom = SWIZZLE // size
+        if rows % 8 or columns % atom or rows < 16 or columns < 2 * atom:
+            return f"{name} is {rows} x {columns}; Mosaic tiles it by 8 x {atom} and needs two tiles or more"
+    return None
+
+
+def mosaic_gpu(
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    config: HopperConfig,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    activation: str | None = None,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+) -> jax.Array:
+    """gemm as one persistent kernel; see the module's text. 16-bit operands have one precision."""
+    m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
+    n = b.shape[-2] if transpose_b else b.shape[-1]
+    batched = a.ndim == 3 or b.ndim == 3
+    count = (a.shape[0] if a.ndim == 3 else b.shape[0]) if batched else 1
+    out = out_struct((count, m, n) if batched else (m, n), jnp.dtype(out_dtype) if out_dtype else a.dtype, a)
+    body = functools.partial(
+        _program,
+        config=config,
+        sizes=(count, m, n, k),
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        activation=activation,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(multiprocessors(current_target().device_kind),),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            # Exponentials good to 2 units of float32: far below what a 16-bit output can show.
+            approx_math=out.dtype.itemsize == 2,
+        ),
+    )
+    operands = [a, b]
+    if bias is not None:
+        operands.append(bias)
+    if residual is not None:
+        operands.append(residual)
+    return kernel(*operands)
+
+
+def _program(
+    *refs: Any, config: HopperConfig, sizes: tuple[int, int, int, int], transpose_a: bool, transpose_b: bool,
+    activation: str | None, has_bias: bool, has_residual: bool,
+) -> None:  # fmt: skip
+    a_hbm, b_hbm, *rest = refs
+    bias_hbm = rest.pop(0) if has_bias else None
+    residual_hbm = rest.pop(0) if has_residual else None
+    (out_hbm,) = rest
+    count, m, n, k = sizes
+    tile_m, tile_n, tile_k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
+    program_m, program_n = config.program_tile
+    steps = math.ceil(k / tile_k)
+    grid_m, grid_n = math.ceil(m / program_m), math.ceil(n / program_n)
+    pieces = [(r, c) for r in range(0, tile_m, PIECE) for c in range(0, tile_n, PIECE)]
+    slots = min(2, len(pieces))
+    a_block = (tile_k, program_m) if transpose_a else (program_m, tile_k)
+    b_block = (program_n, tile_k) if transpose_b else (tile_k, program_n)
+
+    def each_tile(visit: Any) -> None:
+        """Call visit(batch element, tile row, tile column, steps done before) for this program's tiles."""
+
+        @plgpu.nd_loop((count * grid_m * grid_n,), collective_axes="program")
+        def _tile(loop: Any) -> None:
+            (index,) = loop.index
+            row, column = plgpu.planar_snake(
+                index % (grid_m * grid_n), (grid_m, grid_n), 0 if config.minor == "m" else 1, config.band
+            )
+            visit(index // (grid_m * grid_n), row, column, loop.local_index * steps)
+
+    @functools.partial(
+        pl.run_scoped,
+        a_smem=plgpu.SMEM((stages, *a_block), a_hbm.dtype, transforms=swizzled(a_hbm.dtype)),
+        b_smem=plgpu.SMEM((stages, *b_block), b_hbm.dtype, transforms=swizzled(b_hbm.dtype)),
+        filled=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a's tile and b's
+        drained=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both multiplying warpgroups
+        staged=plgpu.SMEM((2, slots, PIECE, PIECE), out_hbm.dtype, transforms=swizzled(out_hbm.dtype)),
+        bias_smem=plgpu.SMEM((2, tile_n), bias_hbm.dtype) if bias_hbm is not None else None,
+        bias_arrived=plgpu.Barrier(num_barriers=2) if bias_hbm is not None else None,
+        residual_arrived=plgpu.Barrier(num_barriers=2 * slots) if residual_hbm is not None else None,
+        collective_axes="warpgroup",
+    )
+    def _scoped(
+        a_smem: Any, b_smem: Any, filled: Any, drained: Any, staged: Any, bias_smem: Any, bias_arrived: Any,
+        residual_arrived: Any,
+    ) -> None:  # fmt: skip
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 2)
+        def _fetch() -> None:
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+            def fetch_tile(group: Any, row: Any, column: Any, before: Any) -> None:
+                rows, columns = pl.ds(row * program_m, program_m), pl.ds(column * program_n, program_n)
+
+                @pl.loop(0, steps)
+                def _step(step: Any) -> None:
+                    # Stages are one ring over all tiles, so the next tile is fetched while this one is written back.
+                    slot = lax.rem(before + step, stages)
+
+                    @pl.when(before + step >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(drained.at[slot])
+
+                    depth = pl.ds(step * tile_k, tile_k)
+                    a_at = (depth, rows) if transpose_a else (rows, depth)
+                    b_at = (columns, depth) if transpose_b else (depth, columns)
+                    plgpu.copy_gmem_to_smem(_matrix(a_hbm, group).at[a_at], a_smem.at[slot], filled.at[slot])
+                    plgpu.copy_gmem_to_smem(_matrix(b_hbm, group).at[b_at], b_smem.at[slot], filled.at[slot])
+
+            each_tile(fetch_tile)
+
+        @pl.when(warpgroup < 2)
+        def _multiply() -> None:
+            plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+            # Where this warpgroup's part starts inside the program's tile.
+            inside_m = warpgroup * tile_m if config.split == "m" else 0
+            inside_n = warpgroup * tile_n if config.split == "n" else 0
+
+            def multiply_tile(group: Any, row: Any, column: Any, before: Any) -> None:
+                start_m, start_n = row * program_m + inside_m, column * program_n + inside_n
+                slot_of = lambda number: staged.at[warpgroup, number % slots]  # noqa: E731
+
+                def where(number: int) -> Any:
+                    r, c = pieces[number]
+                    return pl.ds(start_m + r, PIECE), pl.ds(start_n + c, PIECE)
+
+                def fetch_residual(number: int) -> None:
+                    """Into the slot that this piece of the output leaves from."""
+                    arrived = residual_arrived.at[warpgroup * slots + number % slots]
+                    plgpu.copy_gmem_to_smem(_matrix(residual_hbm, group).at[where(number)], slot_of(number), arrived)
+
+                # What the epilogue reads is asked for before the contraction, and is there when it ends.
+                if bias_hbm is not None:
+                    line = bias_hbm.at[pl.ds(start_n, tile_n)]
+                    plgpu.copy_gmem_to_smem(line, bias_smem.at[warpgroup], bias_arrived.at[warpgroup])
+                if residual_hbm is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    fetch_residual(0)
+
+                @functools.partial(pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
+                def _contract(accumulator: Any) -> None:
+                    @pl.loop(0, steps)
+                    def _step(step: Any) -> None:
+                        slot = lax.rem(before + step, stages)
+                        plgpu.barrier_wait(filled.at[slot])
+                        left = _part(a_smem.at[slot], inside_m, tile_m, 1 if transpose_a else 0, config.split == "m")
+                        right = _part(b_smem.at[slot], inside_n, tile_n, 0 if transpose_b else 1, config.split == "n")
+                        plgpu.wgmma(
+                            accumulator,
+                            plgpu.transpose_ref(left, (1, 0)) if transpose_a else left,
+                            plgpu.transpose_ref(right, (1, 0)) if transpose_b else right,
+                        )
+                        # One product stays in flight; the one before it is done with its stage.
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(step > 0)
+                        def _() -> None:
+                            plgpu.barrier_arrive(drained.at[lax.rem(before + step - 1, stages)])
+
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(drained.at[lax.rem(before + steps - 1, stages)])
+                    z = accumulator[...]
+                    if bias_hbm is not None:
+                        plgpu.barrier_wait(bias_arrived.at[warpgroup])
+                    for number, (r, c) in enumerate(pieces):
+                        value = z[r : r + PIECE, c : c + PIECE]
+                        if bias_hbm is not None:
+                            line = bias_smem[warpgroup, c : c + PIECE].astype(jnp.float32)
+                            value = value + lax.broadcast_in_dim(line, value.shape, (1,))
+                        if activation is not None:
+                            value = ACTIVATIONS[activation](value)
+                        if residual_hbm is not None:
+                            plgpu.barrier_wait(residual_arrived.at[warpgroup * slots + number % slots])
+                            value = value + slot_of(number)[...].astype(jnp.float32)
+                        else:
+                            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                        slot_of(number)[...] = value.astype(out_hbm.dtype)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(slot_of(number), _matrix(out_hbm, group).at[where(number)])
+                        if residual_hbm is not None and number + 1 < len(pieces):
+                            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                            fetch_residual(number + 1)
+
+            each_tile(multiply_tile)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _matrix(ref: Any, group: Any) -> Any:
+    """One batch element of a batched operand; an operand without a batch is shared by all."""
+    return ref.at[group] if len(ref.shape) == 3 else ref
+
+
+def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
+    """A warpgroup's share of an operand's tile; the whole of it along the side that is not split."""
+    if not split:
+        return smem
+    return smem.at[pl.ds(start, size), :] if axis == 0 else smem.at[:, pl.ds(start, size)]
+
+
+IMPLEMENTATION = Implementation(
+    "hopper",
+    mosaic_gpu,
+    platforms=("gpu",),
+    refuses=refuses,
+    # cuBLAS holds the bare product; what it cannot do is apply an activation on the way out.
+    rank=lambda call: 20 if call.params["activation"] is not None else 5,
+    kernel=True,
+    config_type=HopperConfig,
+    default_config=default_config,
+    candidates=candidates,
+)

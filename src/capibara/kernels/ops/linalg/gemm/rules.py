@@ -1,0 +1,99 @@
+"""What a call of gemm may be, its sizes, its cost, and how far from exact it may come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.errors import rule_error, unknown_name
+from capibara.kernels.core.context import matmul_precision
+from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.ops.linalg.gemm.reference import ACTIVATIONS
+
+LAX_PRECISIONS = ("default", "high", "highest")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def sizes(call: Call) -> tuple[int, int, int, int]:
+    """(batch, M, N, K); batch is 1 when no operand has one."""
+    a, b = call.need("a").shape, call.need("b").shape
+    m, k = (a[-1], a[-2]) if call.params["transpose_a"] else (a[-2], a[-1])
+    n = b[-2] if call.params["transpose_b"] else b[-1]
+    return (a[0] if len(a) == 3 else b[0] if len(b) == 3 else 1), m, n, k
+
+
+def check(call: Call) -> None:
+    """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
+    a, b, bias, residual = call.args
+    arrived = call.signature
+    if a is None or b is None:
+        raise rule_error("gemm multiplies two arrays", arrived, "pass both a and b")
+    for name, x in zip(call.op.operands, call.args, strict=True):
+        if x is not None and np.dtype(x.dtype).name not in DTYPES:
+            raise rule_error(
+                f"gemm takes {', '.join(DTYPES)}", f"{name} of {describe(x)}", f"convert {name} with .astype(...)"
+            )
+    for name, x in (("a", a), ("b", b)):
+        if len(x.shape) not in (2, 3):
+            raise rule_error(
+                "gemm's operands are matrices, or batches of matrices [B, rows, columns]",
+                f"{name} of {describe(x)}",
+                f"give {name} two or three axes",
+            )
+    if len(a.shape) == len(b.shape) == 3 and a.shape[0] != b.shape[0]:
+        raise rule_error("The batch axes of a and b are equal", f"{a.shape[0]} and {b.shape[0]}", "broadcast one")
+    k_a = a.shape[-2 if call.params["transpose_a"] else -1]
+    k_b = b.shape[-1 if call.params["transpose_b"] else -2]
+    if k_a != k_b:
+        raise rule_error(
+            "The contracted axes of a (its columns) and b (its rows) are equal",
+            f"{k_a} and {k_b} ({arrived})",
+            "check the shapes, or set transpose_a or transpose_b",
+        )
+    activation = call.params["activation"]
+    if activation is not None and activation not in ACTIVATIONS:
+        raise unknown_name("activation of gemm", activation, ACTIVATIONS)
+    if call.params["precision"] not in (None, *LAX_PRECISIONS):
+        raise unknown_name("matrix precision", call.params["precision"], LAX_PRECISIONS)
+    count, m, n, _ = sizes(call)
+    batched = len(a.shape) == 3 or len(b.shape) == 3
+    if bias is not None and bias.shape not in {(n,), (count, n) if batched else (n,)}:
+        raise rule_error(f"The bias is a row of N = {n} numbers", describe(bias), f"reshape it to ({n},)")
+    expected = (count, m, n) if batched else (m, n)
+    if residual is not None and residual.shape != expected:
+        raise rule_error(f"The residual has the output's shape {expected}", describe(residual), "broadcast it first")
+
+
+def out_dtype_of(call: Call) -> Any:
+    chosen = call.params["out_dtype"]
+    return jnp.dtype(str(chosen)) if chosen else jnp.result_type(call.need("a"), call.need("b"))
+
+
+def cost(call: Call) -> Cost:
+    """2·B·M·N·K operations; every operand read once and the output written once."""
+    count, m, n, k = sizes(call)
+    moved = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in call.args if x is not None)
+    moved += count * m * n * out_dtype_of(call).itemsize
+    return Cost(2.0 * count * m * n * k, float(moved), np.dtype(jnp.result_type(call.need("a"), call.need("b"))).name)
+
+
+def tolerance(call: Call) -> float:
+    """The relative error, in norm and at the worst element against the largest, that a right result stays under.
+
+    The inputs are exact, so rounding the output once costs one unit roundoff of its type. Products accumulated in
+    float32 grow as sqrt(K) units of float32 (four of them leave room for an unlucky draw), and a float32 product
+    at default precision may be computed from inputs rounded to the matrix unit's own type (TF32 on a GPU,
+    bfloat16 on a TPU): two roundings a product.
+    """
+    _, _, _, k = sizes(call)
+    inputs = jnp.result_type(call.need("a"), call.need("b"))
+    accumulated = unit_roundoff(jnp.promote_types(jnp.float32, inputs)) * max(k, 1) ** 0.5
+    unit = 0.0
+    asked = call.params["precision"] or matmul_precision()
+    if inputs == jnp.float32 and asked not in ("highest", "float32"):
+        unit = {"gpu": 2.0**-11, "tpu": 2.0**-8}.get(call.target.platform, 0.0)
+        if asked in ("bfloat16", "BF16_BF16_F32"):
+            unit = 2.0**-8
+    return unit_roundoff(out_dtype_of(call)) + 4 * accumulated + 2 * unit

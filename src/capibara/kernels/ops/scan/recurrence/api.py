@@ -1,0 +1,126 @@
+"""linear_recurrence: the public function, and the two ops behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from jaxtyping import Array, Inexact
+
+from capibara.kernels.core.dispatch import run
+from capibara.kernels.core.op import Op, register
+from capibara.kernels.core.spec import Gradient, Implementation
+from capibara.kernels.ops.scan.recurrence import (
+    gradient,
+    mesh,
+    pallas_gpu,
+    pallas_gpu_grad,
+    pallas_tpu,
+    pallas_tpu_grad,
+    rules,
+    xla,
+)
+from capibara.kernels.ops.scan.recurrence.cases import CASES, GRAD_CASES
+from capibara.kernels.ops.scan.recurrence.layout import read_flag, read_operands
+from capibara.kernels.ops.scan.recurrence.reference import reference, reference_grad
+
+LINEAR_RECURRENCE_GRAD = Op(
+    "linear_recurrence_grad",
+    family="scan",
+    reference=reference_grad,
+    operands=("a", "h", "initial", "d_h", "d_final"),
+    params={"reverse": False},
+    untuned=("reverse",),
+    check=rules.check_grad,
+    cost=rules.cost_grad,
+    tolerance=rules.tolerance_grad,
+    batch=mesh.batch,
+    partition=mesh.PARTITION_GRAD,
+    cases=GRAD_CASES,
+)
+
+LINEAR_RECURRENCE = Op(
+    "linear_recurrence",
+    family="scan",
+    reference=reference,
+    operands=("a", "b", "initial"),
+    params={"reverse": False, "return_final": False},
+    untuned=("reverse", "return_final"),
+    check=rules.check,
+    cost=rules.cost,
+    tolerance=rules.tolerance,
+    gradient=Gradient(gradient.forward, lambda *args: gradient.backward(LINEAR_RECURRENCE_GRAD, *args)),
+    batch=mesh.batch,
+    partition=mesh.PARTITION,
+    cases=CASES,
+)
+
+for _made in (
+    xla.IMPLEMENTATION,
+    pallas_tpu.IMPLEMENTATION,
+    pallas_gpu.IMPLEMENTATION,
+    Implementation("reference", reference, rank=lambda call: -1, needs_local_types=True),
+):
+    LINEAR_RECURRENCE.implement(_made)
+for _made in (
+    xla.GRAD_IMPLEMENTATION,
+    pallas_tpu_grad.IMPLEMENTATION,
+    pallas_gpu_grad.IMPLEMENTATION,
+    Implementation("reference", reference_grad, rank=lambda call: -1, needs_local_types=True),
+):
+    LINEAR_RECURRENCE_GRAD.implement(_made)
+
+
+def linear_recurrence(
+    a: Inexact[Array, ...],
+    b: Inexact[Array, ...],
+    initial: Inexact[Array, ...] | None = None,
+    *,
+    reverse: bool = False,
+    axis: int = 1,
+    return_final: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Any:
+    """h_t = a_t · h_{t-1} + b_t along one axis, element by element: gated and state-space layers, filters, decays.
+
+    The state is kept in float32 (complex64 where the operands are complex); h has b's type. The backward pass keeps a
+    and h, and computes every gradient in one pass the other way. Complex numbers are one op with real ones; kernels are
+    given their real and imaginary parts as two arrays, which XLA splits and joins around them.
+
+    Args:
+      a: the decays, of b's shape, or of one that broadcasts to it (decays that the batch shares, or that do not change
+        with time). Broadcast decays are written out in full before a kernel reads them.
+      b: what is added at each step; it has the result's shape. Real, or complex where a or b is.
+      initial: the state before the first step, of b's shape without `axis`; zero where it is absent.
+      reverse: run from the last step to the first, h_t = a_t · h_{t+1} + b_t; `initial` then stands after the end.
+      axis: the axis of time. What lies behind it are the channels that a kernel computes side by side; where nothing
+        does, the array is transposed first.
+      return_final: return (h, final), final being the state after the last step, in float32 (complex64): what the next
+        piece of a long sequence takes as its `initial`.
+      implementation: force one by name ("xla", "pallas_tpu", "hopper", "reference"); a refusal is an error. For
+        forward-mode derivatives (`jvp`, `jacfwd`) ask for "reference", which is plain JAX to JAX as well.
+      config: that implementation's tuning choices; by default from the tuned table or a rule.
+
+    >>> a, b = jnp.full((1, 4, 1), 0.5), jnp.ones((1, 4, 1))
+    >>> linear_recurrence(a, b)[0, :, 0].tolist()
+    [1.0, 1.5, 1.75, 1.875]
+
+    A sequence in two pieces:
+
+    >>> first, state = linear_recurrence(a[:, :2], b[:, :2], return_final=True)
+    >>> linear_recurrence(a[:, 2:], b[:, 2:], state)[0, :, 0].tolist()
+    [1.75, 1.875]
+    """
+    a, b, initial, layout = read_operands("linear_recurrence", a, b, initial, axis)
+    given = {"reverse": reverse, "return_final": return_final}
+    flags = {name: read_flag(name, value) for name, value in given.items()}
+    params: dict[str, Hashable] = {name: value for name, value in flags.items() if value}
+    operands = (layout.flatten(a), layout.flatten(b), layout.flatten_state(initial))
+    made = run(LINEAR_RECURRENCE, operands, params, implementation=implementation, config=config)
+    h, *final = made if return_final else (made,)
+    return (layout.restore(h), layout.restore_state(final[0])) if return_final else layout.restore(h)
+
+
+register(LINEAR_RECURRENCE_GRAD)
+register(LINEAR_RECURRENCE)

@@ -1,0 +1,210 @@
+"""The body of the Hopper kernel of state space duality: three warpgroups on two neighbouring slices of 64 columns.
+
+A head's columns do not meet, so a wide head is several slices of 64, and two slices of one group share its B and C.
+One warpgroup streams chunks of 64 steps by TMA into a ring; two compute a slice each, the state of the slice in the
+accumulators of its warpgroup from the first chunk to the last. A chunk is four products: the scores C·Bᵀ, C on the
+state so far, the scores with their decays on x, and Bᵀ on weighted x into the state. Running sums of log_decay come
+ready made, so the only exponentials here are those of pairs, of differences that are never positive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from capibara.kernels.pallas.hopper import load, swizzled
+
+CHUNK = 64
+SLICE = 64  # columns of x a warpgroup holds
+LAYOUT = plgpu.Layout.WGMMA
+FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
+UNSEEN = -1e30  # an exponent whose power is 0
+# The vectors of a chunk and head: running sums (of log2), their powers, dt with the decay to the chunk's end, dt, and
+# the sums again: two loads of one place, for rows and for columns, would become one, which has one layout.
+SUMS, POWERS, TO_END, STEPS, COLUMN_SUMS, VECTORS = 0, 1, 2, 3, 4, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a program is told while it is traced."""
+
+    batch: int
+    chunks: int
+    slices: int  # of all heads
+    slices_of_head: int
+    slices_of_group: int
+    states: int
+    stages: int
+    has_steps: bool
+
+
+def program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
+    """Set up shared memory and barriers, then run the three warpgroups."""
+    refs = dict(zip(names, given, strict=True))
+    dtype, stages, states = refs["x"].dtype, plan.stages, plan.states
+
+    def tiles(count: int, rows: int, columns: int) -> Any:
+        return plgpu.SMEM((count, rows, columns), dtype, transforms=swizzled(dtype))
+
+    scratch = {
+        "B": tiles(stages, CHUNK, states),
+        "C": tiles(stages, CHUNK, states),
+        "x": plgpu.SMEM((stages, 2, CHUNK, SLICE), dtype, transforms=swizzled(dtype)),
+        "vectors": plgpu.SMEM((stages, 2, VECTORS, CHUNK), jnp.float32),
+        "state": tiles(2, states, SLICE),
+        "weighted": tiles(2, CHUNK, SLICE),
+        "out": tiles(2, CHUNK, SLICE),
+        "arrived": plgpu.Barrier(num_arrivals=6, num_barriers=stages),
+        "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    }
+
+    def compute(smem: dict[str, Any], warpgroup: Any) -> None:
+        small = plgpu.WGMMAAccumulatorRef((CHUNK, SLICE), jnp.float32)
+        state = plgpu.WGMMAAccumulatorRef((states, SLICE), jnp.float32)
+        pl.run_scoped(functools.partial(_compute, plan, refs, smem, warpgroup), small, small, state)
+
+    fetch_and_compute(scratch, functools.partial(_fetch, plan, refs), compute)
+
+
+def fetch_and_compute(
+    scratch: dict[str, Any], fetch: Callable[[dict[str, Any]], None], compute: Callable[[dict[str, Any], Any], None]
+) -> None:
+    """With shared memory by name: `compute` by the first two warpgroups, told which it is, and `fetch` by the third."""
+
+    def scoped(*made: Any) -> None:
+        smem = dict(zip(scratch, made, strict=True))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 2)
+        def _() -> None:
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            fetch(smem)
+
+        @pl.when(warpgroup < 2)
+        def _() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            compute(smem, warpgroup)
+            plgpu.wait_smem_to_gmem(0)
+
+    pl.run_scoped(scoped, *scratch.values(), collective_axes="warpgroup")
+
+
+def _fetch(plan: Plan, refs: dict[str, Any], smem: dict[str, Any]) -> None:
+    """Every chunk's operands, as the stages drain."""
+    batch, pair = lax.axis_index("batch"), lax.axis_index("pair")
+    group = lax.div(2 * pair, jnp.int32(plan.slices_of_group))
+
+    @pl.loop(0, plan.chunks)
+    def _chunk(number: Any) -> None:
+        slot = lax.rem(number, jnp.int32(plan.stages))
+
+        @pl.when(number >= plan.stages)
+        def _() -> None:
+            plgpu.barrier_wait(smem["drained"].at[slot])
+
+        arrived, times = smem["arrived"].at[slot], pl.ds(number * CHUNK, CHUNK)
+        for name in ("B", "C"):
+            plgpu.copy_gmem_to_smem(refs[name].at[batch, times, group], smem[name].at[slot], arrived)
+        for mine in range(2):
+            part = 2 * pair + mine
+            head = lax.div(part, jnp.int32(plan.slices_of_head))
+            plgpu.copy_gmem_to_smem(refs["x"].at[batch, times, part], smem["x"].at[slot, mine], arrived)
+            plgpu.copy_gmem_to_smem(refs["vectors"].at[batch, head, number], smem["vectors"].at[slot, mine], arrived)
+
+
+def _compute(
+    plan: Plan, refs: dict[str, Any], smem: dict[str, Any], mine: Any, scores: Any, sums: Any, state: Any
+) -> None:
+    """One slice through every chunk; the three accumulators are scores, y and the state."""
+    batch, pair = lax.axis_index("batch"), lax.axis_index("pair")
+    part = 2 * pair + mine
+    head = lax.div(part, jnp.int32(plan.slices_of_head))
+    columns = pl.ds(lax.rem(part, jnp.int32(plan.slices_of_head)) * SLICE, SLICE)
+    dtype = refs["x"].dtype
+    square, tall = (CHUNK, SLICE), (plan.states, SLICE)
+
+    def zeros(shape: tuple[int, int]) -> Any:
+        return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), LAYOUT)
+
+    if "initial_state" in refs:
+        state[...] = load(refs["initial_state"].at[batch, head, :, columns], LAYOUT, optimized=False)
+    else:
+        state[...] = zeros(tall)
+    smem["state"][mine] = state[...].astype(dtype)
+    plgpu.commit_smem()
+    skip = refs["D"][head] if "D" in refs else None
+
+    def chunk(number: Any, carry: None) -> None:
+        slot = lax.rem(number, jnp.int32(plan.stages))
+        vectors, x_tile = smem["vectors"].at[slot, mine], smem["x"].at[slot, mine]
+
+        def vector(which: int, axis: int) -> Any:
+            """One number a row (axis 0) or a column (axis 1), over a tile."""
+            read = load(vectors.at[which], LAYOUT.reduce(1 - axis), optimized=False)
+            return lax.broadcast_in_dim(read, square, [axis])
+
+        scores[...] = zeros(square)
+        sums[...] = zeros(square)
+        plgpu.barrier_wait(smem["arrived"].at[slot])
+        b_turned = plgpu.transpose_ref(smem["B"].at[slot], (1, 0))
+        plgpu.wgmma(scores, smem["C"].at[slot], b_turned)
+        plgpu.wgmma(sums, smem["C"].at[slot], smem["state"].at[mine])
+
+        # Under the products: x with what is left of it at the chunk's end, and the decays of pairs.
+        x = load(x_tile, LAYOUT).astype(jnp.float32)
+        smem["weighted"][mine] = (x * vector(TO_END, 0)).astype(dtype)
+        row, column = (plgpu.broadcasted_iota(jnp.int32, square, axis, layout=LAYOUT) for axis in (0, 1))
+        between = jnp.where(row >= column, vector(SUMS, 0) - vector(COLUMN_SUMS, 1), UNSEEN)
+        weights = jnp.exp2(between)
+        if plan.has_steps:
+            weights = weights * vector(STEPS, 1)
+        weights = (plgpu.wgmma_accumulator_load(scores, wait_n=1) * weights).astype(dtype)
+
+        carried = plgpu.wgmma_accumulator_load(sums, wait_n=0) * vector(POWERS, 0)
+        sums[...] = carried if skip is None else carried + x * skip
+        state[...] = state[...] * vectors[POWERS, CHUNK - 1]
+        plgpu.commit_smem()
+        plgpu.wgmma(sums, weights, x_tile)
+        plgpu.wgmma(state, b_turned, smem["weighted"].at[mine])
+
+        y = plgpu.wgmma_accumulator_load(sums, wait_n=1).astype(dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before has left
+        smem["out"][mine] = y
+        after = plgpu.wgmma_accumulator_load(state, wait_n=0).astype(dtype)
+        plgpu.barrier_arrive(smem["drained"].at[slot])
+        smem["state"][mine] = after
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["out"].at[mine], refs["y"].at[batch, pl.ds(number * CHUNK, CHUNK), part])
+        return carry
+
+    lax.fori_loop(0, plan.chunks, chunk, None)
+    if "final" in refs:
+        refs["final"].at[batch, head, :, columns][...] = state[...]
+
+
+def launch(operands: dict[str, Any], outs: dict[str, Any], plan: Plan) -> list[Any]:
+    """The kernel over (batch, pairs of slices)."""
+    return launch_over({"batch": plan.batch, "pair": plan.slices // 2}, program, operands, outs, plan)
+
+
+def launch_over(
+    grid: dict[str, int], body: Callable[..., None], operands: dict[str, Any], outs: dict[str, Any], plan: Any
+) -> list[Any]:
+    """`body`, told the names of its references, in three warpgroups for each place of the grid."""
+    return plgpu.kernel(
+        functools.partial(body, plan=plan, names=(*operands, *outs)),
+        out_type=list(outs.values()),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=3,
+        thread_name="warpgroup",
+        # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(*operands.values())

@@ -1,0 +1,113 @@
+"""The nearest code on Hopper: a 16-bit search that knows its error, and float32 for the rows that need it.
+
+A search finds for every row the few best codes by float16 products (bfloat16 ones are exact), with a bound on their
+error. Where one code is ahead of all others by more than that, it is the nearest. Where a few are not told apart,
+`resolve` compares their distances in float32; where the list may not be complete (many near ties, numbers beyond
+float16, NaN), the distances to all codes, which many programs share (`pallas_gpu_slices`). Nothing waits for the host,
+and no table of rows by codes is ever stored.
+
+What stays in shared memory makes three searches: of 64 codes or fewer the codes do, and all is one kernel
+(`pallas_gpu_few`); rows do that fit beside a ring of codes (`pallas_gpu_resident`); else both come by again and again
+(`pallas_gpu_search`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.kernels.core.context import current_target
+from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.ops.vq.nearest import pallas_gpu_few
+from capibara.kernels.ops.vq.nearest.pallas_gpu_compare import THREADS
+from capibara.kernels.ops.vq.nearest.pallas_gpu_prepare import prepare
+from capibara.kernels.ops.vq.nearest.pallas_gpu_resident import TILE, search_resident, slots_for
+from capibara.kernels.ops.vq.nearest.pallas_gpu_resolve import resolve
+from capibara.kernels.ops.vq.nearest.pallas_gpu_search import PROGRAM_ROWS, ROWS, SearchConfig, search
+from capibara.kernels.ops.vq.nearest.rules import Sizes, sizes, sizes_of
+from capibara.kernels.ops.vq.nearest.xla import finish
+from capibara.kernels.pallas.hopper import multiprocessors, refuses_chip
+
+MOST_WIDTH = 8192
+FEWEST_SLOTS = 4  # of the ring beside rows that stay
+FEW_CODES = 128  # so few do not fill a tile beside rows that stay
+
+
+def padded_sizes(n: Sizes) -> Sizes:
+    """What the kernels see: 128 threads share a row; TMA copies pieces of 8 rows, and an array of a single tile of 64
+    loses that axis from its descriptor. Zeros beside a row's numbers and a code's change no distance."""
+    rows = max(-(-n.rows // 8) * 8, 16)
+    return Sizes(rows + 8 if rows == 64 else rows, n.codes, -(-n.width // THREADS) * THREADS)
+
+
+def candidates(call: Call) -> Sequence[SearchConfig]:
+    """What keeps rows in shared memory first; then the widest tile that the codes fill, each with the deepest ring."""
+    rows, codes, width = padded_sizes(sizes_of(call))
+    size = call.need("x").dtype.itemsize
+    made = []
+    if rows >= PROGRAM_ROWS and codes > FEW_CODES and slots_for(width) >= FEWEST_SLOTS:
+        made += [SearchConfig(TILE, slots_for(width), kept, resident=True) for kept in (6, 5)]
+    widest = min(256, -(-codes // 64) * 64)
+    for tile in dict.fromkeys([widest, *(t for t in (192, 128, 64) if t < widest)]):
+        # Beside few codes a longer list is short work, and one that is full is what all rows wait for.
+        for kept in (6, 4, 3) if codes <= FEW_CODES else (4, 6, 3):
+            deepest = next((s for s in (6, 5, 4, 3, 2) if SearchConfig(tile, s, kept).fits(size)), None)
+            if deepest is not None:
+                made.append(SearchConfig(tile, deepest, kept))
+    if rows >= PROGRAM_ROWS and codes <= ROWS:
+        # Last, so only by name or by tuning: it was emulated, and has not been timed on a chip.
+        few = (SearchConfig(ROWS, stages, 6, resident=True) for stages in (4, 3, 2))
+        made += [config for config in few if pallas_gpu_few.fits(config, width, size)][:1]
+    return made
+
+
+def refuses(call: Call) -> str | None:
+    chip = refuses_chip(call.target.device_kind)
+    if chip is not None:
+        return chip
+    x, codebook = call.need("x"), call.need("codebook")
+    if x.dtype != codebook.dtype or np.dtype(x.dtype).name not in ("bfloat16", "float16", "float32"):
+        return f"it takes x and codebook both in bfloat16, float16 or float32, not {x.dtype} and {codebook.dtype}"
+    rows, _, width = sizes_of(call)
+    if width > MOST_WIDTH:
+        return f"it takes rows of up to {MOST_WIDTH} numbers, not {width}"
+    return "x has no rows" if rows == 0 else None
+
+
+def mosaic_gpu(
+    x: jax.Array, codebook: jax.Array, *, config: SearchConfig, return_distances: bool, return_stats: bool
+) -> Any:
+    given = sizes(x, codebook)
+    wanted = padded_sizes(given)
+    columns = (0, wanted.width - given.width)
+    rows = jnp.pad(x.reshape(-1, given.width), ((0, wanted.rows - given.rows), columns))
+    codes = jnp.pad(codebook, ((0, 0), columns))
+    programs = multiprocessors(current_target().device_kind)
+    if config.resident and config.tile == ROWS:
+        indices = pallas_gpu_few.nearest_of_few(rows, codes, config, programs)
+    else:
+        prepared = prepare(codes, config.tile)
+        found = (search_resident if config.resident else search)(rows, *prepared, config, programs)
+        indices = resolve(rows, codes, found, prepared.half, config.kept, streams=config.resident)
+    return finish(x, codebook, indices[: given.rows], return_distances, return_stats)
+
+
+IMPLEMENTATION = Implementation(
+    "hopper",
+    mosaic_gpu,
+    platforms=("gpu",),
+    refuses=refuses,
+    # On an H200, 65536x768 float32: 6 to 14 times xla's exact search for 64 to 8192 codes. Beside an argmin of TF32
+    # products, which is not exact, it was measured in earlier forms: 0.8 of its speed at 64 codes (a list of 6), 1.14
+    # times at 1024, 1.55 times at 8192. In one form a single row in 65536 with a full list, which one program compared
+    # with all 8192 codes, took as long as everything else; that many programs share it now has not been timed.
+    rank=lambda call: 20,
+    kernel=True,
+    config_type=SearchConfig,
+    default_config=lambda call: candidates(call)[0],
+    candidates=candidates,
+)

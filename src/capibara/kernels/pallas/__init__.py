@@ -1,0 +1,1 @@
+"""What Pallas kernels of several ops share."""

@@ -1,0 +1,26 @@
+"""The decoder, the presets that shape it, and the vector-quantizing layer.
+
+Importing this package does not import jax.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from capibara._exports import exports
+
+if TYPE_CHECKING:
+    from capibara.models.preset import Preset as Preset
+    from capibara.models.preset import load_preset as load_preset
+    from capibara.models.preset import preset_names as preset_names
+    from capibara.models.vqbit.layer import VQbitLayer as VQbitLayer
+    from capibara.models.vqbit.state import VQbitState as VQbitState
+
+__all__, __getattr__, __dir__ = exports(
+    __name__,
+    {
+        "preset": "Preset load_preset preset_names",
+        "vqbit.layer": "VQbitLayer",
+        "vqbit.state": "VQbitState",
+    },
+)

@@ -1,0 +1,1 @@
+"""A vector-quantizing layer whose codebook learns."""

@@ -1,0 +1,1 @@
+"""Training steps cut into stages."""

@@ -1,0 +1,1 @@
+"""Shardings by parameters or by a loss, for the documented functions."""

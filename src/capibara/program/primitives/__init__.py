@@ -1,0 +1,1 @@
+"""What each primitive of JAX does to the groups of dimensions it reads."""

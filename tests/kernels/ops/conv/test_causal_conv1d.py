@@ -1,0 +1,98 @@
+"""causal_conv1d and its single step: what the documents promise, beyond what every op must pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.errors import ImplementationRefused
+from capibara.kernels import causal_conv1d, causal_conv1d_step, interpret, target
+from capibara.kernels.ops.conv import CAUSAL_CONV1D
+from capibara.kernels.ops.conv.causal1d.pallas_tpu import TimeConfig
+
+
+def _normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), dtype)
+
+
+X, W, BIAS, STATE = _normal(2, 9, 6), _normal(4, 6, seed=1), _normal(6, seed=2), _normal(2, 3, 6, seed=3)
+
+
+def _naive(x: Any, w: Any, bias: Any, state: Any) -> np.ndarray:
+    seen = np.concatenate([np.asarray(state), np.asarray(x)], 1).astype(np.float64)
+    w = np.asarray(w, np.float64)
+    total = [[(seen[b, t : t + len(w)] * w).sum(0) for t in range(x.shape[1])] for b in range(x.shape[0])]
+    z = np.array(total) + np.asarray(bias)
+    return z / (1 + np.exp(-z))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["xla", "pallas_tpu", "reference"])
+def test_against_numpy(name: str) -> None:
+    with interpret("hlo"):
+        y, state = causal_conv1d(
+            X, W, BIAS, activation="silu", initial_state=STATE, return_final_state=True, implementation=name
+        )
+    # Float32: four taps, a bias and the activation, of numbers up to about 5.
+    np.testing.assert_allclose(y, _naive(X, W, BIAS, STATE), atol=1e-5)
+    np.testing.assert_array_equal(state, X[:, -3:])
+
+
+@pytest.mark.quick
+def test_pieces_and_steps_equal_the_whole() -> None:
+    whole, last = causal_conv1d(X, W, BIAS, activation="silu", return_final_state=True)
+    first, state = causal_conv1d(X[:, :2], W, BIAS, activation="silu", return_final_state=True)
+    second, state = causal_conv1d(X[:, 2:7], W, BIAS, activation="silu", initial_state=state, return_final_state=True)
+    parts = [first, second]
+    for t in (7, 8):
+        y, state = causal_conv1d_step(state, X[:, t], W, BIAS, activation="silu")
+        parts.append(y[:, None])
+    # The same sums, but for the order that a compiler takes them in: a few units of float32 of numbers up to about 5.
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=5e-6)
+    np.testing.assert_array_equal(state, last)
+
+
+def test_a_bfloat16_sum_is_float32() -> None:
+    """256 + 1 + 1 is 258 in float32; added up in bfloat16 it would stay at 256."""
+    x, w = jnp.array([1.0, 1.0, 256.0], "bfloat16").reshape(1, 3, 1), jnp.ones((3, 1), "bfloat16")
+    for name in ("xla", "pallas_tpu"):
+        with interpret("hlo"):
+            assert float(causal_conv1d(x, w, implementation=name)[0, 2, 0]) == 258.0
+
+
+def test_the_tpu_kernel_hands_on_what_the_next_block_needs() -> None:
+    x = _normal(1, 40, 6)
+    with interpret("hlo"):
+        blocks = causal_conv1d(x, W, implementation="pallas_tpu", config=TimeConfig(8, 6))
+    np.testing.assert_allclose(blocks, causal_conv1d(x, W, implementation="reference"), atol=5e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: causal_conv1d(X[0], W), "three axes"),
+        (lambda: causal_conv1d(X, W.T), r"\[width, channels\]"),
+        (lambda: causal_conv1d(X, W, BIAS[:3]), "one number a channel"),
+        (lambda: causal_conv1d(X, W, initial_state=STATE[:, :2]), "the last inputs"),
+        (lambda: causal_conv1d(X, W, activation="relu"), "activation of causal_conv1d"),
+        (lambda: causal_conv1d(X, W, activation=["silu"]), r"activation=\['silu'\]"),
+        (lambda: causal_conv1d(X.astype("int32"), W), "causal_conv1d takes"),
+        (lambda: causal_conv1d_step(STATE, X, W), "One step takes"),
+        (lambda: causal_conv1d_step(STATE[:, 1:], X[:, 0], W), "the last inputs"),
+        (lambda: causal_conv1d_step(STATE, X[:, 0], W, activation="gelu"), "activation"),
+        (lambda: TimeConfig(0, 8), "above 0"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_the_tpu_kernel_says_what_it_does_not_take() -> None:
+    with target("tpu"), pytest.raises(ImplementationRefused, match="up to 9 taps, and these have 12"):
+        CAUSAL_CONV1D(X, _normal(12, 6), implementation="pallas_tpu")

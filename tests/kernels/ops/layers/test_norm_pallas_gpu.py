@@ -1,0 +1,54 @@
+"""The Hopper kernels of norm, emulated: their arithmetic and the synchronisation of their rings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from capibara.kernels.core.op import Op
+from capibara.kernels.core.spec import Case
+from capibara.kernels.lab.check import check_output, expected
+from capibara.kernels.ops.layers import NORM, NORM_GRAD
+from capibara.kernels.ops.layers.norm.cases import grad_case
+from capibara.kernels.ops.layers.norm.pallas_gpu import mosaic_gpu
+from capibara.kernels.ops.layers.norm.pallas_gpu_grad import mosaic_gpu_grad
+from capibara.kernels.ops.layers.norm.pallas_gpu_ring import RingConfig
+
+pytestmark = pytest.mark.quick
+
+
+def _large(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    return generator.standard_normal(shape) * np.asarray([1, 1e25, 1e-25, 1e28, 1])[:, None]
+
+
+CASES = [
+    # (rows, columns, parameters): more rows than a ring holds, rows of one piece and of several, every operand.
+    Case("layer", ((7, 256), (256,), (256,), None)),
+    Case("rms", ((5, 768), (768,), None, (5, 768)), params={"kind": "rms", "offset": 1.0, "return_residual": True}),
+    Case(
+        "five-pieces",
+        ((3, 5120), (5120,), (5120,), (3, 5120)),
+        params={"return_residual": True, "return_stats": True},
+        dtypes={1: "float32", 2: "float32"},
+    ),
+    Case("plain", ((2, 3, 128), None, None, None), "float32"),
+    Case("grouped", ((3, 4, 128), (3, 128), (3, 128), None)),
+    # Squares that overflow float32.
+    Case("large", ((5, 256), (256,), None, None), "float32", {"kind": "rms"}, draw={0: _large}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("config", [RingConfig(2, 2), RingConfig(3, 1)], ids=str)
+def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: RingConfig) -> None:
+    def right(op: Op, kernel: Callable[..., Any], case: Case) -> None:
+        arrays = case.arrays()
+        out = emulated_hopper(kernel, *arrays, config=config, **{**op.params, **case.params})
+        result = check_output(out, expected(op, arrays, case.params))
+        assert result.ok, result.why
+
+    right(NORM, mosaic_gpu, case)
+    right(NORM_GRAD, mosaic_gpu_grad, grad_case(case))

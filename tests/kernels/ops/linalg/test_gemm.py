@@ -1,0 +1,234 @@
+"""gemm itself: shapes, epilogues, precision, bad input, and what dispatch traces."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from beartype import beartype
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import jaxtyped
+
+from capibara import precision
+from capibara.errors import ImplementationRefused, UnknownNameError
+from capibara.kernels import explain, gemm, interpret, target
+from capibara.kernels.ops.linalg.gemm.api import GEMM
+from capibara.kernels.ops.linalg.gemm.pallas_gpu import HopperConfig
+from capibara.kernels.ops.linalg.gemm.pallas_tpu import TileConfig, vmem_bytes
+from capibara.kernels.pallas import vmem
+
+# The signature's jaxtyping shapes are checked on every call the tests make through this name.
+checked_gemm = jaxtyped(typechecker=beartype)(gemm)
+
+
+def _normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def _float64(a: jax.Array, b: jax.Array) -> np.ndarray:
+    return np.matmul(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+def _close(got: jax.Array, want: np.ndarray, k: int) -> None:
+    """Within sqrt(K) float32 roundings of the largest element, times four for an unlucky draw."""
+    unit = float(jnp.finfo(jnp.float32).eps) / 2 * 4 * max(k, 1) ** 0.5 + float(jnp.finfo(got.dtype).eps) / 2
+    scale = max(np.abs(want).max(initial=0.0), k**0.5)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=unit, atol=unit * scale)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.booleans(), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_any_size_and_transpose(m: int, k: int, n: int, flip_a: bool, flip_b: bool) -> None:
+    a, b = _normal(0, m, k), _normal(1, k, n)
+    got = checked_gemm(a.T if flip_a else a, b.T if flip_b else b, transpose_a=flip_a, transpose_b=flip_b)
+    assert got.shape == (m, n)
+    _close(got, _float64(a, b), k)
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300), st.sampled_from(["bfloat16", "float32"]))
+@settings(max_examples=10, deadline=None)
+def test_the_tpu_kernel_at_any_size(m: int, k: int, n: int, dtype: str) -> None:
+    """Tiles of 128 leave a tail on every axis; past the edge the emulated memory is NaN, so a leak is seen."""
+    a, b = _normal(0, m, k, dtype=dtype), _normal(1, k, n, dtype=dtype)
+    with interpret():
+        got = gemm(a, b, implementation="pallas_tpu", config=TileConfig(128, 128, 128))
+    _close(got, _float64(a, b), k)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("a_lead", "b_lead"),
+    [((), ()), ((3,), ()), ((3,), (3,)), ((2, 3), ()), ((2, 3), (2, 3)), ((), (4,)), ((2, 1), (3,))],
+)
+def test_leading_axes_broadcast_like_matmul(a_lead: tuple[int, ...], b_lead: tuple[int, ...]) -> None:
+    a, b = _normal(0, *a_lead, 5, 8), _normal(1, *b_lead, 8, 6)
+    got = checked_gemm(a, b)
+    want = _float64(a, b)
+    assert got.shape == want.shape
+    _close(got, want, 8)
+
+
+def test_leading_axes_with_a_transposed_left_operand() -> None:
+    a, b = _normal(0, 2, 3, 8, 5), _normal(1, 8, 6)
+    _close(gemm(a, b, transpose_a=True), _float64(a.mT, b), 8)
+
+
+@pytest.mark.quick
+def test_the_epilogue_is_activation_of_product_and_bias_then_residual() -> None:
+    a, b, bias, residual = _normal(0, 6, 16), _normal(1, 16, 9), _normal(2, 9), _normal(3, 6, 9)
+    z = a @ b + bias
+    for activation, fn in (("gelu", jax.nn.gelu), ("silu", jax.nn.silu), (None, lambda x: x)):
+        got = checked_gemm(a, b, bias=bias, residual=residual, activation=activation)
+        np.testing.assert_allclose(got, fn(z) + residual, rtol=2e-5, atol=2e-5)
+
+
+def test_precision_policies_choose_types() -> None:
+    a, b = _normal(0, 32, 64), _normal(1, 64, 32)
+    assert gemm(a, b, precision="bfloat16").dtype == jnp.bfloat16
+    assert gemm(a, b, precision="mixed").dtype == jnp.float32
+    assert gemm(a, b, precision="float32").dtype == jnp.float32
+    assert gemm(a, b, precision="mixed", out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    exact = _float64(a, b)
+    error = {p: np.abs(np.asarray(gemm(a, b, precision=p), np.float64) - exact).max() for p in ("float32", "mixed")}
+    assert error["float32"] < 1e-4 < error["mixed"]  # mixed rounds the inputs to eight bits, float32 does not
+
+
+def test_fp8_rounds_the_inputs_further_than_bfloat16() -> None:
+    a, b = _normal(0, 32, 64), _normal(1, 64, 32)
+    precision._warn_fp8_once.cache_clear()
+    with pytest.warns(UserWarning, match="experimental"):
+        low = gemm(a, b, precision="fp8", out_dtype=jnp.float32)
+    exact = _float64(a, b)
+    mixed = np.abs(np.asarray(gemm(a, b, precision="mixed")) - exact).max()
+    assert mixed < np.abs(np.asarray(low) - exact).max() < 0.2 * np.abs(exact).max()
+
+
+@pytest.mark.quick
+def test_under_jit_nothing_is_added() -> None:
+    """The traced program of a plain product is one dot_general and nothing else."""
+    x = _normal(0, 16, 16)
+    program = jax.make_jaxpr(lambda a, b: gemm(a, b))(x, x)
+    assert [e.primitive.name for e in program.eqns] == ["dot_general"]
+
+
+def test_numpy_operands_are_taken() -> None:
+    a = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(gemm(a, a.T), a @ a.T)
+
+
+def test_second_derivatives() -> None:
+    """The kernel's gradient is made of gemm, so it can be differentiated again."""
+    a, b = _normal(0, 8, 16), _normal(1, 16, 8)
+
+    def loss(a: jax.Array, implementation: str) -> jax.Array:
+        return (gemm(a, b, activation="silu", implementation=implementation) ** 2).sum()
+
+    def curvature(implementation: str) -> jax.Array:
+        inner = jax.grad(loss)
+        return jax.grad(lambda a: (inner(a, implementation) ** 2).sum())(a)
+
+    with interpret("hlo"):
+        np.testing.assert_allclose(curvature("pallas_tpu"), curvature("xla"), rtol=2e-3, atol=2e-2)
+
+
+def test_nan_stays_in_its_row() -> None:
+    a = _normal(0, 5, 200).at[2, 150].set(jnp.nan)
+    with interpret():
+        got = gemm(a, _normal(1, 200, 7), implementation="pallas_tpu", config=TileConfig(128, 128, 128))
+    assert np.isnan(np.asarray(got)).any(axis=1).tolist() == [False, False, True, False, False]
+
+
+# Bad input: the rule, what arrived, the fix.
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("a", "b", "extra", "said"),
+    [
+        ((3, 4), (5, 6), {}, r"contracted axes.*4 and 5.*transpose"),
+        ((4,), (4, 5), {}, r"matrices.*a of f32\[4\].*two or three axes"),
+        ((2, 3, 4), (5, 4, 6), {}, r"(?s)broadcast"),
+        ((3, 4), (4, 5), {"bias": (4,)}, r"bias is a row of N = 5.*f32\[4\]"),
+        ((3, 4), (4, 5), {"residual": (5, 3)}, r"residual has the output's shape \(3, 5\)"),
+    ],
+)
+def test_shapes_that_do_not_fit(a: tuple, b: tuple, extra: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        gemm(jnp.ones(a), jnp.ones(b), **{name: jnp.ones(shape) for name, shape in extra.items()})
+
+
+@pytest.mark.quick
+def test_names_that_do_not_exist_list_the_choices() -> None:
+    x = jnp.ones((4, 4))
+    with pytest.raises(UnknownNameError, match=r"implementation of gemm 'pallas_tpx'.*Did you mean 'pallas_tpu'"):
+        gemm(x, x, implementation="pallas_tpx")
+    with pytest.raises(UnknownNameError, match=r"activation of gemm 'tanh'.*'gelu', 'silu'"):
+        gemm(x, x, activation="tanh")
+    with pytest.raises(UnknownNameError, match=r"precision 'float17'.*'bfloat16', 'float32', 'mixed', 'fp8'"):
+        gemm(x, x, precision="float17")
+
+
+def test_types_that_are_not_floats() -> None:
+    x = jnp.ones((4, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"gemm takes bfloat16.*a of i32\[4,4\].*astype"):
+        gemm(x, x)
+    with pytest.raises(ValueError, match=r"gemm takes arrays.*a of type object"):
+        gemm(object(), x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"out_dtype is a type, or the name of one.*bf16"):
+        gemm(jnp.ones((2, 2)), jnp.ones((2, 2)), out_dtype="bf16")
+
+
+def test_a_forced_implementation_that_refuses_is_an_error() -> None:
+    x = jnp.ones((4, 4))
+    with pytest.raises(ImplementationRefused, match=r"pallas_tpu.*for tpu; this call is for cpu.*xla, reference"):
+        gemm(x, x, implementation="pallas_tpu")
+
+
+def test_a_config_of_another_implementation() -> None:
+    x = jnp.ones((4, 4))
+    with interpret(), pytest.raises(ValueError, match="TileConfig"):
+        gemm(x, x, implementation="pallas_tpu", config=HopperConfig(128, 128))
+    with pytest.raises(ValueError, match="positive multiple of 128"):
+        TileConfig(100, 128, 128)
+
+
+@pytest.mark.quick
+def test_explain_says_what_runs_and_why_not_the_others() -> None:
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    told = explain(gemm, x, x)
+    assert told.implementation == "xla"
+    assert "not pallas_tpu: it is for tpu" in str(told)
+    with target("gpu", "NVIDIA H200"):
+        fused = explain("gemm", x, x, activation="gelu")
+        assert fused.implementation == "hopper"
+        odd = explain("gemm", *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 500), (500, 512))))
+        (selection,) = odd.selections
+        assert any("Mosaic tiles it by" in v.reason or "TMA" in v.reason for v in selection.verdicts)
+
+
+def test_explain_sees_inside_a_function_that_was_jitted_before() -> None:
+    x = jnp.ones((8, 8))
+    fn = jax.jit(lambda x: gemm(gemm(x, x), x))
+    fn(x)
+    assert len(explain(fn, x).selections) == 2
+
+
+def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = jax.ShapeDtypeStruct((24, 40), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((40, 24), jnp.bfloat16)
+    with target("gpu", "NVIDIA H200"), caplog.at_level("WARNING", logger="capibara.kernels"):
+        for _ in range(2):
+            GEMM.runners.clear()
+            assert explain("gemm", x, y, activation="silu").implementation == "xla"
+    assert len([r for r in caplog.records if "instead of hopper" in r.getMessage()]) == 1
+
+
+def test_every_tile_offered_fits_the_core() -> None:
+    with target("tpu", "TPU v4"):
+        for case in GEMM.cases:
+            call = GEMM.call(*case.args(), **case.params)
+            offered = GEMM.implementations["pallas_tpu"].candidates(call)
+            assert offered
+            assert all(vmem_bytes(call, tile) <= vmem.limit(call) < 16 * 2**20 for tile in offered)

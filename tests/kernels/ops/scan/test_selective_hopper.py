@@ -1,0 +1,107 @@
+"""The Hopper kernels of the selective scan, emulated: their arithmetic and the synchronisation of their rings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.kernels import target
+from capibara.kernels.core.spec import Case
+from capibara.kernels.lab.check import check_output, expected
+from capibara.kernels.ops.scan import SELECTIVE_SCAN
+from capibara.kernels.ops.scan.selective import pallas_gpu_grad_body
+from capibara.kernels.ops.scan.selective.api import SELECTIVE_SCAN_GRAD
+from capibara.kernels.ops.scan.selective.cases import ALL, grad_case, make_case
+from capibara.kernels.ops.scan.selective.pallas_gpu import TimeConfig, mosaic_gpu, softplus
+from capibara.kernels.ops.scan.selective.pallas_gpu_grad import mosaic_gpu_grad
+from capibara.kernels.ops.scan.selective.pallas_gpu_grad_plan import OWN_STATES, ChunkConfig, candidates
+
+NONE: frozenset[str] = frozenset()
+CASES = [
+    # A tile and a piece of another, an odd N, every operand; whole tiles, more than the ring holds; less than a tile.
+    (make_case("all", 1, 11, 128, 3, NONE, dtype="float32", **ALL), TimeConfig(8, 2, 2)),
+    (make_case("ring", 1, 16, 256, 4, NONE, D=False), TimeConfig(4, 2, 1)),
+    (make_case("short", 2, 3, 128, 4, NONE, z=True), TimeConfig(8, 3, 4)),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX emulates these kernels from 0.12 on")
+@pytest.mark.parametrize(("case", "config"), CASES, ids=lambda given: getattr(given, "name", ""))
+def test_emulated(case: Case, config: TimeConfig) -> None:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+
+    arrays = case.arrays()
+    with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
+        params = {**SELECTIVE_SCAN.params, **case.params}
+        out = jax.block_until_ready(mosaic_gpu(*arrays, config=config, **params))
+    result = check_output(out, expected(SELECTIVE_SCAN, arrays, case.params))
+    assert result.ok, result.why
+    assert not interpret_pallas_call.get_races().races_found, "unsynchronised accesses"
+
+
+def test_softplus_is_exact_where_it_is_small() -> None:
+    v = np.concatenate([np.linspace(-30, 30, 4001), [-80.0, 0.0, 80.0]]).astype(np.float32)
+    wanted = np.logaddexp(0, v.astype(np.float64))
+    # A few units of float32, relative to a result that may be as small as 1e-35.
+    np.testing.assert_allclose(softplus(v), wanted, rtol=3e-6)
+
+
+def _warp_sums(values: Sequence[Any]) -> Any:
+    """What the exchange within warps gives, which nothing emulates: line i of 32 in thread i of each of four warps."""
+    return jnp.stack(list(values)).reshape(32, 4, 32).sum(-1).T.reshape(128)
+
+
+GRAD_CASES = [
+    # A chunk and a piece of another, shared by two warpgroups, every operand; two chunks in one place, by one.
+    (make_case("all", 1, 18, 128, 3, NONE, dtype="float32", **ALL), ChunkConfig(16, 4, 2, 2)),
+    (make_case("ring", 1, 32, 128, 4, NONE, D=False), ChunkConfig(16, 8, 1, 1)),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("case", "config"), GRAD_CASES, ids=lambda given: getattr(given, "name", ""))
+def test_gradient_emulated(
+    case: Case, config: ChunkConfig, emulated_hopper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pallas_gpu_grad_body, "warp_sums", _warp_sums)
+    made = grad_case(case)
+    params = {**SELECTIVE_SCAN_GRAD.params, **made.params}
+    out = emulated_hopper(mosaic_gpu_grad, *made.arrays(), config=config, **params)
+    result = check_output(out, expected(SELECTIVE_SCAN_GRAD, made.arrays(), made.params))
+    assert result.ok, result.why
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"), [((24, 4, 2, 2), "steps is a multiple of 16"), ((32, 4, 2, 3), "warpgroups 1, 2 or 4")]
+)
+def test_bad_config(numbers: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ChunkConfig(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("channels", "states", "words"), [(128, 33, "N up to 32; N is 33"), (96, 16, "a multiple of that, not 96")]
+)
+def test_the_gradient_refuses(channels: int, states: int, words: str) -> None:
+    case = grad_case(make_case("own", 1, 40, channels, states, NONE))
+    with target("gpu", "NVIDIA H200"), pytest.raises(ValueError, match=words):
+        jax.eval_shape(lambda *x: SELECTIVE_SCAN_GRAD(*x, implementation="hopper"), *case.args())
+
+
+@pytest.mark.parametrize(("states", "least"), [(16, 2), (32, 2), (3, 5)])
+def test_configs_keep_to_the_chip(states: int, least: int) -> None:
+    """Enough of them for float32 with every operand, where shared memory is shortest."""
+    case = grad_case(make_case("own", 1, 40, 128, states, NONE, dtype="float32", **ALL))
+    with target("gpu", "NVIDIA H200"):
+        call = SELECTIVE_SCAN_GRAD.call(*case.args(), **case.params)
+        found = candidates(call)
+    assert len(found) >= least
+    assert all(config.own_states(states) <= OWN_STATES for config in found)
+    assert all(config.own_states(states) * config.warpgroups >= states for config in found)

@@ -1,0 +1,465 @@
+"""Runs the Hopper attention kernels on the CPU, forward and backward, for their arithmetic and synchronisation.
+
+Not for their layouts. Each warpgroup is a thread and every operation is carried out at once, by numpy: single
+operations of JAX would each be compiled first. Only copies out of shared memory are put off until they are waited for.
+Barriers count arrivals and phases as the hardware does; a wait that never ends, or that could mistake one phase for
+another, fails. Shared memory starts as NaN. Copies by TMA fill with zeros past the end when they read and drop what
+lies past it when they write, except along an axis that is a single tile, which its descriptor does not have; other
+loads and stores must stay inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.ref import AbstractRef
+
+from capibara.kernels.ops.attention import (
+    pallas_gpu,
+    pallas_gpu_body,
+    pallas_gpu_grad,
+    pallas_gpu_grad_narrow,
+    pallas_gpu_grad_pairs,
+    pallas_gpu_grad_steps,
+    pallas_gpu_grad_walk,
+    pallas_gpu_grad_wide,
+    pallas_gpu_scores,
+    pallas_gpu_tile,
+    pallas_gpu_walk,
+)
+from capibara.kernels.pallas import hopper, prng
+
+PATIENCE = 60.0  # seconds until a barrier counts as stuck; compilation of single operations is slow at first
+_here = threading.local()
+_adding = threading.Lock()
+KERNELS = (
+    pallas_gpu_body,
+    pallas_gpu_scores,
+    pallas_gpu_tile,
+    pallas_gpu_walk,
+    pallas_gpu_grad_narrow,
+    pallas_gpu_grad_pairs,
+    pallas_gpu_grad_steps,
+    pallas_gpu_grad_walk,
+    pallas_gpu_grad_wide,
+)
+
+
+class _Shim:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class Ref:
+    """A part of an array: for each axis of the array an int, or (start, size)."""
+
+    def __init__(self, array: np.ndarray, part: tuple[Any, ...] | None = None) -> None:
+        self.array = array
+        self.part = part if part is not None else tuple((0, n) for n in array.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(p[1] for p in self.part if isinstance(p, tuple))
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def at(self) -> Any:
+        return _At(self)
+
+    def narrow(self, index: Any) -> Ref:
+        index = index if isinstance(index, tuple) else (index,)
+        index = () if index == (...,) else index
+        given = iter(index)
+        part: list[Any] = []
+        for p in self.part:
+            if not isinstance(p, tuple):
+                part.append(p)
+                continue
+            i = next(given, slice(None))
+            if isinstance(i, slice):
+                start, stop, _ = i.indices(p[1])
+                part.append((p[0] + start, stop - start))
+            elif isinstance(i, pl.Slice):
+                part.append((p[0] + int(i.start), i.size))
+            else:
+                assert 0 <= int(i) < p[1], f"index {int(i)} of {p[1]}"
+                part.append(p[0] + int(i))
+        return Ref(self.array, tuple(part))
+
+    def _inside(self, clip: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The index into the array, and into the part, of what lies inside the array."""
+        source, target = [], []
+        for p, n in zip(self.part, self.array.shape, strict=True):
+            if not isinstance(p, tuple):
+                source.append(p)
+                continue
+            start, size = p
+            inside = start >= 0 and start + size <= n
+            assert inside or clip, f"{start}:{start + size} of {n}, and nothing clips it"
+            assert inside or size != n, "an axis of a single tile has no place in a TMA descriptor to be clipped by"
+            first, last = min(max(start, 0), n), min(max(start + size, 0), n)
+            source.append(slice(first, last))
+            target.append(slice(first - start, last - start))
+        return tuple(source), tuple(target)
+
+    def read(self, clip: bool = False) -> np.ndarray:
+        source, target = self._inside(clip)
+        made = np.zeros(self.shape, self.dtype)
+        made[target] = self.array[source]
+        return made
+
+    def write(self, value: Any, clip: bool = False) -> None:
+        value = np.asarray(value)
+        assert value.shape == self.shape, (value.shape, self.shape)
+        assert value.dtype == self.dtype, (value.dtype, self.dtype)
+        source, target = self._inside(clip)
+        self.array[source] = value[target]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.narrow(index).read()[()]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.narrow(index).write(value)
+
+
+class _At:
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.ref.narrow(index)
+
+
+class _Barrier:
+    """One barrier of a warpgroup program: phases complete after `arrivals`."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals, self.count, self.phase = arrivals, 0, 0
+        self.waited: dict[int, int] = {}
+        self.changed = threading.Condition()
+
+    def arrive(self) -> None:
+        with self.changed:
+            self.count += 1
+            if self.count == self.arrivals:
+                self.count, self.phase = 0, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self) -> None:
+        me = _here.warpgroup
+        with self.changed:
+            wanted = self.waited.get(me, 0) + 1
+            until = time.monotonic() + PATIENCE
+            while self.phase < wanted:
+                if _here.program.failed:
+                    raise RuntimeError("another warpgroup failed")
+                assert time.monotonic() < until, "a barrier was never completed: the warpgroups wait for each other"
+                self.changed.wait(0.05)
+            # The hardware knows a phase by its parity alone.
+            assert self.phase == wanted, f"a wait for phase {wanted} came when {self.phase} had completed"
+            self.waited[me] = wanted
+
+
+class _Barriers:
+    def __init__(self, made: list[_Barrier], index: int | None = None) -> None:
+        self.made, self.index = made, index
+
+    @property
+    def at(self) -> Any:
+        return _At(self)
+
+    def narrow(self, index: Any) -> _Barriers:
+        return _Barriers(self.made, int(index))
+
+    @property
+    def one(self) -> _Barrier:
+        assert self.index is not None or len(self.made) == 1
+        return self.made[self.index or 0]
+
+
+class _Accumulator:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        assert value.shape == self.value.shape
+        self.value = value
+
+
+class _Program:
+    """One program of the grid: what its warpgroups share."""
+
+    def __init__(self, place: dict[str, int]) -> None:
+        self.place = place
+        self.scratch: tuple[Any, Any] | None = None
+        self.lock = threading.Lock()
+        self.failed: list[Exception] = []
+        self.turns = [_Barrier(1), _Barrier(1)]
+
+
+def _value(x: Any) -> np.ndarray:
+    return np.asarray(x.read() if isinstance(x, Ref) else x, np.float32)
+
+
+def _wgmma(acc: _Accumulator, left: Any, right: Any) -> None:
+    left, right, made = _value(left), _value(right), np.array(acc.value)
+    # In cubes of 64: a larger product would be shared between threads, which on a busy machine wait for each other
+    # for longer than it takes.
+    rows, columns, inner = (range(0, n, 64) for n in (*made.shape, left.shape[1]))
+    for i, j, k in itertools.product(rows, columns, inner):
+        made[i : i + 64, j : j + 64] += left[i : i + 64, k : k + 64] @ right[k : k + 64, j : j + 64]
+    acc.value = made
+
+
+def _smem(shape: tuple[int, ...], dtype: Any, transforms: Any = ()) -> Callable[[], Any]:
+    def make() -> Ref:
+        return Ref(np.full(shape, np.nan if jnp.issubdtype(dtype, jnp.floating) else 77, jnp.dtype(dtype)))
+
+    return make
+
+
+def _barrier(num_arrivals: int = 1, num_barriers: int = 1) -> Callable[[], Any]:
+    return lambda: _Barriers([_Barrier(num_arrivals) for _ in range(num_barriers)])
+
+
+def _run_scoped(body: Callable[..., Any], *specs: Any, collective_axes: Any = None, **named: Any) -> Any:
+    program = _here.program
+    if collective_axes is None:
+        return body(*(_Accumulator(spec.value) for spec in specs))
+    with program.lock:
+        if program.scratch is None:
+            program.scratch = jax.tree.map(lambda make: make(), (specs, named))
+    made, made_named = program.scratch
+    return body(*made, **made_named)
+
+
+def _run_state(body: Callable[..., Any]) -> Callable[..., Any]:
+    def run(acc: _Accumulator) -> Any:
+        body(acc)
+        return acc.value
+
+    return run
+
+
+class _AccumulatorType:
+    def __call__(self, shape: tuple[int, ...], dtype: Any) -> _Accumulator:
+        return _Accumulator(np.zeros(shape, dtype))
+
+    def init(self, value: Any) -> _Accumulator:
+        return _Accumulator(value)
+
+
+def _to_smem(source: Ref, target: Ref, barrier: _Barriers) -> None:
+    target.write(source.read(clip=True))
+    barrier.one.arrive()
+
+
+def _to_gmem(source: Ref, target: Ref, reduction_op: str | None = None) -> None:
+    assert reduction_op in (None, "add")
+    _here.leaving.append((source, target, reduction_op))
+
+
+def _wait_to_gmem(under_way: int, wait_read_only: bool = False) -> None:
+    """No more than the last `under_way` copies of this warpgroup may still read shared memory; the others read it now.
+
+    So they are as late as they may be, and what was written before they had left goes out with them.
+    """
+    del wait_read_only  # what a copy has read is also written here
+    while len(_here.leaving) > under_way:
+        _leave(*_here.leaving.pop(0))
+
+
+def _leave(source: Ref, target: Ref, reduction_op: str | None) -> None:
+    value = source.read()
+    # One number a row leaves without a descriptor.
+    clip = len(source.shape) > 1
+    if reduction_op == "add":
+        with _adding:
+            target.write(target.read(clip) + value, clip)
+    else:
+        target.write(value, clip)
+
+
+def _loop(first: Any, end: Any) -> Callable[[Callable[..., None]], None]:
+    def run(body: Callable[..., None]) -> None:
+        for i in range(int(first), int(end)):
+            body(np.int32(i))
+
+    return run
+
+
+def _fori_loop(first: Any, end: Any, body: Callable[..., Any], carry: Any) -> Any:
+    for i in range(int(first), int(end)):
+        carry = body(np.int32(i), carry)
+    return carry
+
+
+def _when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    return lambda body: body() if bool(condition) else None
+
+
+def _iota(dtype: Any, shape: tuple[int, ...], axis: int) -> np.ndarray:
+    counted = np.arange(shape[axis], dtype=dtype).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return np.broadcast_to(counted, shape)
+
+
+def _broadcast_in_dim(x: Any, shape: tuple[int, ...], axes: Any) -> np.ndarray:
+    placed = np.reshape(x, [np.shape(x)[axes.index(i)] if i in axes else 1 for i in range(len(shape))])
+    return np.broadcast_to(placed, shape)
+
+
+def _shift(x: Any, by: Any) -> Any:
+    """A logical shift to the right: the sign bit is a bit like the others."""
+    x = np.asarray(x)
+    return (x.view(np.uint32) >> np.asarray(by).astype(np.uint32)).view(x.dtype)
+
+
+def _words(x: Any, dtype: Any) -> np.ndarray:
+    return np.asarray(x).astype(dtype)
+
+
+def _for_numpy(original: Callable[..., Any], replaced: Callable[..., Any]) -> Callable[..., Any]:
+    """Work around the kernel draws too, on arrays of JAX."""
+    return lambda x, *rest: (original if isinstance(x, jax.Array) else replaced)(x, *rest)
+
+
+def _axis_index(name: str) -> Any:
+    return np.int32(_here.warpgroup if name == "warpgroup" else _here.program.place[name])
+
+
+def _run_grid(body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_threads: int) -> None:
+    for place in itertools.product(*map(range, grid)):
+        program = _Program(dict(zip(grid_names, place, strict=True)))
+
+        def warpgroup(index: int, program: _Program = program) -> None:
+            _here.program, _here.warpgroup, _here.leaving = program, index, []
+            try:
+                with np.errstate(all="ignore"):  # NaN, infinity and wrapping integers are among what is tested
+                    body(*refs)
+                assert not _here.leaving, "the program ended before its copies had left shared memory"
+            except Exception as error:  # noqa: BLE001 (raised again below, when the others have stopped)
+                program.failed.append(error)
+
+        threads = [threading.Thread(target=warpgroup, args=(i,)) for i in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if program.failed:
+            raise program.failed[0]
+        for waits, turn in enumerate(program.turns):
+            assert turn.phase == turn.waited.get(waits, 0), "a turn was given that nobody waited for"
+
+
+def _kernel(body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int, **_: Any) -> Callable[..., Any]:
+    def host(*arrays: Any) -> list[np.ndarray]:
+        inputs = [Ref(np.asarray(x)) for x in arrays]
+        # What the kernel does not write must not look like a result.
+        outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_type]
+        _run_grid(body, [*inputs, *outs], grid, grid_names, num_threads)
+        return [ref.array for ref in outs]
+
+    # A call of its own, so that the work around the kernel may be compiled as a whole.
+    return lambda *arrays: jax.pure_callback(host, list(out_type), *arrays)
+
+
+def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, **_: Any) -> Callable[..., Any]:
+    """pl.kernel, whose last operands are references that the kernel adds into or writes parts of."""
+
+    def call(*given: Any) -> list[Any]:
+        written = [x for x in given if isinstance(jax.typeof(x), AbstractRef)]
+        arrays = given[: len(given) - len(written)]
+        before = [ref[...] for ref in written]
+
+        def host(*arrays: Any) -> list[np.ndarray]:
+            first = len(arrays) - len(written)
+            inputs, kept = [Ref(np.asarray(x)) for x in arrays[:first]], [Ref(np.array(x)) for x in arrays[first:]]
+            outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_type]
+            _run_grid(body, [*inputs, *kept, *outs], mesh.grid, mesh.grid_names, mesh.num_threads)
+            return [ref.array for ref in (*kept, *outs)]
+
+        made = jax.pure_callback(host, [*map(jax.typeof, before), *out_type], *arrays, *before)
+        for ref, after in zip(written, made, strict=False):
+            ref[...] = after
+        return made[len(written) :]
+
+    return call
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Registers and fences: every operation here is done when it returns."""
+
+
+@contextlib.contextmanager
+def emulated(*kernels: ModuleType) -> Iterator[None]:
+    """Inside, a function that is traced with a Hopper kernel of these modules in it runs the kernel here.
+
+    Without any, those of attention.
+    """
+    gpu = _Shim(
+        plgpu, kernel=_kernel, SMEM=_smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
+        barrier_arrive=lambda b: b.one.arrive(), barrier_wait=lambda b: b.one.wait(), copy_gmem_to_smem=_to_smem,
+        copy_smem_to_gmem=_to_gmem, transpose_ref=lambda ref, axes: ref.read().transpose(axes), commit_smem=_nothing,
+        # Each its own memory: nothing here sees that one lies in another's place.
+        RefUnion=lambda *specs: specs,
+        set_max_registers=_nothing, wait_smem_to_gmem=_wait_to_gmem, layout_cast=lambda x, layout: x,
+        load=lambda ref, *_, **__: ref.read(), store=lambda ref, value, optimized: ref.write(value),
+        wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
+        broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),
+    )  # fmt: skip
+    cpu_pl = _Shim(pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when)
+    cpu_lax = _Shim(
+        lax, axis_index=_axis_index, fori_loop=_fori_loop, optimization_barrier=lambda x: x, max=max, min=min,
+        # Toward zero, as the hardware divides; every divisor here is positive.
+        div=lambda x, y: np.int32(int(x / y)), rem=lambda x, y: np.int32(x - int(x / y) * y),
+        clamp=lambda low, x, high: min(max(x, low), high), shift_right_logical=_shift,
+        broadcast_in_dim=_broadcast_in_dim,
+    )  # fmt: skip
+    cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
+    changes = [
+        (module, name, shim)
+        for module in kernels or KERNELS
+        for name, shim in (("plgpu", gpu), ("pl", cpu_pl), ("lax", cpu_lax), ("jnp", cpu_jnp))
+        if hasattr(module, name)
+    ]
+    # The wrappers around the kernels are XLA's work, and stay JAX.
+    changes += [
+        (pallas_gpu, "plgpu", gpu),
+        (hopper, "plgpu", gpu),
+        (hopper, "give_turn", lambda: _here.program.turns[1 - _here.warpgroup].arrive()),
+        (pallas_gpu_grad_steps, "hidden_zero", lambda step, stage: np.int32(0)),
+        (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
+        (pallas_gpu_grad, "pl", _Shim(pl, kernel=_mesh_kernel)),
+    ]
+    changes += [(prng, "_shift", _for_numpy(prng._shift, _shift)), (prng, "_words", _for_numpy(prng._words, _words))]
+    before = [getattr(module, name) for module, name, _ in changes]
+    for module, name, shim in changes:
+        setattr(module, name, shim)
+    try:
+        yield
+    finally:
+        for (module, name, _), original in zip(changes, before, strict=True):
+            setattr(module, name, original)
