@@ -1,0 +1,194 @@
+"""The whole training step of a 1.14B decoder, with this library's ops and without, in one run on one GPU.
+
+    python benchmarks/training_step_gpu.py --out step.json
+    python benchmarks/training_step_gpu.py --forms 'plain;all' --profile   # and the kernels that take the time
+
+The decoder is that of examples/plan/llama.py: float32 weights and AdamW, bfloat16 products, layers in one scan. A form
+says which parts go by `capibara.kernels`; the others are jax.numpy, and attention then is cuDNN's by jax.nn. Forms take
+turns, round after round, so that what the machine does beside them falls on all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.kernels import attention, cross_entropy, gated_activation, rms_norm, rope
+
+_spec = importlib.util.spec_from_file_location("llama", Path(__file__).parents[1] / "examples" / "plan" / "llama.py")
+assert _spec is not None
+assert _spec.loader is not None
+llama: Any = importlib.util.module_from_spec(_spec)
+sys.modules["llama"] = llama  # where its dataclass looks for its module
+_spec.loader.exec_module(llama)
+
+FORMS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "plain, bf16 logits": ("bf16 logits",),
+    "attention": ("attention",),
+    "attention+norm": ("attention", "norm"),
+    "attention+loss": ("attention", "loss"),
+    "attention+mlp": ("attention", "mlp"),
+    "attention+rope": ("attention", "rope"),
+    "all": ("attention", "norm", "rope", "mlp", "loss"),
+}
+
+
+def block(config: Any, ours: frozenset[str], x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """One layer, with the parts named in `ours` by this library."""
+    w = {name: weight if name.startswith("norm") else weight.astype(x.dtype) for name, weight in w.items()}
+
+    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+        if "norm" in ours:
+            return rms_norm(x, weight, eps=config.epsilon)
+        return llama.rms_norm(x, weight, config.epsilon)
+
+    y = norm(x, w["norm_attention"])
+    q, k, v = (jnp.einsum("bth,hnd->btnd", y, w[name]) for name in ("query", "key", "value"))
+    if "rope" in ours:
+        q, k = (rope(z, base=config.rope_base, layout="bthd") for z in (q, k))
+    else:
+        q, k = (llama.rotate(z, config.rope_base) for z in (q, k))
+    if "attention" in ours:
+        mixed = attention(q, k, v, causal=True, layout="bthd")
+    else:
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    x = x + jnp.einsum("btnd,ndh->bth", mixed, w["out"])
+    y = norm(x, w["norm_mlp"])
+    gate, up = y @ w["gate"], y @ w["up"]
+    wide = gated_activation(gate, up, kind="silu") if "mlp" in ours else jax.nn.silu(gate) * up
+    return x + wide @ w["down"]
+
+
+def loss(config: Any, ours: frozenset[str], params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+    x = params["embed"].astype(jnp.bfloat16)[batch["inputs"]]
+    layer = functools.partial(block, config, ours)
+    if "unrolled" in ours:
+        for i in range(config.layers):
+            x = layer(x, {name: stacked[i] for name, stacked in params["layers"].items()})
+    else:
+        x, _ = jax.lax.scan(lambda carry, w: (layer(carry, w), None), x, params["layers"])
+    x = llama.rms_norm(x, params["norm"], config.epsilon)
+    head = params["unembed"].astype(x.dtype)
+    if "loss" in ours:
+        return cross_entropy(x, head, batch["targets"])
+    if "bf16 logits" in ours:  # their gradient is bfloat16 then, and so are its products
+        scores = (x @ head).astype(jnp.float32)
+    else:
+        scores = jnp.einsum("bth,hv->btv", x, head, preferred_element_type=jnp.float32)
+    chosen = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - chosen)
+
+
+def compiled_step(config: Any, ours: frozenset[str], batch: Any) -> Any:
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(functools.partial(loss, config, ours))(params, batch)
+        return *llama.adamw(params, grads, state), value
+
+    shapes = llama.param_shapes(config)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(shapes, llama.state_shapes(shapes), batch).compile()
+
+
+def kernels_of(run: Callable[[], Any]) -> list[tuple[str, float, int]]:
+    """Name, milliseconds and launches of the device's kernels in one step, the dearest first."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        spent: Counter[str] = Counter()
+        count: Counter[str] = Counter()
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            if "GPU" not in plane.name:
+                continue
+            for line in plane.lines:
+                if "Stream" not in line.name:
+                    continue
+                for event in line.events:
+                    spent[event.name] += event.duration_ns / 1e6
+                    count[event.name] += 1
+    return [(name, total, count[name]) for name, total in spent.most_common()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1b", choices=llama.SHAPES)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--forms", default=";".join(FORMS), help="apart by ;")
+    parser.add_argument("--unrolled", action="store_true", help="layers one after another instead of a scan")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5, help="in each round")
+    parser.add_argument("--profile", action="store_true", help="the kernels of one step of each form")
+    parser.add_argument("--out", help="write the rows as JSON")
+    asked = parser.parse_args()
+    config = llama.SHAPES[asked.shape]
+    ids = jax.random.randint(jax.random.key(1), (asked.batch, asked.sequence + 1), 0, config.vocab)
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    init = jax.jit(functools.partial(llama.init, config))
+
+    def fresh() -> tuple[Any, Any]:
+        params = init(jax.random.key(0))
+        return params, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), llama.state_shapes(params))
+
+    forms = asked.forms.split(";")
+    steps, rows = {}, {}
+    for form in forms:
+        start = time.perf_counter()
+        steps[form] = compiled_step(config, frozenset(FORMS[form]) | ({"unrolled"} if asked.unrolled else set()), batch)
+        stats = steps[form].memory_analysis()
+        rows[form] = {
+            "form": form,
+            "compile_s": time.perf_counter() - start,
+            "temporaries_gib": stats.temp_size_in_bytes / 2**30,
+            "seconds": [],
+        }
+        print(f"{form}: compiled in {rows[form]['compile_s']:.1f} s", flush=True)
+    for _ in range(asked.rounds):
+        for form in forms:
+            params, state = fresh()
+            params, state, value = jax.block_until_ready(steps[form](params, state, batch))
+            rows[form]["first_loss"] = float(value)
+            for _ in range(asked.steps):
+                start = time.perf_counter()
+                params, state, value = jax.block_until_ready(steps[form](params, state, batch))
+                rows[form]["seconds"].append(time.perf_counter() - start)
+            rows[form]["last_loss"] = float(value)
+            if asked.profile and "kernels" not in rows[form]:
+                rows[form]["kernels"] = kernels_of(functools.partial(steps[form], params, state, batch))[:40]
+            del params, state
+    tokens = asked.batch * asked.sequence
+    for row in rows.values():
+        row["ms"] = statistics.median(row.pop("seconds")) * 1e3
+        row["tokens_per_second"] = tokens / row["ms"] * 1e3
+        row["against_plain"] = rows["plain"]["ms"] / row["ms"] if "ms" in rows.get("plain", {}) else None
+        print(
+            f"{row['form']:16s} {row['ms']:7.1f} ms {row['tokens_per_second']:9,.0f} tokens/s "
+            f"{row['against_plain'] or float('nan'):.3f} of plain's, temporaries {row['temporaries_gib']:.1f} GiB, "
+            f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
+        )
+    if asked.out:
+        document = {
+            "device": jax.devices()[0].device_kind,
+            "versions": {"jax": jax.__version__, "python": platform.python_version()},
+            "command": " ".join(["python", *sys.argv]),
+            "rows": list(rows.values()),
+        }
+        Path(asked.out).write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
