@@ -11,9 +11,7 @@ __all__ = ["RENAMES_NOTHING", "joined", "label", "line_of", "shown"]
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # Who calls a kernel or a constraint is asked for, and not the line behind it that makes the operation.
-_BEHIND = tuple(
-    os.path.join(_LIBRARY, *path) for path in (("kernels", ""), ("parallel", "program", ""), ("parallel", "rules.py"))
-)
+_BEHIND = tuple(os.path.join(_LIBRARY, *path) for path in (("kernels", ""), ("program", ""), ("mesh", "rules.py")))
 
 
 def line_of(traceback: Any) -> str:

@@ -213,14 +213,14 @@ LOWERED = (
 @pytest.mark.quick(cases=6)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:
-    assert "hopper" in _lowered(FORMS[name])
+    assert "mosaic_gpu" in _lowered(FORMS[name])
 
 
 @pytest.mark.parametrize(("physical", "shape"), [("bhtd", "1x2x256x64"), ("bthd", "1x256x2x64")])
 def test_the_kernel_reads_the_layout_in_memory(physical: str, shape: str) -> None:
     form = dataclasses.replace(FORMS["plain"], physical=physical)
     text = _lowered(form)
-    (kernel,) = [line for line in text.splitlines() if "custom_call" in line and "hopper" in line]
+    (kernel,) = [line for line in text.splitlines() if "custom_call" in line and "mosaic_gpu" in line]
     operands = kernel.rsplit(" : (", 1)[1]
     assert operands.startswith(f"tensor<{shape}xbf16>"), operands
 
@@ -328,7 +328,7 @@ def test_lowers_inside_shard_map(name: str) -> None:
     arrays = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in form.arrays().items()}
     spec = jax.sharding.PartitionSpec("data")
     mapped = jax.shard_map(form.run, mesh=mesh, in_specs=(dict.fromkeys(arrays, spec),), out_specs=(spec, spec))
-    assert "hopper" in jax.export.export(jax.jit(mapped), platforms=["cuda"])(arrays).mlir_module()
+    assert "mosaic_gpu" in jax.export.export(jax.jit(mapped), platforms=["cuda"])(arrays).mlir_module()
 
 
 def test_an_order_names_every_axis_of_the_launch_once() -> None:

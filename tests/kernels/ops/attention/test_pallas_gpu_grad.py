@@ -204,7 +204,7 @@ LOWERED = (
 @pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:
-    assert "hopper" in _lowered(FORMS[name])
+    assert "mosaic_gpu" in _lowered(FORMS[name])
 
 
 @pytest.mark.quick
@@ -218,7 +218,7 @@ def test_lowers_inside_shard_map(name: str) -> None:
     shared = {n: jax.sharding.PartitionSpec() if x.shape[0] != form.b else spec for n, x in shapes.items()}
     mapped = jax.shard_map(form.run, mesh=mesh, in_specs=(shared,), out_specs=(spec,) * 3)
     text = jax.jit(mapped).trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert "hopper" in text
+    assert "mosaic_gpu" in text
 
 
 def _prepared(grid: blocks.Grid, heads: tuple[int, int], **given: Any) -> dict[str, np.ndarray]:

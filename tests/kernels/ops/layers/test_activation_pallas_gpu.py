@@ -97,7 +97,7 @@ def test_every_config_lowers_for_cuda(kind: str) -> None:
                     return asked(*(None if a is None else next(present) for a in args))
 
                 lowered = jax.export.export(jax.jit(call), platforms=["cuda"])(*(a for a in args if a is not None))
-                assert "hopper" in lowered.mlir_module()
+                assert "mosaic_gpu" in lowered.mlir_module()
 
 
 def test_it_says_why_not() -> None:

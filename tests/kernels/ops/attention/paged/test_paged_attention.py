@@ -312,4 +312,4 @@ def test_the_hopper_kernel_lowers_inside_shard_map(ragged: bool) -> None:
 
     with target("gpu", "NVIDIA H200"):
         mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=spec(None, "model"))
-        assert "hopper" in jax.export.export(jax.jit(mapped), platforms=["cuda"])(*args).mlir_module()
+        assert "mosaic_gpu" in jax.export.export(jax.jit(mapped), platforms=["cuda"])(*args).mlir_module()
