@@ -110,6 +110,14 @@ def _own_tuning_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
 
 
 @pytest.fixture
+def nothing_said_yet() -> None:
+    """What the library says once a process, it says in this test, whatever ran before."""
+    from capibara.errors import say_again
+
+    say_again()
+
+
+@pytest.fixture
 def as_a_reader(_own_tuning_cache: None) -> dict[str, str]:
     """The environment of whoever starts a program that is printed here: no devices but the machine's own."""
     import capibara

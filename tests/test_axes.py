@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from capibara import axes as active_rules
 from capibara.axes import RULES, current_rules, use_rules
 from capibara.mesh.mesh import MeshConfig
 from capibara.mesh.rules import partition_spec, with_sharding_constraint
@@ -121,9 +120,8 @@ def test_a_jit_in_a_coroutine_follows_its_table_and_never_poisons_the_cache() ->
         assert constrained(X).sharding.spec == P("data", "model")
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_a_coroutine_driven_by_hand_is_told_once_what_it_gets() -> None:
-    active_rules._say_what_is_only_remembered.cache_clear()
-
     async def main() -> tuple[Any, P]:
         with use_rules({"batch": "model", "hidden": "data"}):
             return current_rules()["batch"], constrained(X).sharding.spec

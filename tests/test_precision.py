@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from capibara import precision
 from capibara.errors import UnknownNameError
 from capibara.precision import POLICIES, Policy, PrecisionConfig, policy, quantize_fp8, round_fp8
 
@@ -67,8 +66,8 @@ def test_precision_config() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_fp8_warns_once_that_it_is_experimental() -> None:
-    precision._warn_fp8_once.cache_clear()
     with pytest.warns(UserWarning, match=r"experimental.*emulates fp8") as caught:
         policy("fp8")
     assert caught[0].filename == __file__

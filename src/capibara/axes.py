@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from capibara import task_states
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 
 __all__ = ["RULES", "MeshAxes", "Rules", "checked_rules", "current_rules", "mesh_axes_of", "use_rules"]
 
@@ -52,6 +51,12 @@ class _Table(NamedTuple):
 
 
 _IN_FORCE = jax.make_user_context(default_value=None)
+_ONLY_REMEMBERED = (
+    "use_rules was entered in a coroutine that cannot be followed: asyncio does not run it, or it was started eagerly "
+    "and has not awaited yet. Constraints outside of jit follow it there, but jax keeps what jit sees per thread, "
+    "where other tasks would see it while this one awaits: a jitted function follows the rules around. Put the "
+    "`with` in a plain function that calls the jitted one."
+)
 _HELD: ContextVar[_Table | None] = ContextVar("capibara_rules", default=None)
 
 
@@ -83,7 +88,7 @@ def use_rules(rules: Rules, *, replace: bool = False) -> Iterator[Rules]:
     if task_states.may_be_suspended(sys._getframe(0)):
         held = task_states.Held(lambda: _IN_FORCE(items))
         if not task_states.hold(held):
-            _say_what_is_only_remembered()
+            say_once(RuntimeWarning, None, _ONLY_REMEMBERED, stacklevel=3)
     before = _HELD.get()
     _HELD.set(_Table(items, held))
     try:
@@ -129,15 +134,3 @@ def _value(name: str, value: Any) -> MeshAxes:
             f'use "data", ("data", "expert") or None for {name!r}',
         )
     return axes
-
-
-@functools.cache
-def _say_what_is_only_remembered() -> None:
-    warnings.warn(
-        "use_rules was entered in a coroutine that cannot be followed: asyncio does not run it, or it was started "
-        "eagerly and has not awaited yet. Constraints outside of jit follow it there, but jax keeps what jit sees per "
-        "thread, where other tasks would see it while this one awaits: a jitted function follows the rules around. Put "
-        "the `with` in a plain function that calls the jitted one.",
-        RuntimeWarning,
-        stacklevel=4,
-    )

@@ -1,15 +1,19 @@
-"""Every exception of the library.
+"""Every exception of the library, and what it says once.
 
 A caller's mistake is a `ValueError` (or `TypeError`) whose text says the rule, what arrived, and the fix;
 `rule_error` writes that sentence so that every room words it alike. The classes below are for what
-callers catch by name.
+callers catch by name. `say_once` is for what is right and may surprise.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import logging
+import warnings
+from collections.abc import Hashable, Iterable
 from typing import TypeVar
+
+from capibara.lru import LRU
 
 __all__ = [
     "CapibaraError",
@@ -18,11 +22,14 @@ __all__ = [
     "UnknownNameError",
     "parts_of",
     "rule_error",
+    "say_again",
+    "say_once",
     "unknown_name",
 ]
 
 _Error = TypeVar("_Error", bound=ValueError)
 _PARTS = ("rule", "got", "fix")
+_SAID: LRU[Hashable, None] = LRU(8192)
 
 
 class CapibaraError(Exception):
@@ -67,3 +74,36 @@ def _with_parts(error: _Error, *parts: str) -> _Error:
     # An attribute and no class of its own: whoever catches, prints or sends it to another process sees a ValueError.
     error.parts = dict(zip(_PARTS, parts, strict=True))  # type: ignore[attr-defined]
     return error
+
+
+def say_once(
+    to: logging.Logger | type[Warning],
+    key: Hashable,
+    text: str,
+    *values: object,
+    level: int = logging.WARNING,
+    stacklevel: int = 1,
+) -> bool:
+    """Say something the first time in this process that it comes; whether it was said now.
+
+    The last few thousand that were said are remembered. Nothing is formatted that is not said.
+
+    Args:
+      to: a logger, or the class of a warning.
+      key: what tells one saying of this text from another.
+      text: with `%` for the values, as logging has it.
+      level: of a log line.
+      stacklevel: whose line it is, as in `warnings.warn`: 1 is the caller of `say_once`.
+    """
+    if not _SAID.add((text, key), None):
+        return False
+    if isinstance(to, logging.Logger):
+        to.log(level, f"{text} (said once)", *values, stacklevel=stacklevel + 1)
+    else:
+        warnings.warn(text % values if values else text, to, stacklevel=stacklevel + 1)
+    return True
+
+
+def say_again() -> None:
+    """Forget what was said: all of it may be said once more."""
+    _SAID.clear()

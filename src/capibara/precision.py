@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import enum
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from capibara.errors import unknown_name
+from capibara.errors import say_once, unknown_name
 
 if TYPE_CHECKING:
     import jax
@@ -141,19 +140,14 @@ def policy(name: str | Policy | PrecisionConfig) -> Policy:
     if not isinstance(name, str) or name not in POLICIES:
         raise unknown_name("precision", name, POLICIES)
     if name == "fp8":
-        _warn_fp8_once()
+        say_once(
+            UserWarning,
+            name,
+            "precision='fp8' is experimental: operands are rounded to float8_e4m3fn values with one scale a tensor and "
+            "multiplied by the bfloat16 matrix units, which emulates fp8 and is no faster than bfloat16.",
+            stacklevel=2,
+        )
     return POLICIES[name]
-
-
-@functools.cache
-def _warn_fp8_once() -> None:
-    warnings.warn(
-        "precision='fp8' is experimental: operands are rounded to float8_e4m3fn values with one scale a "
-        "tensor and multiplied by the bfloat16 matrix units, which emulates fp8 and is no faster than "
-        "bfloat16.",
-        UserWarning,
-        stacklevel=3,
-    )
 
 
 def _lax_precision(name: str) -> jax.lax.Precision:

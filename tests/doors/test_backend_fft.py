@@ -49,11 +49,11 @@ def test_the_documented_radices_at_any_length() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_every_documented_precision() -> None:
     wanted, coarse = np.fft.fft(X), tolerance_of((20,), "bfloat16")
     by_word = {word: ops.radix_optimized_fft(X, precision=word) for word in ("bfloat16", "mixed")}
     assert error(by_word["mixed"], np.asarray(by_word["bfloat16"])) == 0
-    precision._warn_fp8_once.cache_clear()
     with pytest.warns(UserWarning, match="'fp8' is experimental"):
         narrow = ops.radix_optimized_fft(X, precision="fp8")
     assert narrow.dtype == "complex64"

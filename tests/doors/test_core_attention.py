@@ -21,7 +21,6 @@ from capibara.kernels.ops.attention.api import ATTENTION, attention
 from capibara.kernels.ops.attention.chunks import ChunkConfig
 from capibara.kernels.ops.attention.mask_shapes import mask_and_bias
 from capibara.mesh import use_rules
-from capibara.surface import attention as by_level
 from capibara.surface import products as levels
 
 RNG = np.random.default_rng(0)
@@ -173,8 +172,8 @@ def test_aggressive_tunes_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_without_a_mesh_or_an_axis_it_is_plain_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    by_level._say.cache_clear()
     plain = exactly.flash_attention(Q, K, V, causal=True)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with caplog.at_level(logging.WARNING, "capibara.kernels"):
@@ -193,11 +192,11 @@ def test_without_a_mesh_or_an_axis_it_is_plain_and_said_once(caplog: pytest.LogC
         exactly.flash_attention(Q, K, V, sequence_parallel=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_a_sequence_goes_where_the_rules_in_force_put_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "time", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    by_level._say.cache_clear()
     asked: list[tuple[Any, ...]] = []
     split = sequence.sequence_parallel_attention
 
@@ -233,9 +232,9 @@ def test_a_sequence_goes_where_the_rules_in_force_put_it(
         assert said.count(reason) == 1, reason
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_a_sequence_over_a_mesh(caplog: pytest.LogCaptureFixture) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    by_level._say.cache_clear()
 
     def attend(q: Any, k: Any, v: Any, axis: Any = True, **options: Any) -> Any:
         return exactly.flash_attention(q, k, v, causal=True, sequence_parallel=axis, **options)

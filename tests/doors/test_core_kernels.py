@@ -154,14 +154,14 @@ def test_what_was_tuned_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "user's table measured it fastest for this call" in str(found)
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("twin", "nothing_said_yet")
 def test_tuning_is_said_with_its_file_and_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Loudly once, and not again in a later process that finds the answer in the cache."""
     monkeypatch.setenv("CAPIBARA_CACHE_DIR", str(tmp_path))
     tables.forget()
-    for name, fresh in (("_SEEN", set()), ("_TUNED", []), ("_SAID", [])):
+    for name, fresh in (("_SEEN", set()), ("_TUNED", [])):
         monkeypatch.setattr(levels, name, fresh)
     kernels = TPUv4Kernels(optimization_level="aggressive")
     with caplog.at_level(logging.INFO, "capibara.kernels"):
@@ -177,7 +177,7 @@ def test_tuning_is_said_with_its_file_and_seconds(
     assert re.search(r"tuned in [\d.]+ s: fastest is \w+; written to " + re.escape(str(written)), after)
     caplog.clear()
     stamp = written.read_bytes()
-    for name, fresh in (("_SEEN", set()), ("_TUNED", []), ("_SAID", [])):
+    for name, fresh in (("_SEEN", set()), ("_TUNED", [])):
         monkeypatch.setattr(levels, name, fresh)
     tables.forget()
     with caplog.at_level(logging.INFO, "capibara.kernels"):

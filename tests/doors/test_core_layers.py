@@ -17,6 +17,8 @@ from capibara.core.kernels import TPUv4Kernels
 from capibara.kernels import explain, load_balancing_loss, route
 from capibara.surface import layers as by_level
 
+pytestmark = pytest.mark.usefixtures("nothing_said_yet")
+
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(3, 8, 64)) + 1, jnp.float32)
 WEIGHT, BIAS = (jnp.asarray(RNG.normal(size=64), jnp.float32) for _ in range(2))
@@ -45,12 +47,6 @@ def normal(x: Any, weight: Any = 1.0, bias: Any = 0.0, eps: float = 1e-5) -> np.
 def gelu(x: Any) -> np.ndarray:
     x = np.asarray(x, np.float64)
     return x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2))
-
-
-@pytest.fixture(autouse=True)
-def _say_again() -> None:
-    by_level._say.cache_clear()
-    by_level._say_drawn.cache_clear()
 
 
 @pytest.mark.quick

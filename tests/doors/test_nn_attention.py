@@ -149,8 +149,8 @@ def test_what_was_asked_for_by_name_is_honoured() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_what_the_op_has_not_is_jax_s_own_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    nn_api._say.cache_clear()
     long = jnp.concatenate([Q, Q], 1)
     calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((Q, K, V), {"scale": jnp.float32(0.3)}, "its scale is an array"),

@@ -16,14 +16,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import capibara.jax
-from capibara.dropin import compat as _compat
 from capibara.dropin.compat import MODULES, NAMES
 from capibara.mesh.mesh import MeshConfig
 
-
-@pytest.fixture(autouse=True)
-def nothing_was_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "_warned", set())
+pytestmark = pytest.mark.usefixtures("nothing_said_yet")
 
 
 @pytest.fixture
@@ -58,7 +54,7 @@ def test_name_resolves_and_warns_once(path: str) -> None:
         warnings.simplefilter("always")
         first, second = get(path), get(path)
     assert first is second
-    said = [str(one.message) for one in caught if str(one.message) == NAMES[path].message]
+    said = [str(one.message) for one in caught if str(one.message) == str(NAMES[path])]
     if present:
         assert first is get(path, "jax")
         assert said == []

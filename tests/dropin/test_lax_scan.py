@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import capibara.jax.lax as lax
-from capibara.dropin import lax_scan as lax_api
 from capibara.dropin.lax_scan import why_not
 from capibara.kernels.core.dispatch import recording
 from capibara.mesh.context import tpu_v4_optimization_context
@@ -61,10 +60,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_anything_else_is_jaxs_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
     fn, elems, said = OTHERS[name]
     assert said in str(why_not(fn, elems, axis=1))
-    lax_api._say.cache_clear()
     with caplog.at_level(logging.WARNING, "capibara.kernels"), tpu_v4_optimization_context(), recording() as inside:
         got = jax.make_jaxpr(lambda elems: lax.associative_scan(fn, elems, axis=1))(elems)
     assert not inside

@@ -48,9 +48,9 @@ def test_epsilon_changes_the_result() -> None:
         ({"epsilon": 0.0}, "epsilon is not a number above zero"),
     ],
 )
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_what_the_op_does_not_have_is_jaxs(kwargs: dict, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     assert reason in (nn_api.why_not(X, **kwargs) or "")
-    nn_api._say.cache_clear()
     with caplog.at_level(logging.WARNING, "capibara.kernels"):
         made = in_context(X, **kwargs)
         in_context(X, **kwargs)

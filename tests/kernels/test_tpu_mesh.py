@@ -108,6 +108,7 @@ def test_another_table_moves_the_split() -> None:
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("rows", "columns")), got.ndim)
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_axes_that_no_table_knows_run_whole_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     mesh = _mesh(("x", "y"))
     arrays = [jax.device_put(x, NamedSharding(mesh, P("x", "y"))) for x in _qkv()]
@@ -117,6 +118,7 @@ def test_axes_that_no_table_knows_run_whole_and_say_so(caplog: pytest.LogCapture
     assert "runs whole on every device of a mesh with axes x, y" in caplog.text
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_dropout_is_drawn_in_the_whole_batch_and_says_why_it_is_not_split(caplog: pytest.LogCaptureFixture) -> None:
     mesh = _mesh()
     placed = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in _qkv()]

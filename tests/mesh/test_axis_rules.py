@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from capibara.mesh import rules
 from capibara.mesh.context import tpu_v4_optimization_context
 from capibara.mesh.mesh import MeshConfig
 from capibara.mesh.rules import (
@@ -106,10 +105,10 @@ def test_a_rule_of_none_asks_for_a_whole_copy() -> None:
     assert mixed is x
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_dimension_that_does_not_divide_stays_whole_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rules._say_not_divided.cache_clear()
     with caplog.at_level(logging.WARNING), jax.set_mesh(MESH.build()):
         for _ in range(2):
             assert constrain(jnp.ones((6, 16))).sharding.spec == P(None, "model")
@@ -204,8 +203,8 @@ def test_a_constraint_over_several_mesh_axes() -> None:
     assert y.addressable_shards[0].data.shape == (1, 3)
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_the_axis_that_does_not_divide_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    rules._say_not_divided.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             partition_spec(("batch",), {"data": 4, "model": 8}, (4,), {"batch": ("data", "model")})

@@ -234,9 +234,9 @@ def test_a_plain_function_called_by_a_coroutine_gets_everything() -> None:
     assert asyncio.run(main()) == (INSIDE, OUTSIDE)
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_a_coroutine_that_cannot_be_followed_is_said_once(traced: Traced) -> None:
     function, _ = traced
-    context._say_what_is_only_remembered.cache_clear()
 
     async def main() -> tuple[bool, float, float]:
         with tpu_v4_optimization_context() as one:

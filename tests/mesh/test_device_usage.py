@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import pytest
 
-from capibara.mesh import device_usage
 from capibara.mesh.device_usage import device_utilization, peak_memory
 
 
@@ -63,10 +62,10 @@ def test_the_mean_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == [True]
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_no_sensor_is_nan_and_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     attach(monkeypatch, "gpu", [1])
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    device_usage._say_no_sensor.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert math.isnan(device_utilization())
         assert math.isnan(device_utilization())

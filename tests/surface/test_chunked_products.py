@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from capibara.kernels import explain, gemm, interpret, target
 from capibara.kernels.core.spec import unit_roundoff
 from capibara.kernels.ops.linalg.gemm.pallas_tpu import TileConfig
-from capibara.surface import chunked_products as chunked
 from capibara.surface.chunked_products import gemm_chunked, gemm_tiled
 
 RNG = np.random.default_rng(0)
@@ -114,8 +113,8 @@ def test_on_a_tpu_another_implementation_is_still_a_loop() -> None:
         assert loops(fn, x, x) == [4]
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_rounding_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    chunked._say_rounded.cache_clear()
     x = jax.ShapeDtypeStruct((256, 256), "bfloat16")
     with caplog.at_level(logging.WARNING, "capibara.kernels"), target("tpu"):
         for _ in range(2):

@@ -176,8 +176,8 @@ def test_keys_one_after_another() -> None:
             Draws(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_made_parameters_are_said_once() -> None:
-    multihead._say_made.cache_clear()
     draws = Draws()
 
     def call() -> Any:

@@ -19,8 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from capibara.dropin.changed import CHANGED, dispatching
-from capibara.dropin.compat import MODULES, NAMES, Gone, warn_once
+from capibara.dropin.compat import MODULES, NAMES, Gone
 from capibara.dropin.targets import load
+from capibara.errors import say_once
 from capibara.to_come import TO_COME, no_attribute
 
 __all__ = ["ALIASED", "AliasModule", "Same", "adopt", "install"]
@@ -64,7 +65,7 @@ class AliasModule(ModuleType):
                     return importlib.import_module(f"{_PREFIX}.{path}")
                 return value
         if path in NAMES:
-            warn_once(NAMES[path], stacklevel=2)
+            say_once(DeprecationWarning, NAMES[path], "%s", NAMES[path], stacklevel=2)
             return load(NAMES[path].new)
         if path in MODULES:
             return importlib.import_module(f"{_PREFIX}.{path}")
@@ -164,7 +165,7 @@ class _Alias(Loader):
             return
         gone = MODULES[self._path]
         if gone.new:  # else each of its names has a row, and says so when it is used
-            warn_once(gone, stacklevel=2)
+            say_once(DeprecationWarning, gone, "%s", gone, stacklevel=2)
         _fill(module, _State(self._path, load(gone.new) if gone.new else None, gone))
 
 

@@ -6,11 +6,10 @@ name warns once a process. Releases are those of jax's change log; "0.10.2 or be
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["MODULES", "NAMES", "Gone", "warn_once"]
+__all__ = ["MODULES", "NAMES", "Gone"]
 
 _BEFORE = "0.10.2 or before"
 _BY_NEWEST = "0.12.0 or before"
@@ -29,8 +28,7 @@ class Gone:
     use: str = ""
     """What to write instead, where it is not `new` itself."""
 
-    @property
-    def message(self) -> str:
+    def __str__(self) -> str:
         instead = self.use or self.new.replace(":", ".")
         gone = f"is gone from jax since {self.since}" if self.since else "is not a name of jax"
         return f"jax.{self.old} {gone}; use {instead}."
@@ -307,12 +305,3 @@ NAMES: dict[str, Gone] = {one.old: one for one in _NAMES}
 """Path below jax -> its row."""
 MODULES: dict[str, Gone] = {one.old: one for one in _MODULES}
 """The same for modules that are gone as a whole."""
-
-_warned: set[str] = set()
-
-
-def warn_once(gone: Gone, stacklevel: int) -> None:
-    """The DeprecationWarning of a row, the first time in this process."""
-    if gone.old not in _warned:
-        _warned.add(gone.old)
-        warnings.warn(gone.message, DeprecationWarning, stacklevel=stacklevel + 1)

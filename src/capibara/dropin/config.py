@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from capibara.dropin.compat import NAMES, warn_once
-from capibara.errors import rule_error
+from capibara.dropin.compat import NAMES
+from capibara.errors import rule_error, say_once
 from capibara.mesh import context
 from capibara.mesh.overrides import Overrides
 
@@ -70,7 +70,8 @@ class _Config(type(jax.config)):  # type: ignore[misc]
     @property
     def config(self) -> _Config:
         """Itself: `jax.config` was a module with this object in it."""
-        warn_once(NAMES["config.config"], stacklevel=2)
+        gone = NAMES["config.config"]
+        say_once(DeprecationWarning, gone, "%s", gone, stacklevel=2)
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -8,7 +8,6 @@ jax's own call too, so that every error is the one jax raises.
 from __future__ import annotations
 
 import collections
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 
+from capibara.errors import say_once
 from capibara.kernels.ops.scan.parallel.diagonal import takes
 from capibara.kernels.ops.scan.parallel.step import CALLS, is_literal
 from capibara.kernels.ops.scan.recurrence.api import linear_recurrence
@@ -33,7 +33,7 @@ def associative_scan(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     found = _recognised(args, kwargs)
     if isinstance(found, str):
         if found:
-            _say(found)
+            say_once(logger, found, "lax.associative_scan is jax's own here: %s", found)
         return original(*args, **kwargs)
     given, decays = found
     leaves, tree = jax.tree.flatten(given["elems"])
@@ -134,8 +134,3 @@ def _polynomials(jaxpr: Any, args: list[Polynomial]) -> list[Polynomial]:
             raise _OtherError(name)
         env.update(zip(eqn.outvars, made, strict=True))
     return [value(v) for v in jaxpr.outvars]
-
-
-@functools.cache
-def _say(reason: str) -> None:
-    logger.warning("lax.associative_scan is jax's own here: %s", reason)

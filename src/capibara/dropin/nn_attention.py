@@ -7,7 +7,6 @@ that every error is the one jax raises.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.dropin.decorate import attention_dispatches
+from capibara.errors import say_once
 from capibara.kernels.ops.attention.api import attention
 from capibara.kernels.ops.attention.rules import FLOATS
 from capibara.kernels.ops.linalg.pairwise import laid_out_by_type
@@ -49,7 +49,10 @@ def dot_product_attention(original: Callable[..., Any], *args: Any, **kwargs: An
     except _Mistake:
         return original(*args, **kwargs)
     except _NotOurs as reason:
-        _say(str(reason))
+        told = str(reason)
+        # What was asked for by name is no surprise to anybody.
+        level = logging.DEBUG if "was asked for" in told else logging.WARNING
+        say_once(logger, told, "nn.dot_product_attention is jax's own here: %s", told, level=level)
         return original(*args, **kwargs)
     return _attended(asked)
 
@@ -68,13 +71,6 @@ def why_not(*args: Any, **kwargs: Any) -> str | None:
     except _NotOurs as reason:
         return str(reason)
     return None
-
-
-@functools.cache
-def _say(reason: str) -> None:
-    # What was asked for by name is no surprise to anybody.
-    level = logging.DEBUG if "was asked for" in reason else logging.WARNING
-    logger.log(level, "nn.dot_product_attention is jax's own here: %s (said once)", reason)
 
 
 def _arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ once and told by `why_not`; a mistake is jax's own call too, so that every error
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.errors import say_once
 from capibara.kernels.ops.layers.norm import rules
 from capibara.kernels.ops.layers.norm.api import layer_norm
 
@@ -29,7 +29,7 @@ def standardize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = _bound(args, kwargs)
         return layer_norm(given["x"], eps=float(given["epsilon"]))
     if reason:
-        _say(reason)
+        say_once(logger, reason, "nn.standardize is jax's own here: %s", reason)
     return original(*args, **kwargs)
 
 
@@ -70,8 +70,3 @@ def _bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     bound = inspect.signature(jax.nn.standardize).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
-
-
-@functools.cache
-def _say(reason: str) -> None:
-    logger.warning("nn.standardize is jax's own here: %s", reason)

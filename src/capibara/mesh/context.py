@@ -19,7 +19,6 @@ import functools
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ import jax
 from jax.sharding import Mesh
 
 from capibara import task_states
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.mesh.mesh import MeshConfig
 from capibara.mesh.overrides import Overrides
 from capibara.precision import policy
@@ -60,12 +59,20 @@ class OptimizationState:
     precision: str
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _state(dispatch: bool, precision: str) -> OptimizationState:
     return OptimizationState(dispatch, precision)
 
 
 _STATE = jax.make_user_context(default_value=None)
+
+_ONLY_REMEMBERED = (
+    "tpu_v4_optimization_context was entered in a coroutine that cannot be followed: asyncio does not run it, or it "
+    "was started eagerly and has not awaited yet. Calls that go through dispatch are optimised there, but jax keeps "
+    "precision, mesh and jit's cache key per thread, where other tasks would see them while this one awaits: a jitted "
+    "function called directly runs as if outside. Call it with `context.run(function, ...)`, or put the `with` in a "
+    "plain function."
+)
 
 
 class _Link(NamedTuple):
@@ -139,7 +146,7 @@ class _Entry:
         if self.held is None:
             self._undo = self._states()
         elif not task_states.hold(self.held):
-            _say_what_is_only_remembered()
+            say_once(RuntimeWarning, None, _ONLY_REMEMBERED, stacklevel=3)
 
     def undo(self) -> None:
         if self.held is not None:
@@ -249,16 +256,3 @@ def _must_be_plain(function: Callable[..., Any]) -> None:
             f"{getattr(function, '__qualname__', function)}, which runs after the call returns",
             "put the `with` inside of it",
         )
-
-
-@functools.cache
-def _say_what_is_only_remembered() -> None:
-    warnings.warn(
-        "tpu_v4_optimization_context was entered in a coroutine that cannot be followed: asyncio does not run it, or "
-        "it was started eagerly and has not awaited yet. Calls that go through dispatch are optimised there, but jax "
-        "keeps precision, mesh and jit's cache key per thread, where other tasks would see them while this one awaits: "
-        "a jitted function called directly runs as if outside. Call it with `context.run(function, ...)`, or put the "
-        "`with` in a plain function.",
-        RuntimeWarning,
-        stacklevel=4,
-    )

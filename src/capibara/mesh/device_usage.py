@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from capibara.errors import say_once
 
 __all__ = ["device_utilization", "peak_memory"]
 
@@ -28,7 +29,7 @@ def device_utilization() -> float:
     try:
         percents = [float(one) for one in sensor()]
     except ImportError as missing:
-        _say_no_sensor(str(missing))
+        say_once(_log, str(missing), "device_utilization is nan: %s", missing)
         return math.nan
     return sum(percents) / len(percents) / 100 if percents else math.nan
 
@@ -59,8 +60,3 @@ def _of_nvidia_gpus() -> Iterable[Any]:
 
 
 _SENSORS: dict[str, Callable[[], Iterable[Any]]] = {"tpu": _of_tpus, "gpu": _of_nvidia_gpus}
-
-
-@functools.cache
-def _say_no_sensor(missing: str) -> None:
-    _log.warning("device_utilization is nan: %s", missing)

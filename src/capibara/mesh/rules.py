@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from capibara.axes import RULES, MeshAxes, Rules, checked_rules, current_rules, mesh_axes_of, use_rules
-from capibara.errors import rule_error, unknown_name
+from capibara.errors import rule_error, say_once, unknown_name
 from capibara.mesh import context
 from capibara.mesh.mesh import MeshConfig
 
@@ -200,7 +200,16 @@ def _that_divide(name: str, wanted: tuple[str, ...], dimension: int, axis_sizes:
     """The first of the wanted mesh axes, as many as divide the dimension together."""
     kept = wanted
     while kept and dimension % math.prod(axis_sizes[axis] for axis in kept):
-        _say_not_divided(name, kept, dimension, math.prod(axis_sizes[axis] for axis in kept))
+        devices = math.prod(axis_sizes[axis] for axis in kept)
+        text = "logical axis %r stays whole: a dimension of %d does not divide over the %d devices of mesh axis %r"
+        values: tuple[object, ...] = (name, dimension, devices, *kept)
+        if len(kept) > 1:
+            text = (
+                "logical axis %r is not split over %r: a dimension of %d does not divide over the %d devices of mesh "
+                "axes %s"
+            )
+            values = (name, kept[-1], dimension, devices, kept)
+        say_once(_log, values, text, *values)
         kept = kept[:-1]
     return kept
 
@@ -238,15 +247,3 @@ def _legacy_mesh() -> Any:
     resources = getattr(internal, "thread_resources", None)
     found = None if resources is None else resources.env.physical_mesh
     return None if found is None or found.empty else found
-
-
-@functools.cache
-def _say_not_divided(name: str, axes: tuple[str, ...], dimension: int, size: int) -> None:
-    _log.warning(
-        "logical axis %r %s: a dimension of %d does not divide over the %d devices of mesh %s",
-        name,
-        "stays whole" if len(axes) == 1 else f"is not split over {axes[-1]!r}",
-        dimension,
-        size,
-        f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes}",
-    )

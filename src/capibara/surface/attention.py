@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from capibara.errors import rule_error, unknown_name
+from capibara.errors import rule_error, say_once, unknown_name
 from capibara.kernels.core import tables
 from capibara.kernels.ops.attention import inputs
 from capibara.kernels.ops.attention.mask_shapes import mask_and_bias
@@ -105,7 +105,7 @@ def attend(
     if axis is not None:
         reason = _not_in_a_ring(axis, implementation, q4.shape, k4.shape, arrays, asked)
         if reason is not None:
-            _say(f"sequence_parallel: plain attention on the same mesh, since {reason}")
+            say_once(logger, reason, "sequence_parallel: plain attention on the same mesh, since %s", reason)
             axis = None
     how = _How(
         precision=precision or settings.precision,
@@ -171,7 +171,8 @@ def _sequence_axis(asked: bool | str, usual: tuple[str, ...]) -> str | None:
         )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        _say("sequence_parallel: plain attention, since no mesh of several devices is active (jax.set_mesh)")
+        text = "sequence_parallel: plain attention, since no mesh of several devices is active (jax.set_mesh)"
+        say_once(logger, None, text)
         return None
     if asked is not True:
         if asked not in mesh.axis_names:
@@ -180,16 +181,22 @@ def _sequence_axis(asked: bool | str, usual: tuple[str, ...]) -> str | None:
     here = [axis for axis in usual if axis in mesh.axis_names]
     if not here:
         lacking = f"the mesh has no axis {' or '.join(map(repr, usual))}" if usual else "the rules split no sequence"
-        _say(
-            f"sequence_parallel=True: plain attention, since {lacking}; "
-            f"name one of {', '.join(map(repr, mesh.axis_names))} to split the sequence by it"
+        say_once(
+            logger,
+            (lacking, mesh.axis_names),
+            "sequence_parallel=True: plain attention, since %s; name one of %s to split the sequence by it",
+            lacking,
+            ", ".join(map(repr, mesh.axis_names)),
         )
         return None
     split = [axis for axis in here if mesh.shape[axis] > 1]
     if len(split) > 1:
-        _say(
-            f"sequence_parallel=True: plain attention, since the rules split a sequence by {' and '.join(split)} and a "
-            "ring goes along one mesh axis; name one of them"
+        say_once(
+            logger,
+            tuple(split),
+            "sequence_parallel=True: plain attention, since the rules split a sequence by %s and a ring goes along one "
+            "mesh axis; name one of them",
+            " and ".join(split),
         )
         return None
     return split[0] if split else None
@@ -227,8 +234,3 @@ def _dividing(names: tuple[str, ...], taken: str, size: int) -> tuple[str, ...] 
     shape = jax.sharding.get_abstract_mesh().shape
     free = tuple(name for name in names if name != taken and name in shape)
     return free if free and size % math.prod(shape[name] for name in free) == 0 else None
-
-
-@functools.cache
-def _say(what: str) -> None:
-    logger.warning("%s (said once)", what)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.kernels.core import tables, varying
 from capibara.kernels.core.dispatch import select
 from capibara.kernels.core.operands import as_array
@@ -199,7 +199,8 @@ def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> 
         return tile
     legal = max(block // LANES, 1) * LANES
     if legal != block:
-        _say_rounded(block, legal)
+        text = "chunk_size=%d is block_k=%d for the TPU kernel: a multiple of %d"
+        say_once(logger, (block, legal), text, block, legal, LANES)
     tiles = pallas_tpu.candidates(call)
     while True:
         for one in tiles:
@@ -208,11 +209,6 @@ def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> 
                 return made
         # A candidate has a block of its own that fits, so this ends at 128 at the latest.
         legal = max(legal // 2 // LANES, 1) * LANES
-
-
-@functools.cache
-def _say_rounded(block: int, legal: int) -> None:
-    logger.warning("chunk_size=%d is block_k=%d for the TPU kernel: a multiple of %d (said once)", block, legal, LANES)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))

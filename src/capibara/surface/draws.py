@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import jax
 import numpy as np
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 
 
 class Draws:
@@ -18,7 +16,6 @@ class Draws:
             raise rule_error("seed is a whole number, 0 or more", repr(seed), "use seed=0")
         self.seed = int(seed)
         self._drawn = 0
-        self._said = False
 
     def __repr__(self) -> str:
         return f"Draws(seed={self.seed})"
@@ -36,12 +33,12 @@ class Draws:
         self._drawn += 1
         key = jax.random.fold_in(jax.random.key(self.seed), self._drawn)
         # Made of constants, so it is traced only where everything is.
-        if isinstance(key, jax.core.Tracer) and not self._said:
-            self._said = True
-            warnings.warn(
+        if isinstance(key, jax.core.Tracer):
+            say_once(
+                UserWarning,
+                self,
                 "Dropout without a key inside a function that jit traces: the key drawn here becomes a constant of the "
                 "compiled program, which then drops the same elements at every run. Pass rng=, a new key each step.",
-                UserWarning,
                 stacklevel=4,
             )
         return key

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from capibara import precision as precisions
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.kernels.core import tables
 from capibara.kernels.core.operands import no_array
 from capibara.kernels.core.spec import describe
@@ -188,7 +187,8 @@ def gelu_dropout(
         if reason is None:
             donate = "input_tensor"
         else:
-            _say(f"fused_gelu_dropout(inplace=True): the result has memory of its own, since {reason}")
+            text = "fused_gelu_dropout(inplace=True): the result has memory of its own, since %s"
+            say_once(logger, reason, text, reason)
     return run(settings, made, arrays, donate)
 
 
@@ -245,7 +245,14 @@ def route_tokens(
         if router.shape != shape:
             raise rule_error(f"The router is [width, num_experts], {shape}", describe(router), "check num_experts")
     elif width != num_experts:
-        _say_drawn()
+        say_once(
+            UserWarning,
+            None,
+            "moe_routing_kernel was given tokens and no router, and drew random router weights from the object's seed. "
+            "To train them or to load others, pass router=[width, num_experts]; or pass logits [..., num_experts] as "
+            "tokens.",
+            stacklevel=4,
+        )
         router = jax.random.normal(draws.fixed(), shape, jnp.float32) * width**-0.5
     if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer):
         raise rule_error("top_k is a whole number", repr(top_k), "pass e.g. 2")
@@ -271,18 +278,3 @@ def _routed(arrays: dict[str, Any], how: How, *, balanced: bool, gate: str, **op
         return made
     counts = expert_counts(indices, logits.shape[-1])
     return (*made, counts, load_balancing_loss(logits, counts, gate=gate))
-
-
-@functools.cache
-def _say(what: str) -> None:
-    logger.warning("%s (said once)", what)
-
-
-@functools.cache
-def _say_drawn() -> None:
-    warnings.warn(
-        "moe_routing_kernel was given tokens and no router, and drew random router weights from the object's seed. To "
-        "train them or to load others, pass router=[width, num_experts]; or pass logits [..., num_experts] as tokens.",
-        UserWarning,
-        stacklevel=5,
-    )

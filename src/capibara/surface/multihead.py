@@ -9,9 +9,7 @@ nothing moves between devices until the output's sum.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from capibara.errors import rule_error, unknown_name
+from capibara.errors import rule_error, say_once, unknown_name
 from capibara.kernels.core.spec import describe
 from capibara.kernels.ops.attention import inputs
 from capibara.kernels.ops.linalg.gemm.api import gemm
@@ -198,7 +196,13 @@ def self_attention(
         raise rule_error("The dropout rate is in [0, 1)", repr(rate), "pass the fraction to drop, e.g. 0.1")
     for_params, for_dropout = (None, None) if rng is None else jax.random.split(rng)
     if params is None:
-        _say_made()
+        say_once(
+            UserWarning,
+            None,
+            "fused_multihead_attention was called without params and made random ones. To train them or to load "
+            "others, make them with init_multihead_attention(key, width, num_heads, ...) and pass params=.",
+            stacklevel=3,
+        )
         key = draws.fixed() if for_params is None else for_params
         params = init_multihead_attention(key, x.shape[-1], num_heads, dtype=x.dtype, **heads)
     drops = training and rate > 0
@@ -220,16 +224,6 @@ def _input(x: Any) -> jax.Array:
     if x is None or x.ndim != 3:
         raise rule_error("x is [batch, length, width]", describe(x), "add the batch axis with x[None]")
     return x
-
-
-@functools.cache
-def _say_made() -> None:
-    warnings.warn(
-        "fused_multihead_attention was called without params and made random ones. To train them or to load others, "
-        "make them with init_multihead_attention(key, width, num_heads, ...) and pass params=.",
-        UserWarning,
-        stacklevel=4,
-    )
 
 
 def _checked(params: Any, shapes: dict[str, tuple[int, ...]], use_bias: bool) -> dict[str, jax.Array]:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara import precision as precisions
-from capibara.errors import unknown_name
+from capibara.errors import say_once, unknown_name
 from capibara.kernels.core import context, tables
 from capibara.kernels.core.explanation import explain
 from capibara.kernels.core.operands import as_array
@@ -230,7 +230,6 @@ def tune_once(what: Hashable, fn: Callable[..., Any], arrays: Sequence[Any]) -> 
 
 
 _TUNED: list[Call] = []
-_SAID: list[Call] = []
 
 
 def _choices(call: Call) -> int:
@@ -245,24 +244,28 @@ def _tune(call: Call, ways: int, device: jax.Device) -> None:
     # Here, because only this level tunes.
     from capibara.kernels.lab.tuning import autotune
 
-    loud = logging.INFO if _SAID else logging.WARNING
-    _SAID.append(call)
-    logger.log(
-        loud,
+    text = (
         "%s: optimization_level='aggressive' times the %d ways to run a shape on this %s when it first sees it, and "
-        "keeps the answer in %s. optimization_level='balanced' does neither%s.",
-        call,
-        ways,
-        call.target.device_kind,
-        tables.table_path(tables.cache_directory(), call.target.device_kind, call.op.name),
-        "" if loud == logging.INFO else "; later shapes are said at the log's level INFO",
+        "keeps the answer in %s. optimization_level='balanced' does neither"
     )
+    kind = call.target.device_kind
+    values = call, ways, kind, tables.table_path(tables.cache_directory(), kind, call.op.name)
+    loud = say_once(logger, None, f"{text}; later shapes are said at the log's level INFO", *values)
+    if not loud:
+        logger.info(text, *values)
     started = time.perf_counter()
     with jax.default_device(device):
         report = autotune(call.op, *map(_stand_in, call.args), params=call.changed_params)
     found = "no implementation gave the right result" if report.best is None else f"fastest is {report.best.name}"
     kept = "nothing was written" if report.path is None else f"written to {report.path}"
-    logger.log(loud, "%s: tuned in %.1f s: %s; %s.", call, time.perf_counter() - started, found, kept)
+    logger.log(
+        logging.WARNING if loud else logging.INFO,
+        "%s: tuned in %.1f s: %s; %s.",
+        call,
+        time.perf_counter() - started,
+        found,
+        kept,
+    )
 
 
 def _stand_in(x: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from capibara.errors import ImplementationRefused, rule_error
+from capibara.errors import ImplementationRefused, rule_error, say_once
 from capibara.kernels.core import context, placement, tables, transforms, varying
 from capibara.kernels.core.spec import Call, Config, Prefer, Preference
 
@@ -158,9 +158,6 @@ def _not_chosen(remark: str | None, chosen: str) -> str:
     return f"it accepts, and {chosen} was chosen" + ("" if remark is None else f"; {remark}")
 
 
-_SAID: set[tuple[str, str, str]] = set()
-
-
 def _say_fallback(call: Call, chosen: str, refusals: Mapping[str, str | None], ranks: Mapping[str, float]) -> None:
     """Log once when an implementation made for this platform would rank higher and refused."""
     for name, reason in refusals.items():
@@ -168,10 +165,7 @@ def _say_fallback(call: Call, chosen: str, refusals: Mapping[str, str | None], r
         made_for_it = call.target.platform in impl.platforms
         if reason is None or not made_for_it or ranks[name] <= ranks[chosen]:
             continue
-        key = (call.op.name, name, reason)
-        if key not in _SAID:
-            _SAID.add(key)
-            logger.warning("%s runs on %s instead of %s: %s (said once)", call, chosen, name, reason)
+        say_once(logger, (call.op.name, name, reason), "%s runs on %s instead of %s: %s", call, chosen, name, reason)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ otherwise XLA moves them there and the result is the same.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,16 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from capibara.axes import current_rules
+from capibara.errors import say_once
 from capibara.kernels.core.spec import Call
 
 logger = logging.getLogger("capibara.kernels")
+
+_UNSPLITTABLE = "this call cannot be split (dropout, for one, is drawn by the place in the whole batch)"
+_NO_FACTOR = (
+    "no factor that may be split goes on one of them and divides. Name the axes as in the table of logical axes (data, "
+    "model, ...), or give another table with capibara.mesh.use_rules"
+)
 
 Split = Mapping[str, tuple[str, ...]]
 """Factor -> the mesh axes that split it."""
@@ -66,7 +72,9 @@ class Placement:
                 taken |= set(axes)
         if not found:
             axes = tuple(a for a in self.mesh.axis_names if a not in self.mesh.manual_axes)
-            _say_whole(call.op.name, axes, all(f in whole for f in lengths))
+            text = "%s runs whole on every device of a mesh with axes %s: %s"
+            why = _UNSPLITTABLE if all(f in whole for f in lengths) else _NO_FACTOR
+            say_once(logger, (call.op.name, axes, why), text, call.op.name, ", ".join(axes), why)
         return found
 
 
@@ -114,15 +122,3 @@ def needs_layout(call: Call, where: Placement | None) -> str | None:
         "on mesh axes of type Auto nothing says how these operands lie, and a kernel is split before it is compiled on "
         "a TPU and beside axes of type Explicit; call it inside shard_map, or on mesh axes of type Explicit"
     )
-
-
-@functools.cache
-def _say_whole(op: str, axes: tuple[str, ...], unsplittable: bool) -> None:
-    why = (
-        "this call cannot be split (dropout, for one, is drawn by the place in the whole batch)"
-        if unsplittable
-        else "no factor that may be split goes on one of them and divides. Name the axes as in the table of logical "
-        "axes (data, model, ...), or give another table with capibara.mesh.use_rules"
-    )
-    named = ", ".join(axes)
-    logger.warning("%s runs whole on every device of a mesh with axes %s: %s (said once)", op, named, why)

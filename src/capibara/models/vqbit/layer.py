@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from capibara.errors import rule_error, unknown_name
+from capibara.errors import rule_error, say_once, unknown_name
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import describe
@@ -99,7 +98,7 @@ class VQbitLayer:
         self._check_mesh(mesh, codebook_axis)
         self.mesh, self.codebook_axis = mesh, codebook_axis
         self._state: VQbitState | None = None
-        self._said: set[str] = set()
+        self._name = object()  # tells this layer's sayings from another's
         self._step = jax.jit(self._pure_step, static_argnames=("training", "start"))
 
     def __repr__(self) -> str:
@@ -174,14 +173,20 @@ class VQbitLayer:
             self._state = self.init(x=x)
         made, state = self.apply(self._state, x, training=training and not traced)
         if traced and not bool(self._state.started):
-            self._say(
+            say_once(
+                UserWarning,
+                self._name,
                 "This VQbitLayer is called inside jit, grad or vmap before any batch has given it codes: they are the "
-                "random ones of its seed. Set layer.state = layer.init(x=batch) before for the k-means centres of one."
+                "random ones of its seed. Set layer.state = layer.init(x=batch) before for the k-means centres of one.",
+                stacklevel=3,
             )
         if traced and training:
-            self._say(
+            say_once(
+                UserWarning,
+                self._name,
                 "A VQbitLayer called inside jit, grad or vmap does not update its codebook, which is a constant there. "
-                "Use layer.apply(state, x, training=True), which returns the new state."
+                "Use layer.apply(state, x, training=True), which returns the new state.",
+                stacklevel=3,
             )
         elif training:
             self._state = state
@@ -282,10 +287,8 @@ class VQbitLayer:
                     rows.astype(jnp.bfloat16), codebook.astype(jnp.bfloat16), implementation=self._implementation
                 )
                 return self._tallied(indices, rows)
-            self._say(
-                f"use_tpu_optimizations=True changes nothing on {current_target().platform}: it is for TPUs",
-                as_log=True,
-            )
+            text = "use_tpu_optimizations=True changes nothing on %s: it is for TPUs"
+            say_once(logger, self._name, text, current_target().platform)
         return nearest_code(rows, codebook, return_stats=True, implementation=self._implementation)
 
     def _tallied(self, indices: jax.Array, rows: jax.Array) -> tuple[Any, Any, Any]:
@@ -329,16 +332,6 @@ class VQbitLayer:
                 f"{self.codebook_size} codes over {mesh.shape[axis]} devices",
                 "choose a codebook_size that divides",
             )
-
-    def _say(self, text: str, as_log: bool = False) -> None:
-        """Once a layer: a log line where nothing is wrong, a warning where a result is not what it seems."""
-        if text in self._said:
-            return
-        self._said.add(text)
-        if as_log:
-            logger.warning("%s (said once a layer)", text)
-        else:
-            warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _valid(rows: jax.Array) -> jax.Array:

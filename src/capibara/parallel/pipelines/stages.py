@@ -9,7 +9,6 @@ way round, with the same share of waiting.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from capibara.errors import rule_error, unknown_name
+from capibara.errors import rule_error, say_once, unknown_name
 from capibara.parallel.pipelines.automatic import along, looks_up, own_ticks, run_automatic
 from capibara.parallel.pipelines.schedule import Schedule, check_layers, in_microbatches, rows_again
 
@@ -179,13 +178,9 @@ def _form(
     found = looks_up(stage, *part)
     if found is None:
         return "manual"
-    _say_automatic(found)
+    text = "layers with a %s: the pipeline's stages are left to XLA's partitioner (form='automatic')"
+    say_once(logger, found, text, found, level=logging.INFO)
     return "automatic"
-
-
-@functools.cache
-def _say_automatic(primitive: str) -> None:
-    logger.info("layers with a %s: the pipeline's stages are left to XLA's partitioner (form='automatic')", primitive)
 
 
 def _shapes(tree: Any, cut: int) -> Any:

@@ -116,10 +116,8 @@ def test_what_winograd_is_not_for_goes_direct_visibly(
             explain(conv2d, SHAPES[0], w, implementation=name, **options)
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_a_refused_tile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    from capibara.kernels.core import dispatch
-
-    dispatch._SAID.clear()
     with caplog.at_level(logging.WARNING, logger="capibara.kernels"):
         explain(conv2d, SHAPES[0], jax.ShapeDtypeStruct((4, 4, 8, 8), "float32"), tile_size=2)
     assert "instead of xla_winograd2" in caplog.text

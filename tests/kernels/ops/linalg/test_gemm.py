@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import jaxtyped
 
-from capibara import precision
 from capibara.errors import ImplementationRefused, UnknownNameError
 from capibara.kernels import explain, gemm, interpret, target
 from capibara.kernels.ops.linalg.gemm.api import GEMM
@@ -95,9 +94,9 @@ def test_precision_policies_choose_types() -> None:
     assert error["float32"] < 1e-4 < error["mixed"]  # mixed rounds the inputs to eight bits, float32 does not
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_fp8_rounds_the_inputs_further_than_bfloat16() -> None:
     a, b = _normal(0, 32, 64), _normal(1, 64, 32)
-    precision._warn_fp8_once.cache_clear()
     with pytest.warns(UserWarning, match="experimental"):
         low = gemm(a, b, precision="fp8", out_dtype=jnp.float32)
     exact = _float64(a, b)
@@ -215,6 +214,7 @@ def test_explain_sees_inside_a_function_that_was_jitted_before() -> None:
     assert len(explain(fn, x).selections) == 2
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     x = jax.ShapeDtypeStruct((24, 40), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((40, 24), jnp.bfloat16)

@@ -13,7 +13,6 @@ A nearest tile that is not the one asked for is said once too.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.kernels.core import context, tables
 from capibara.kernels.core.dispatch import Selection, select
 from capibara.kernels.core.spec import Call, Config
@@ -91,7 +90,7 @@ def _tile(selection: Selection, block: int) -> Config:
     call, name = selection.call, selection.implementation
     made = call.op.implementations[name]
     if made.config_type is None:
-        _say(f"block_size means nothing to {name}, which has no tile to choose")
+        say_once(logger, name, "block_size means nothing to %s, which has no tile to choose", name)
         return None
     if isinstance(selection.config, ChunkConfig):
         return dataclasses.replace(selection.config, block_q=block, block_k=block)
@@ -106,15 +105,11 @@ def _tile(selection: Selection, block: int) -> Config:
     nearest = min(made.candidates(call), key=distance)
     sides = _sides(name, nearest)
     if any(side != block and min(side, block) < n for side, n in zip(sides, (rows, columns), strict=True)):
-        _say(f"block_size={block} is a tile of {sides[0]} queries and {sides[1]} keys in {name}, the nearest it has")
+        text = "block_size=%d is a tile of %d queries and %d keys in %s, the nearest it has"
+        say_once(logger, (block, sides, name), text, block, *sides, name)
     return nearest
 
 
 def _sides(implementation: str, config: Config) -> tuple[int, int]:
     """Queries and keys of one tile; a Hopper program has two warpgroups of block_q queries each."""
     return config.block_q * (2 if implementation == "hopper" else 1), config.block_k
-
-
-@functools.cache
-def _say(what: str) -> None:
-    logger.warning("%s (said once)", what)

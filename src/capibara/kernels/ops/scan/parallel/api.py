@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import operator
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import jax
 
-from capibara.errors import rule_error, unknown_name
+from capibara.errors import rule_error, say_once, unknown_name
 from capibara.kernels.core import dispatch
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.operands import no_array
@@ -184,16 +183,9 @@ def _check(f: Any, init: Any, xs: Any, num_segments: Any, path: str | None) -> N
 def _clamped(num_segments: int | None, length: int) -> int | None:
     if num_segments is None or num_segments <= length:
         return None if num_segments is None else int(num_segments)
-    _say_clamped(int(num_segments), length)
+    text = "parallel_scan: num_segments=%d of %d steps is %d segments of one step"
+    say_once(logger, (int(num_segments), length), text, num_segments, length, length)
     return length
-
-
-@functools.cache
-def _say_clamped(num_segments: int, length: int) -> None:
-    logger.warning(
-        "parallel_scan: num_segments=%d of %d steps is %d segments of one step (said once)",
-        num_segments, length, length,
-    )  # fmt: skip
 
 
 def _typed(x: Any, weak: bool) -> Any:
