@@ -146,6 +146,27 @@ def test_nothing_is_assigned_into_another_module() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def _unbounded(decorator: ast.expr) -> bool:
+    text = ast.unparse(decorator)
+    return text in ("functools.cache", "cache") or ("lru_cache" in text and "maxsize=None" in text)
+
+
+@pytest.mark.quick
+def test_what_is_kept_by_argument_is_bounded() -> None:
+    """A server sees millions of shapes. A memo inside of a function goes with it, and may grow as it likes."""
+    wrong = []
+    for module, path in _modules().items():
+        functions = list(ast.parse(path.read_text(encoding="utf-8")).body)
+        functions += [inner for node in functions if isinstance(node, ast.ClassDef) for inner in node.body]
+        wrong += [
+            f"{module}:{node.lineno}: {node.name}"
+            for node in functions
+            if isinstance(node, ast.FunctionDef)
+            if ast.unparse(node.args) and any(map(_unbounded, node.decorator_list))
+        ]
+    assert not wrong, "use functools.lru_cache(maxsize=...) or capibara.lru.LRU:\n" + "\n".join(wrong)
+
+
 def test_folders_are_small_enough_to_read() -> None:
     count = Counter(str(path.parent.relative_to(SOURCE)) for path in _modules().values())
     large = {folder: n for folder, n in count.items() if n > TO_BE_MERGED.get(folder, FILES_IN_A_FOLDER)}

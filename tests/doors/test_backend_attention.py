@@ -115,7 +115,7 @@ def test_a_block_size_is_the_tile_of_what_runs() -> None:
 @pytest.mark.quick
 @pytest.mark.usefixtures("nothing_said_yet")
 def test_a_block_size_that_cannot_be_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    tiling._FOUND.clear()
+    tiling._CONFIGS.clear()
     x = jax.ShapeDtypeStruct((1, 4, 1024, 64), "bfloat16")
     with caplog.at_level(logging.WARNING, "capibara.kernels"):
         for _ in range(2):

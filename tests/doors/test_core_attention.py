@@ -153,8 +153,8 @@ def test_aggressive_tunes_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         tuning, "autotune", lambda op, *operands, params: tuned.append((op.name, operands, params)) or nothing
     )
-    monkeypatch.setattr(levels, "_SEEN", set())
-    monkeypatch.setattr(levels, "_TUNED", [])
+    levels._SEEN.clear()
+    levels._TUNED.clear()
     made = ATTENTION.implementations["xla"]
     two = dataclasses.replace(made, candidates=lambda call: [ChunkConfig(n, n) for n in (8, 16)])
     monkeypatch.setitem(ATTENTION.implementations, "xla", two)

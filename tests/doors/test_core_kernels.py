@@ -118,8 +118,8 @@ def test_aggressive_tunes_a_shape_at_first_sight(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         tuning, "autotune", lambda op, *arrays, params: tuned.append((op.name, arrays, params)) or nothing
     )
-    monkeypatch.setattr(levels, "_SEEN", set())
-    monkeypatch.setattr(levels, "_TUNED", [])
+    levels._SEEN.clear()
+    levels._TUNED.clear()
     for level in ("none", "basic", "balanced"):
         product(TPUv4Kernels(optimization_level=level))(A, B)
     assert not tuned
@@ -145,9 +145,9 @@ def test_aggressive_tunes_a_shape_at_first_sight(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("twin")
-def test_what_was_tuned_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "_SEEN", set())
-    monkeypatch.setattr(levels, "_TUNED", [])
+def test_what_was_tuned_is_what_runs() -> None:
+    levels._SEEN.clear()
+    levels._TUNED.clear()
     got = product(TPUv4Kernels(optimization_level="aggressive"))(A[:8], B)
     assert error(got, EXACT[:8]) < BFLOAT16
     found = explain(product(TPUv4Kernels(optimization_level="balanced")), A[:8], B)
@@ -161,8 +161,8 @@ def test_tuning_is_said_with_its_file_and_seconds(
     """Loudly once, and not again in a later process that finds the answer in the cache."""
     monkeypatch.setenv("CAPIBARA_CACHE_DIR", str(tmp_path))
     tables.forget()
-    for name, fresh in (("_SEEN", set()), ("_TUNED", [])):
-        monkeypatch.setattr(levels, name, fresh)
+    levels._SEEN.clear()
+    levels._TUNED.clear()
     kernels = TPUv4Kernels(optimization_level="aggressive")
     with caplog.at_level(logging.INFO, "capibara.kernels"):
         product(kernels)(A[:4], B)
@@ -177,8 +177,8 @@ def test_tuning_is_said_with_its_file_and_seconds(
     assert re.search(r"tuned in [\d.]+ s: fastest is \w+; written to " + re.escape(str(written)), after)
     caplog.clear()
     stamp = written.read_bytes()
-    for name, fresh in (("_SEEN", set()), ("_TUNED", [])):
-        monkeypatch.setattr(levels, name, fresh)
+    levels._SEEN.clear()
+    levels._TUNED.clear()
     tables.forget()
     with caplog.at_level(logging.INFO, "capibara.kernels"):
         product(kernels)(A[:4], B)

@@ -178,7 +178,7 @@ def what_is_predicted(table: Efficiency) -> str:
     return f"{told}Predicted, not measured on {table.chip}: {'; '.join(predicted)}."
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def efficiency_of(chip: Chip) -> Efficiency:
     """The factors of a chip."""
     if chip.platform == "gpu":

@@ -245,7 +245,7 @@ def _near_cube(cubes: int) -> tuple[int, int, int]:
     return min(shapes, key=lambda s: s[0] * s[1] + s[1] * s[2] + s[0] * s[2])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _grids(family: _Family) -> dict[int, tuple[int, ...]]:
     """The default grid of every size that has a name, smallest first."""
     grids: dict[int, tuple[int, ...]] = {math.prod(grid): grid for grid in family.small}

@@ -39,6 +39,7 @@ from capibara.kernels.ops.linalg.gemm.rules import LAX_PRECISIONS
 from capibara.kernels.ops.linalg.pairwise import How
 from capibara.kernels.ops.linalg.placement import on_their_device, target_for
 from capibara.kernels.ops.linalg.rounding import rounded
+from capibara.lru import LRU
 
 logger = logging.getLogger("capibara.kernels")
 
@@ -200,7 +201,8 @@ def _copied(x: jax.Array, flip: bool) -> jax.Array:
     return jax.lax.optimization_barrier(x.mT) if flip and x.ndim >= 2 else x
 
 
-_SEEN: set[Any] = set()
+_SEEN: LRU[Hashable, None] = LRU(4096)
+_TUNED: LRU[Hashable, None] = LRU(4096)
 
 
 def tune_once(what: Hashable, fn: Callable[..., Any], arrays: Sequence[Any]) -> None:
@@ -216,20 +218,15 @@ def tune_once(what: Hashable, fn: Callable[..., Any], arrays: Sequence[Any]) -> 
     if context.explicit_target() is not None or context.current_interpret().mode != "off":
         return
     shapes = tuple(None if x is None else (x.shape, x.dtype) for x in arrays)
-    key = (what, shapes, target_for(present))
-    if key in _SEEN:
+    if not _SEEN.add((what, shapes, target_for(present)), None):
         return
-    _SEEN.add(key)
     with on_their_device(present):
         calls = [selection.call for selection in explain(fn, *arrays).selections]
     for call in calls:
         ways = _choices(call)
-        if call not in _TUNED and ways > 1 and not tables.has_own(call, f"jax {jax.__version__},"):
-            _TUNED.append(call)
+        key = (call.op.name, call.args, tuple(call.params.items()), call.target)
+        if ways > 1 and not tables.has_own(call, f"jax {jax.__version__},") and _TUNED.add(key, None):
             _tune(call, ways, next(iter(present[0].devices())))
-
-
-_TUNED: list[Call] = []
 
 
 def _choices(call: Call) -> int:

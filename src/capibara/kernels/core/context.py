@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -165,13 +166,7 @@ def explicit_target() -> Target | None:
     return _target_context.value
 
 
-_TARGETS: dict[Any, Target] = {}
-
-
+@functools.lru_cache(maxsize=1024)
 def target_of(device: jax.Device) -> Target:
-    """The target of one attached device (a dictionary read after the first call)."""
-    found = _TARGETS.get(device)
-    if found is None:
-        platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
-        found = _TARGETS[device] = Target(platform, device.device_kind)
-    return found
+    """The target of one attached device."""
+    return Target({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform), device.device_kind)

@@ -29,6 +29,11 @@ from capibara.kernels.core.spec import (
     Prefer,
     unit_roundoff,
 )
+from capibara.lru import LRU
+
+# Decided calls that an op keeps. A model makes some dozens; a process that sees more shapes decides again, and compiles
+# again where it calls outside of jit.
+_MOST_RUNNERS = 2048
 
 
 def _compiler_cost(call: Call) -> Cost:
@@ -138,7 +143,7 @@ class Op:
         self.exact = exact
         self.mesh_axes = mesh_axes
         self.implementations: dict[str, Implementation] = {}
-        self.runners: dict[Any, Any] = {}  # filled by dispatch
+        self.runners: LRU[Hashable, Any] = LRU(_MOST_RUNNERS)  # filled by dispatch
         self.__doc__ = reference.__doc__
 
     def __repr__(self) -> str:

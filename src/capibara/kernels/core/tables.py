@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.kernels.core.spec import Call, Config, describe
+from capibara.lru import LRU
 
 if TYPE_CHECKING:
     from capibara.kernels.core.op import Op
@@ -46,7 +47,7 @@ _FORMER_NAMES = {
 }
 SHIPPED = Path(__file__).parents[1] / "tuned"
 
-_loaded: dict[tuple[str, str], list[Entry]] = {}
+_loaded: LRU[tuple[str, str], list[Entry]] = LRU(1024)
 _generation = 0
 
 
@@ -156,7 +157,7 @@ def store(call: Call, entry: Entry, path: Path | None = None) -> Path:
             != (entry.operands, entry.implementation, _jsonable(entry.params))
         ]
         write(path, call.op.name, call.target.device_kind, [*kept, entry])
-    _loaded.pop((call.target.device_kind, call.op.name), None)
+    _loaded.pop((call.target.device_kind, call.op.name))
     _generation += 1
     return path
 
@@ -196,10 +197,11 @@ def write(path: Path, op: str, device_kind: str, rows: Sequence[Entry]) -> None:
 def entries(device_kind: str, op: str) -> list[Entry]:
     """Everything tuned for an op on a chip, the user's own first."""
     key = (device_kind, op)
-    if key not in _loaded:
+    rows = _loaded.get(key)
+    if rows is None:
         mine = _read(table_path(cache_directory(), device_kind, op), "user's")
-        _loaded[key] = mine + _read(table_path(SHIPPED, device_kind, op), "shipped")
-    return _loaded[key]
+        rows = _loaded[key] = mine + _read(table_path(SHIPPED, device_kind, op), "shipped")
+    return rows
 
 
 def _read(path: Path, source: str) -> list[Entry]:

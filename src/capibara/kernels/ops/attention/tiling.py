@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -29,12 +29,13 @@ from capibara.kernels.ops.attention import inputs
 from capibara.kernels.ops.attention.api import ATTENTION
 from capibara.kernels.ops.attention.chunks import ChunkConfig
 from capibara.kernels.ops.linalg.placement import target_for
+from capibara.lru import LRU
 
 logger = logging.getLogger("capibara.kernels")
 
 # Asking every implementation takes a while, so it is done once for each distinct call.
-_FOUND: dict[Any, Config] = {}
-_MOST_FOUND = 4096
+_CONFIGS: LRU[Hashable, Config] = LRU(4096)
+_UNSEEN = object()
 
 
 def checked_block(block_size: Any) -> int:
@@ -56,12 +57,11 @@ def config_for(block: int, arrays: tuple[Any, Any, Any], options: Mapping[str, A
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else x for x in leaves)
     surroundings = (context.current_interpret(), context.matmul_precision(), tables.generation())
     key = (block, tree, shapes, target_for(arrays), surroundings)
-    if key not in _FOUND:
-        if len(_FOUND) >= _MOST_FOUND:
-            _FOUND.clear()
+    config = _CONFIGS.get(key, _UNSEEN)
+    if config is _UNSEEN:
         selection = select(_call(arrays, options), options.get("implementation"))
-        _FOUND[key] = _tile(selection, block)
-    return _FOUND[key]
+        config = _CONFIGS[key] = _tile(selection, block)
+    return config
 
 
 def _call(arrays: tuple[Any, Any, Any], options: Mapping[str, Any]) -> Call:

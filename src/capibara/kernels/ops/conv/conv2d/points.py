@@ -55,7 +55,7 @@ def _with_roots(roots: Sequence[Fraction]) -> list[Fraction]:
     return made
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def transforms(tile: int) -> Transforms:
     """The matrices for output tiles of `tile`.
 
@@ -80,7 +80,7 @@ def transforms(tile: int) -> Transforms:
     return Transforms(tuple(inputs), tuple(filters), outputs)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def amplification(tile: int) -> float:
     """How many times larger a rounding error of the products is in the result, against the direct sum's.
 
