@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Tests of one case then follow each other, on one of several workers, where what is right and what is compiled for it
     is still at hand.
     """
-    places = [i for i, item in enumerate(items) if item.path.name == "test_every_op.py"]
+    places = [i for i, item in enumerate(items) if item.path.name == "test_every_op.py" and hasattr(item, "callspec")]
 
     def of_a_case(place: int) -> tuple[int, str]:
         given = items[place].callspec.params  # type: ignore[attr-defined]

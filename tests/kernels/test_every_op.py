@@ -30,24 +30,58 @@ from capibara.kernels.lab.check import Expected, check_output, cotangents, expec
 OPS = registry()
 
 
-def _pairs(*tags: str, kernels_only: bool = False, platform: str | None = None, reference: bool = True) -> list[Any]:
+@functools.cache
+def _refusal(op: Op, name: str, case_name: str, on: str) -> str | None:
+    """Why an implementation does not take a case: on this machine, by emulation if need be ("here"), or on a chip."""
+    case = op.case(case_name)
+    emulation = "hlo" if op.mesh_axes is None else "machine"  # which alone sends from device to device
+    with interpret(emulation) if on == "here" else target(on):
+        return op.implementations[name].refusal(op.call(*case.args(), **case.params))
+
+
+def _runs_here(op: Op, name: str, case: Case) -> bool:
+    """Whether this machine can run it, if only by emulation."""
+    if op.implementations[name].platforms == ("gpu",) and jax.default_backend() != "gpu":
+        return False
+    return _refusal(op, name, case.name, "here") is None
+
+
+def _lowers_for(platform: str) -> Callable[[Op, str, Case], bool]:
+    """Kernels of this platform alone, and what they take on its chip."""
+
+    def lowers(op: Op, name: str, case: Case) -> bool:
+        impl = op.implementations[name]
+        return impl.kernel and impl.platforms == (platform,) and _refusal(op, name, case.name, platform) is None
+
+    return lowers
+
+
+def _is_read(op: Op, name: str, case: Case, tags: set[str]) -> bool:
+    """A Hopper kernel takes few of the hostile cases: what is small of those that it is lowered for is tested too."""
+    small = "gpu" in case.tags and "bench" not in case.tags
+    return bool(case.tags & tags) or ("test" in tags and op.implementations[name].platforms == ("gpu",) and small)
+
+
+def _pairs(
+    *tags: str, reference: bool = True, runs: Callable[[Op, str, Case], bool] = _runs_here, mesh_rule: bool = False
+) -> list[Any]:
     """(op, implementation, case) for the cases with one of these tags, one pytest parameter each.
 
-    The reference is plain JAX: without `reference`, how JAX itself transforms it is left out. Ops that run over mesh
-    axes are skipped, saying so: alone on one device they do nothing.
+    What this machine lacks the chip for, and what an implementation refuses, is not made: that each takes something is
+    a test of its own, below. The reference is plain JAX: without `reference`, how JAX itself transforms it is left out.
+    With `mesh_rule` an op must have one, and its meshes are of virtual CPU devices. Ops that run over mesh axes do
+    nothing alone on one device: tests/kernels/ops/collective is their suite.
     """
-    over_axes = pytest.mark.skip(reason="it runs over mesh axes: tests/kernels/ops/collective is its suite")
     made = []
     for op in OPS.values():
+        if op.mesh_axes is not None or (mesh_rule and op.partition is None):
+            continue
         for name, impl in op.implementations.items():
-            if (kernels_only and not impl.kernel) or (platform and impl.platforms != (platform,)):
-                continue
-            if not reference and impl.fn is op.reference:
+            if (not reference and impl.fn is op.reference) or (mesh_rule and impl.platforms == ("gpu",)):
                 continue
             for case in op.cases:
-                if case.tags & set(tags):
-                    marks = () if op.mesh_axes is None else (over_axes,)
-                    made.append(pytest.param(op, name, case, id=f"{op.name}-{name}-{case.name}", marks=marks))
+                if _is_read(op, name, case, set(tags)) and runs(op, name, case):
+                    made.append(pytest.param(op, name, case, id=f"{op.name}-{name}-{case.name}"))
     return made
 
 
@@ -102,7 +136,7 @@ def _over_devices(quick: Callable[[Op, str, Case], bool], *, every_op_on_32: boo
     groups = [*_families(), *([op] for op in OPS.values() if every_op_on_32)]
     on_32 = {_first(group, kernel=True) for group in groups} | {_first(group, kernel=False) for group in _families()}
     made = []
-    for pair in _marked(_pairs("shard", reference=False), pytest.mark.quick, quick):
+    for pair in _marked(_pairs("shard", reference=False, mesh_rule=True), pytest.mark.quick, quick):
         op, name, _ = pair.values
         made.append(pytest.param(*pair.values, 8, id=f"{pair.id}-8", marks=pair.marks))
         marks = [mark for mark in pair.marks if mark.name != "quick"]
@@ -120,25 +154,18 @@ def _elements(case: Case) -> int:
     return sum(x.size for x in case.args() if x is not None)
 
 
-def _richest(tag: str, on: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[Op, str, Case], bool]:
+def _richest(tag: str, on: str) -> Callable[[Op, str, Case], bool]:
     """Chooses a case an implementation: of those it takes the one with most operands and parameters, the smallest."""
     chosen: dict[tuple[str, str], str | None] = {}
 
     def is_chosen(op: Op, name: str, case: Case) -> bool:
         if (op.name, name) not in chosen:
-            impl = op.implementations[name]
             cases = [c for c in op.cases if tag in c.tags]
             cases.sort(key=lambda c: ([-n for n in _richness(c)], _elements(c)))
-            with on():
-                accepted = (c.name for c in cases if impl.refusal(op.call(*c.args(), **c.params)) is None)
-                chosen[op.name, name] = next(accepted, None)
+            chosen[op.name, name] = next((c.name for c in cases if _refusal(op, name, c.name, on) is None), None)
         return case.name == chosen[op.name, name]
 
     return is_chosen
-
-
-def _richest_for(tag: str) -> Callable[[Op, str, Case], bool]:
-    return _richest(tag, lambda: target(tag))
 
 
 def _plain_op(op: Op, name: str, case: Case) -> bool:
@@ -148,19 +175,8 @@ def _plain_op(op: Op, name: str, case: Case) -> bool:
 
 def _emulated_quickly() -> Callable[[Op, str, Case], bool]:
     """Chooses a case a TPU kernel: the machine's emulation, with its races, is what JAX changes most."""
-    richest = _richest("test", lambda: interpret("hlo"))
-    return lambda op, name, case: name == "pallas_tpu" and op.mesh_axes is None and richest(op, name, case)
-
-
-def _on_this_machine(op: Op, name: str, case: Case) -> None:
-    """Skip an implementation that cannot run here even by emulation, saying why."""
-    impl = op.implementations[name]
-    if impl.platforms == ("gpu",) and jax.default_backend() != "gpu":
-        pytest.skip("a GPU kernel: lowered here, run where a GPU is attached")
-    with interpret("hlo"):
-        reason = impl.refusal(op.call(*case.args(), **case.params))
-    if reason is not None:
-        pytest.skip(f"it refuses: {reason}")
+    richest = _richest("test", "here")
+    return lambda op, name, case: name == "pallas_tpu" and richest(op, name, case)
 
 
 @functools.lru_cache(maxsize=512)
@@ -190,7 +206,6 @@ def _configs(op: Op, name: str, case: Case) -> list[Any]:
 
 @pytest.mark.parametrize(("op", "name", "case"), _marked(_pairs("test"), pytest.mark.quick, _emulated_quickly()))
 def test_values_against_float64(op: Op, name: str, case: Case) -> None:
-    _on_this_machine(op, name, case)
     arrays = case.arrays()
     wanted = _right(op, case.name)
     for config in _configs(op, name, case):
@@ -210,7 +225,6 @@ def test_values_on_the_shardable_cases(op: Op, name: str, case: Case) -> None:
     """The shapes that the tests below split, by the quick emulation. Races are looked for above: those cases are small
     enough to emulate the machine for, and run the config of most steps too.
     """
-    _on_this_machine(op, name, case)
     with interpret("hlo"):
         made = op(*case.arrays(), implementation=name, **case.params)
     result = check_output(made, _right(op, case.name))
@@ -243,7 +257,6 @@ def _differentiated() -> list[Any]:
 
 @pytest.mark.parametrize(("op", "name", "case"), _differentiated())
 def test_gradients_against_float64(op: Op, name: str, case: Case) -> None:
-    _on_this_machine(op, name, case)
     arrays = case.arrays()
     wanted = _right(op, case.name, grad=True)
     flows = cotangents(op, arrays, case.params)
@@ -253,14 +266,20 @@ def test_gradients_against_float64(op: Op, name: str, case: Case) -> None:
     assert result.ok, result.why
 
 
-@pytest.mark.parametrize(("op", "name", "case"), _pairs("test", reference=False))
+def _with_the_same_bits() -> list[Any]:
+    """What does not say that it sums in no fixed order; of a TPU kernel the first case, for emulated it is one XLA
+    program, and that shows as much as the others."""
+    made: dict[tuple[str, str, str], Any] = {}
+    for pair in _pairs("test", reference=False):
+        op, name, case = pair.values
+        impl = op.implementations[name]
+        if impl.same_bits:
+            made.setdefault((op.name, name, "" if impl.platforms == ("tpu",) else case.name), pair)
+    return list(made.values())
+
+
+@pytest.mark.parametrize(("op", "name", "case"), _with_the_same_bits())
 def test_the_same_bits_twice(op: Op, name: str, case: Case) -> None:
-    _on_this_machine(op, name, case)
-    impl = op.implementations[name]
-    if not impl.same_bits:
-        pytest.skip("it says that it sums in no fixed order")
-    if impl.platforms == ("tpu",) and case is not next(c for c in op.cases if "test" in c.tags):
-        pytest.skip("an emulated kernel is one XLA program here, and the first case shows as much as the others")
     arrays = case.arrays()
     with interpret("hlo"):
         first, second = (op(*arrays, implementation=name, **case.params) for _ in range(2))
@@ -273,7 +292,6 @@ def test_the_same_bits_twice(op: Op, name: str, case: Case) -> None:
 )
 def test_vmap_of_each_operand(op: Op, name: str, case: Case) -> None:
     """Mapping over any one operand, or over all, equals calling element by element."""
-    _on_this_machine(op, name, case)
     stacks = [case.arrays(seed) for seed in range(3)]
     present = [i for i, x in enumerate(case.shapes) if x is not None]
     # The rule is the op's own: an emulated kernel, slow as it is, shows that it is used by one operand and by all.
@@ -344,11 +362,7 @@ def _layouts(op: Op, case: Case) -> list[dict[str, str]]:
 )
 def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     """Under jit on a mesh, whatever the layout, contraction included; and the output stays sharded."""
-    if op.partition is None:
-        pytest.skip("it has no mesh rule: computed whole on every device")
-    if op.implementations[name].platforms == ("gpu",):
-        pytest.skip("the mesh is of virtual CPU devices")
-    _on_this_machine(op, name, case)
+    assert op.partition is not None
     arrays = case.arrays()
     wanted = _right(op, case.name)
     mesh = _mesh(devices)
@@ -376,11 +390,7 @@ def test_sharded_operands_need_no_shard_map(op: Op, name: str, case: Case, devic
 @pytest.mark.parametrize(("op", "name", "case", "devices"), _over_devices(quick=lambda *_: False, every_op_on_32=False))
 def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
     """Values and gradients inside shard_map, the operands split along a factor that is not summed away."""
-    if op.partition is None:
-        pytest.skip("it has no mesh rule to choose a split by")
-    if op.implementations[name].platforms == ("gpu",):
-        pytest.skip("the mesh is of virtual CPU devices")
-    _on_this_machine(op, name, case)
+    assert op.partition is not None
     arrays = case.arrays()
     mesh = _mesh(devices)
     free = [f for f in _layouts(op, case)[0] if f not in op.partition.reduced]
@@ -405,11 +415,13 @@ def test_inside_shard_map(op: Op, name: str, case: Case, devices: int) -> None:
 
 
 @pytest.mark.quick(cases="all")
-@pytest.mark.parametrize(("op", "name", "case"), _pairs("shard", kernels_only=True, platform="tpu"))
+@pytest.mark.parametrize(
+    ("op", "name", "case"),
+    [pair for pair in _pairs("shard", runs=_lowers_for("tpu"), mesh_rule=True) if pair.values[0].gradient is not None],
+)
 def test_shard_map_with_a_gradient_lowers_for_tpu(op: Op, name: str, case: Case) -> None:
     """Inside a checked shard_map, a replicated operand's gradient is summed over the mesh: it lowers for tpu."""
-    if op.partition is None or op.gradient is None:
-        pytest.skip("it has no mesh rule to choose a split by, or no gradient of its own")
+    assert op.partition is not None
     mesh = _mesh(8)
     free = [f for f in _layouts(op, case)[0] if f not in op.partition.reduced]
     specs, out_specs = _factor_specs(op, case, {free[0]: "data"})
@@ -435,9 +447,6 @@ def test_shard_map_with_a_gradient_lowers_for_tpu(op: Op, name: str, case: Case)
 def _lowered(op: Op, name: str, case: Case, platform: str) -> None:
     args = case.args()
     with target({"tpu": "tpu", "cuda": "gpu"}[platform]):
-        reason = op.implementations[name].refusal(op.call(*args, **case.params))
-        if reason is not None:
-            pytest.skip(f"it refuses: {reason}")
 
         def call(*present: Any) -> Any:
             given = iter(present)
@@ -450,7 +459,7 @@ def _lowered(op: Op, name: str, case: Case, platform: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "name", "case"),
-    _marked(_pairs("tpu", kernels_only=True, platform="tpu"), pytest.mark.quick, _richest_for("tpu")),
+    _marked(_pairs("tpu", runs=_lowers_for("tpu")), pytest.mark.quick, _richest("tpu", "tpu")),
 )
 def test_tpu_kernels_lower_for_tpu(op: Op, name: str, case: Case) -> None:
     _lowered(op, name, case, "tpu")
@@ -458,10 +467,42 @@ def test_tpu_kernels_lower_for_tpu(op: Op, name: str, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("op", "name", "case"),
-    _marked(_pairs("gpu", kernels_only=True, platform="gpu"), pytest.mark.quick, _richest_for("gpu")),
+    _marked(_pairs("gpu", runs=_lowers_for("gpu")), pytest.mark.quick, _richest("gpu", "gpu")),
 )
 def test_gpu_kernels_lower_for_cuda(op: Op, name: str, case: Case) -> None:
     _lowered(op, name, case, "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_run_here() -> None:
+    """Without a GPU this stands for all of their cases that would run: they are lowered only."""
+    assert any(op.implementations[name].platforms == ("gpu",) for op, name, _ in (p.values for p in _pairs("test")))
+
+
+def _chips(op: Op, name: str) -> dict[str, tuple[str, ...]]:
+    """Where an implementation runs, and the tags of the cases that are read for it there."""
+    platforms = op.implementations[name].platforms
+    read = {"here": ("test", "shard")} if platforms != ("gpu",) else {}
+    return read | {chip: (chip, "bench", "tune") for chip in platforms if chip != "cpu"}
+
+
+@pytest.mark.quick(cases="all")
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_every_implementation_takes_a_case_of_each_of_its_tags(op: Op) -> None:
+    """One that refuses everything would leave the rest of this suite green."""
+    for name, impl in op.implementations.items():
+        for on, tags in _chips(op, name).items():
+            for tag in tags:
+                cases = [case for case in op.cases if tag in case.tags]
+                refused = {case.name: _refusal(op, name, case.name, on) for case in cases}
+                assert not cases or None in refused.values(), f"{name} takes no {tag!r} case on {on}: {refused}"
+        if len(impl.platforms) == 1:
+            (chip,) = impl.platforms
+            assert any(chip in case.tags for case in op.cases), f"{name}: no case is tagged {chip!r}"
+        if impl.platforms == ("gpu",):
+            small = [case.name for case in op.cases if _is_read(op, name, case, {"test"})]
+            refused = {case: _refusal(op, name, case, "gpu") for case in small}
+            assert None in refused.values(), f"{name}: no case that is quick to check: {refused}"
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=str)

@@ -30,6 +30,9 @@ CASES = (
     _case("three-radices", (1, 1, 30), HOSTILE, factors=(2, 5, 3), inverse=True, norm="forward", precision="bfloat16"),
     _case("two-axes", (2, 6, 10), HOSTILE, axes=2, inverse=True),
     _case("bf16-planes", (8, 8, 144), HOSTILE | {"shard"}, "bfloat16", inverse=True, precision="bfloat16"),
+    # Small ones of what the Hopper kernels take.
+    _case("hopper-1024", (3, 1024), frozenset({"gpu"}), precision="bfloat16", inverse=True),
+    _case("hopper-16k", (1, 1 << 14), frozenset({"gpu"}), precision="bfloat16"),
     _case("shardable", (8, 8, 144), frozenset({"tpu", "gpu", "shard"})),
 )
 

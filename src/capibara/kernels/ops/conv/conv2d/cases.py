@@ -37,5 +37,6 @@ CASES = (
     case("no-images", (0, 4, 4, 3), (3, 3), 2, HOSTILE, "float32"),
     case("pointwise", (2, 3, 5, 17), (1, 1), 6, LOWERED),
     case("one", (1, 1, 1, 1), (3, 3), 1, LOWERED, "float32"),
+    case("hopper-edges", (1, 10, 9, 128), (3, 3), 128, frozenset({"gpu"}), "float32", precision="highest"),
     case("shardable", (16, 6, 6, 8), (3, 3), 16, frozenset({"shard", "tpu"}), "float32"),
 )

@@ -29,6 +29,7 @@ FFT_FILTER = Op(
     cases=(
         _case("16k", 4, 768, 16384, 32768, {"bench", "gpu"}, precision="bfloat16"),
         _case("odd", 2, 3, 7, 12, {"test"}, conjugate=True),
+        _case("hopper-16k", 1, 2, 8192, 16384, {"gpu"}, precision="bfloat16"),
         _case("shardable", 8, 8, 5, 8, {"shard"}),
     ),
 )
