@@ -69,7 +69,7 @@ class LRU(Generic[K, V]):
 
     def _again(self, key: K, default: D | None) -> V | D | None:
         with self._lock:
-            value = self._young.get(key, self._old.get(key, _ABSENT))  # type: ignore[arg-type]
+            value = self._young.get(key, self._old.get(key, _ABSENT))
             if value is _ABSENT:
                 return default
             self[key] = value  # type: ignore[assignment]
