@@ -64,7 +64,9 @@ class _Undone(dispatch._Runner):
         super().__init__(selection, lambda *arrays: None, traced)
 
 
-def test_an_evicted_call_gives_the_same_and_leaves_nothing_behind(op: Op) -> None:
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+def test_an_evicted_call_gives_the_same_and_leaves_nothing_behind(op: Op, kernel: bool) -> None:
+    op.implement(Implementation("twice", lambda x: 2 * x, kernel=kernel, rank=lambda call: 1))
     op.runners.maxsize = 4
     x = np.arange(3, dtype=np.float32)
     with dispatch.recording() as decisions:
