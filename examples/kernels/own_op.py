@@ -19,7 +19,7 @@ def distances_reference(x, y):
 
 def cost(call) -> Cost:
     (n, d), (m, _) = call.need("x").shape, call.need("y").shape
-    return Cost(flops=2.0 * n * m * d, bytes=4.0 * (n * d + m * d + n * m), dtype="float32")
+    return Cost(matrix_flops=2.0 * n * m * d, bytes=4.0 * (n * d + m * d + n * m), dtype="float32")
 
 
 @register_tpu_op(

@@ -35,7 +35,7 @@ def body(x_ref, out_ref, *, cap):
     reference=soft_cap_reference,
     platforms=("tpu",),
     kernel=True,  # opaque to JAX: the gradient is the reference's
-    cost=lambda call: Cost(flops=8.0 * call.need("x").size, bytes=2.0 * call.need("x").size * 2),
+    cost=lambda call: Cost(vector_flops=8.0 * call.need("x").size, bytes=2.0 * call.need("x").size * 2),
     # tanh is good to a few roundings of float32, and the result is rounded once to x's type.
     tolerance=lambda call: 4.0 * float(jnp.finfo(call.need("x").dtype).eps),
     partition=Partition(rule=lambda call: "r0 c -> r0 c"),  # on a mesh, each device caps its own rows

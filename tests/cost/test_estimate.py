@@ -9,7 +9,6 @@ import pytest
 from tests.cost.programs import Maker, layers
 
 from capibara.cost.calibration import Calibration, Run
-from capibara.cost.efficiency import efficiency_of
 from capibara.cost.estimate import estimate
 from capibara.cost.result import Estimate
 from capibara.hardware.chips import chip
@@ -69,7 +68,7 @@ def test_a_gathered_weight_hides_behind_products_and_a_reduction_between_them_do
     gathered = estimate(layers(rows=4096, exchange="all_gather"), MESH, V4_32)
     reduced = estimate(layers(rows=4096, exchange="all_reduce"), MESH, V4_32)
     assert gathered.link_seconds > 0
-    hidden = min(efficiency_of(chip("v4")).overlap * gathered.link_seconds, gathered.compute_seconds)
+    hidden = min(chip("v4").efficiency.overlap * gathered.link_seconds, gathered.compute_seconds)
     assert gathered.exposed_seconds == pytest.approx(gathered.link_seconds - hidden)
     assert gathered.exposed_seconds < 0.5 * gathered.link_seconds
     assert reduced.exposed_seconds == pytest.approx(reduced.link_seconds)
@@ -210,7 +209,7 @@ def test_notes_say_what_was_measured() -> None:
 def _moved(m: Maker, *outputs: int, donated: tuple[int, ...] = ()) -> tuple[float, float]:
     """Bytes moved, and bytes beside the arguments."""
     found = estimate(m.program(*outputs, donated=donated), ONE, chip("h200"))
-    reserved = efficiency_of(chip("h200")).reserved_bytes
+    reserved = chip("h200").efficiency.reserved_bytes
     return sum(part.bytes for part in found.parts), found.memory.temporaries - reserved
 
 
@@ -241,11 +240,11 @@ def test_a_convolution_of_one_channel_a_group_is_left_to_the_vector_units() -> N
         m.step("conv_general_dilated", (x,), out, flops=flops, matrix=True, dtype="bfloat16", sizes=sizes)
         return estimate(m.program(out), MESH, V4_32).seconds
 
-    table = efficiency_of(V4_32.chip)
+    table = V4_32.chip.efficiency
     thin, dense = seconds((256, 64 * 56 * 56, 1, 9)), seconds((1, 64 * 56 * 56, 256, 9 * 256))
     assert dense < thin
     assert thin == pytest.approx(
-        2.0 * 64 * 56 * 56 * 256 * 9 / table.vector_flops / table.matrix.mid + table.launch_seconds
+        2.0 * 64 * 56 * 56 * 256 * 9 / V4_32.chip.vector_flops / table.matrix.mid + table.launch_seconds
     )
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from capibara.cost.calibration import Calibration, Run
 from capibara.cost.ops import op_seconds
-from capibara.cost.roofline import fill
 from capibara.errors import UnknownNameError
 from capibara.hardware.chips import chip
+from capibara.hardware.products import fill
 from capibara.kernels.core.op import lookup
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

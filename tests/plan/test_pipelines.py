@@ -10,7 +10,6 @@ import pytest
 from tests.cost.decoder import llama
 from tests.parallel.pipelines.staged_programs import init, loss, tokens
 
-from capibara.cost.efficiency import efficiency_of
 from capibara.hardware.topology import slice_by_name
 from capibara.mesh.layout import Layout
 from capibara.parallel.job import Job
@@ -60,7 +59,7 @@ def test_a_layout_with_stages_compiles_to_the_bytes_that_were_predicted(
     memory = model.estimate(layout).memory
     # The chip pads what it holds to tiles, which the CPU does not: a mask of [.., 64] to 128.
     assert made.arguments == pytest.approx(memory.arguments, rel=0.05)
-    predicted = memory.temporaries - efficiency_of(model.slice.chip).reserved_bytes
+    predicted = memory.temporaries - model.slice.chip.efficiency.reserved_bytes
     # A CPU orders and fuses otherwise: of this decoder without stages its temporaries are 12 to 47 % more.
     assert made.temporaries == pytest.approx(predicted, rel=0.25)
     sent = {(kind, axes): times for kind, axes, times, _ in made.exchanges}

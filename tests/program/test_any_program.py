@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from capibara.cost.efficiency import efficiency_of
 from capibara.cost.estimate import estimate
 from capibara.hardware.chips import chip
 from capibara.hardware.topology import slice_by_name
@@ -135,7 +134,7 @@ def test_every_program_is_read_spread_and_costed(name: str) -> None:
                 held = sum(made.buffers[number].bytes for number in made.arguments)
                 assert found.memory.arguments >= held
                 most = max((size for _, size in found.memory.timeline), default=0.0)
-                assert found.memory.temporaries == pytest.approx(most + efficiency_of(kind).reserved_bytes)
+                assert found.memory.temporaries == pytest.approx(most + kind.efficiency.reserved_bytes)
                 assert 0 <= found.low <= found.seconds <= found.high < 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from capibara.cost.efficiency import efficiency_of, what_is_predicted
 from capibara.cost.fusion import fuse
 from capibara.cost.lifetime import peak_memory
 from capibara.cost.links import wire
@@ -50,6 +49,20 @@ def _without_units(program: ChipProgram, chip: Chip) -> tuple[str, ...]:
     return (f"{chip.name} has no units for products in float64: they are counted at bfloat16's rate, far too fast",)
 
 
+def _what_is_predicted(chip: Chip) -> str:
+    """In words, which factors were measured on this chip and which were not."""
+    table = chip.efficiency
+    factors = {"products": table.matrix, "memory": table.memory, "links": table.links}
+    measured = [name for name, factor in factors.items() if factor.measured]
+    predicted = [
+        f"{name} ({factor.source.removeprefix('predicted: ')})"
+        for name, factor in factors.items()
+        if not factor.measured
+    ]
+    told = f"Measured on {chip.name}: {', '.join(measured)}. " if measured else ""
+    return f"{told}Predicted, not measured on {chip.name}: {'; '.join(predicted)}."
+
+
 def estimate(
     program: ChipProgram,
     mesh: MeshConfig,
@@ -77,13 +90,13 @@ def estimate(
     chip = where.chip if isinstance(where, Slice) else where
     if calibration is not None:
         calibration.must_be_for(chip)
-    table = efficiency_of(chip)
+    table = chip.efficiency
     wiring = wire(mesh, where, num_slices, table.hop_seconds)
     program = sink_constants(program)
     if chip.platform == "tpu":
         program = narrow_operands(hoist_conversions(program))
     passes, same = fuse(program, chip.platform)
-    timer = Timer(program.buffers, chip, table, wiring)
+    timer = Timer(program.buffers, chip, wiring)
     totals = timer.level(passes)
     peak = peak_memory(program, passes, same, chip.platform)
 
@@ -123,7 +136,7 @@ def estimate(
         mfu=timer.model_flops / seconds / chip.peak_flops("bfloat16") if seconds else 0.0,
         links=timer.links(),
         parts=parts,
-        notes=(*program.notes, *_why_unsure(peak), *_without_units(program, chip), what_is_predicted(table)),
+        notes=(*program.notes, *_why_unsure(peak), *_without_units(program, chip), _what_is_predicted(chip)),
         exposed_seconds=exposed,
     )
     return found if calibration is None else calibration.corrected(found)

@@ -4,7 +4,7 @@
 that wraps, data goes both ways round: two links. Along a line the chip at the end has one. A dimension shared by two
 mesh axes gives its inner part a line of neighbours and its outer part the same wires with others on them; a ring cut in
 two is folded (`grid_order`), so that its halves meet at both ends.
-Bandwidths are the chips table's, latencies and shares of the peak `efficiency`'s; nothing here was run on a TPU.
+Bandwidths, latencies and shares of the peak are the chip's row's; nothing here was run on a TPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ __all__ = ["KINDS", "Exchange", "Segment", "Wiring", "exchange", "wire"]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 GPUS_A_HOST = 8
-# Network of a host's share, bytes a second a chip: 200 Gbit/s for four TPU chips, 400 Gbit/s a GPU. Assumed: clouds
-# publish the host's card and not what a program gets of it.
-_DCN_BANDWIDTH = {"tpu": 6.25e9, "gpu": 50e9, "cpu": 1e9}
 _DCN_LATENCY = 50e-6
 _PCIE_BANDWIDTH = 50e9
 
@@ -189,7 +186,7 @@ def exchange(wiring: Wiring, kind: str, axes: Sequence[str], size: float) -> Exc
     # Between slices only the part goes that the chips of one slice have not already shared out among them.
     part = size / inside if kind in ("all_reduce", "reduce_scatter", "all_gather") else size
     far_bytes = _sent(kind, outer, part)
-    far = far_bytes / _DCN_BANDWIDTH[wiring.chip.platform]
+    far = far_bytes / wiring.chip.network_bandwidth
     # The part inside moves what the part outside left or brings: the whole of it, for either order.
     return Exchange(seconds + far, latency + _DCN_LATENCY * _rounds(kind), sent + far_bytes, "DCN")
 

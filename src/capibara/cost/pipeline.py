@@ -62,7 +62,7 @@ def staged(
 
 def _seconds(timer: Timer, passes: Sequence[Pass | LoopPass]) -> float:
     """One trip of these alone."""
-    return Timer(timer.buffers, timer.chip, timer.table, timer.wiring).level(passes).mid
+    return Timer(timer.buffers, timer.chip, timer.wiring).level(passes).mid
 
 
 def _between(body: Sequence[Pass | LoopPass]) -> list[Pass | LoopPass]:

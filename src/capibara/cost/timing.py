@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from capibara.cost.efficiency import Efficiency
 from capibara.cost.fusion import LoopPass, Pass
 from capibara.cost.links import Exchange, Wiring, exchange
 from capibara.cost.result import LinkUse, Part
-from capibara.cost.roofline import HOST, on_matrix_units, pass_work
+from capibara.cost.roofline import HOST, pass_work
 from capibara.hardware.facts import Chip
 from capibara.program.chip import Buffer, Collective
 
@@ -60,8 +59,8 @@ class Totals:
 class Timer:
     """Adds up one program on one chip of a mesh."""
 
-    def __init__(self, buffers: Mapping[int, Buffer], chip: Chip, table: Efficiency, wiring: Wiring) -> None:
-        self.buffers, self.chip, self.table, self.wiring = buffers, chip, table, wiring
+    def __init__(self, buffers: Mapping[int, Buffer], chip: Chip, wiring: Wiring) -> None:
+        self.buffers, self.chip, self.wiring = buffers, chip, wiring
         self.rows: dict[str, _Row] = {}
         self.uses: dict[tuple[str, tuple[str, ...]], _Link] = {}
         self.flops = 0.0
@@ -96,11 +95,11 @@ class Timer:
                     shown += seconds
             else:
                 self._pass(one, times, work)
-        behind = min(self.table.overlap * hidden, work["mid"])
+        behind = min(self.chip.efficiency.overlap * hidden, work["mid"])
         exposed = shown + hidden - behind
         links = hidden + shown
-        ratio_low = self.table.links.mid / self.table.links.low
-        ratio_high = self.table.links.mid / self.table.links.high
+        ratio_low = self.chip.efficiency.links.mid / self.chip.efficiency.links.low
+        ratio_high = self.chip.efficiency.links.mid / self.chip.efficiency.links.high
         found.compute += work["mid"]
         found.links += links
         found.exposed += exposed
@@ -110,12 +109,12 @@ class Timer:
         return found
 
     def _pass(self, one: Pass, times: int, work: dict[str, float]) -> None:
-        todo = pass_work(one, self.buffers, self.chip, self.table)
-        parts = todo.parts(self.table)
+        todo = pass_work(one, self.buffers, self.chip)
+        parts = todo.parts()
         seconds = max(parts.values()) + todo.fixed
         work["mid"] += seconds
-        work["low"] += todo.seconds(self.table, "low")
-        work["high"] += todo.seconds(self.table, "high")
+        work["low"] += todo.seconds("low")
+        work["high"] += todo.seconds("high")
         row = self.rows.setdefault(one.name, _Row())
         row.flops += times * todo.flops
         row.bytes += times * todo.bytes
@@ -129,10 +128,9 @@ class Timer:
                 use.bytes += times * sum(self.buffers[written].bytes for written in step.writes)
                 use.seconds += times * seconds
                 use.why = step.name or "kept in the host's memory"
-            if on_matrix_units(step):
-                self.flops += times * step.flops
-                if not step.recompute:
-                    self.model_flops += times * step.flops
+            self.flops += times * step.matrix_flops
+            if not step.recompute:
+                self.model_flops += times * step.matrix_flops
 
     def _collective(self, one: Pass, times: int) -> float:
         asked = one.steps[0].collective
@@ -140,7 +138,7 @@ class Timer:
         if asked not in self._exchanges:
             self._exchanges[asked] = exchange(self.wiring, asked.kind, asked.axes, asked.bytes)
         taken = self._exchanges[asked]
-        seconds = taken.seconds / self.table.links.mid + taken.latency
+        seconds = taken.seconds / self.chip.efficiency.links.mid + taken.latency
         use = self.uses.setdefault((asked.kind, asked.axes), _Link(taken.link))
         use.count += times
         use.bytes += times * taken.sent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,7 +11,7 @@ from typing import Any
 
 from capibara.errors import rule_error
 
-__all__ = ["GIGA", "TERA", "Chip", "GiB", "KiB", "MiB", "dtype_key"]
+__all__ = ["GIGA", "TERA", "Chip", "Efficiency", "Factor", "GiB", "KiB", "MiB", "SliceFamily", "dtype_key", "squash"]
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -49,18 +51,108 @@ def dtype_key(dtype: Any) -> str:
     return "float8" if name.startswith("float8") else _DTYPE_ALIASES.get(name, name)
 
 
+def squash(name: str) -> str:
+    """A spelling that "TPU v4", "tpu_v4", "tpu-v4" and "v4" share."""
+    bare = re.sub(r"[\s_\-]+", "", name.lower())
+    return re.sub(r"^(nvidia|googlecloud|google|cloud)?(tpu)?", "", bare)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A share of a peak, as a range, with where it comes from.
+
+    "measured" was run on that chip by this project (benchmarks/results); "predicted" was not: it is published by
+    others, read from the compiler's schedules, or assumed, and says which.
+    """
+
+    low: float
+    mid: float
+    high: float
+    source: str
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What share of its peaks a chip's programs reach, and what starting and waiting cost them.
+
+    What single ops reach beside that, the ops say: `Op.efficiency`. A user's own runs correct what follows from both:
+    `capibara.cost.calibration`.
+    """
+
+    matrix: Factor
+    """Of the matrix peak, after sizes were padded to the units (`capibara.hardware.products.fill`)."""
+    memory: Factor
+    """Of the memory's bandwidth, for what XLA writes."""
+    kernel_memory: Factor
+    """The same for this library's own kernels."""
+    links: Factor
+    """Of the links' bandwidth."""
+    hop_seconds: float
+    """Latency of one hop between neighbours."""
+    launch_seconds: float
+    """What starting one pass costs."""
+    reserved_bytes: float = 0.0
+    """What a program takes beside its buffers: its code, and scratch of the collectives."""
+    memory_margin: float = 0.05
+    """Share by which predicted bytes may be too low."""
+    vector: Factor = Factor(0.35, 0.6, 0.9, "predicted: how well compilers pack vector units; assumed")
+    """Of the vector units' peak."""
+    overlap: float = 0.85
+    """Share of an exchange that can hide behind products which does. Assumed: the first gather of a loop and the last
+    reduction have nothing beside them, and both take memory bandwidth from the products."""
+
+
+@dataclass(frozen=True)
+class SliceFamily:
+    """How the slices of one TPU generation are shaped and named."""
+
+    prefix: str
+    libtpu_prefix: str
+    """What libtpu calls it."""
+    per_chip: int
+    """What one chip adds to the number in the name."""
+    small: tuple[tuple[int, ...], ...]
+    """Grids below one cube (3-D), or every grid there is (2-D)."""
+    max_chips: int
+    chip_config: str = "default"
+    wrap_length: int | None = None
+    """2-D: an axis wraps when it spans the whole pod, which is this long."""
+    host_chips: int = 4
+    """Chips of the largest slice that is one host."""
+    accelerator_prefix: str | None = None
+    """What Google's command line calls it, where that is another word."""
+    other_prefixes: tuple[str, ...] = ()
+
+    @property
+    def cubes(self) -> bool:
+        """Whether larger slices are put together from cubes of 4x4x4 chips."""
+        return self.wrap_length is None
+
+
 @dataclass(frozen=True)
 class Chip:
-    """What one chip can do. Flops and bytes a second, bytes, hertz; None where it is not published."""
+    """What one chip can do: the one row that a chip has. Flops and bytes a second, bytes, hertz; None where it is not
+    published."""
 
     name: str
     device_kinds: tuple[str, ...]
     """What jax's `device.device_kind` says for this chip."""
     platform: str
+    architecture: str
+    """Which kernels are written for it: "tpu", "hopper", "ampere", "cpu"."""
     flops_by_dtype: tuple[tuple[str, float], ...]
     """Pairs rather than a dict, so that a chip hashes and can be a static argument; read `flops`."""
+    vector_flops: float
+    """Peak of the vector units, flops a second."""
     hbm_bytes: int
     hbm_bandwidth: float
+    host_bandwidth: float
+    """Bytes a second between the host's memory and one chip. Predicted: its PCIe generation's sixteen lanes."""
+    network_bandwidth: float
+    """Bytes a second a chip between hosts or slices. Assumed: clouds publish the host's card, not what a program gets
+    of it."""
+    efficiency: Efficiency
     source: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     usable_hbm_bytes: int | None = None
@@ -69,6 +161,8 @@ class Chip:
     """On-chip vector memory of one TensorCore; for a GPU, shared memory that one block can use."""
     cores_per_chip: int = 1
     """TensorCores of a TPU chip; streaming multiprocessors of a GPU."""
+    lanes: int = 1
+    """Columns of a TPU's vector register, which arrays are padded to; float32 units of one GPU multiprocessor."""
     devices_per_chip: int = 1
     """jax devices that one chip shows up as: one for each TensorCore where the two cannot be fused."""
     mxu_shape: tuple[int, int] | None = None
@@ -80,6 +174,8 @@ class Chip:
     """Bytes a second one way over one chip-to-chip link (for a GPU: all NVLink links together)."""
     ici_links: int | None = None
     torus_dims: int | None = None
+    slices: SliceFamily | None = None
+    """The slices that it is rented in; None for what is no TPU."""
     measured: bool = False
     """True for the host CPU, whose figures come from a short run and not from a publication."""
 
@@ -98,6 +194,11 @@ class Chip:
         """Flops a byte of memory traffic above which bfloat16 matrix work is bound by compute."""
         return self.peak_flops("bfloat16") / self.hbm_bandwidth
 
+    @functools.cached_property
+    def spellings(self) -> frozenset[str]:
+        """Every name of it, squashed."""
+        return frozenset(squash(word) for word in (self.name, *self.aliases, *self.device_kinds))
+
     def supports(self, dtype: Any) -> bool:
         """Whether the chip has units for matrix products in this dtype."""
         return dtype_key(dtype) in self.flops
@@ -113,6 +214,20 @@ class Chip:
             )
         return self.flops[key]
 
-    def roofline_seconds(self, flops: float, bytes: float, dtype: Any = "bfloat16") -> float:
-        """The least time for this work on one chip: the slower of the arithmetic and the memory traffic."""
-        return max(flops / self.peak_flops(dtype), bytes / self.hbm_bandwidth)
+    def product_flops(self, dtype: Any = "bfloat16") -> float:
+        """Flops a second of a product with operands of this dtype, at jax's default precision.
+
+        A TPU multiplies float32 operands in one bfloat16 pass and a GPU in tfloat32 unless a higher precision is asked
+        for. A dtype without matrix units of its own is widened: it runs at the rate of bfloat16.
+        """
+        key, flops = dtype_key(dtype), self.flops
+        if key == "float32":
+            key = "bfloat16" if self.platform == "tpu" else "tfloat32" if "tfloat32" in flops else key
+        return flops.get(key) or flops.get("bfloat16") or next(iter(flops.values()))
+
+    def roofline_seconds(
+        self, flops: float, bytes: float, dtype: Any = "bfloat16", *, vector_flops: float = 0.0
+    ) -> float:
+        """The least time for this work on one chip: the slowest of the products, the vector work and the memory."""
+        vector = vector_flops / self.vector_flops
+        return max(flops / self.peak_flops(dtype), vector, bytes / self.hbm_bandwidth)

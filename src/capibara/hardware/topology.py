@@ -21,128 +21,15 @@ from typing import Any
 
 from capibara.distribution import install_command
 from capibara.errors import TPUError, rule_error, unknown_name
-from capibara.hardware.chips import chip
-from capibara.hardware.facts import Chip
+from capibara.hardware import chips as table
+from capibara.hardware.facts import Chip, SliceFamily
 
 __all__ = ["Slice", "abstract_devices", "slice_by_grid", "slice_by_name", "slice_for", "slice_names"]
 
 
-@dataclass(frozen=True)
-class _Family:
-    """How the slices of one generation are shaped and named."""
-
-    chip: str
-    prefix: str
-    accelerator_prefix: str
-    """What Google's command line calls it."""
-    libtpu_prefix: str
-    chip_config: str
-    per_chip: int
-    """What one chip adds to the number in the name."""
-    small: tuple[tuple[int, ...], ...]
-    """Grids below one cube (3-D), or every grid there is (2-D)."""
-    max_chips: int
-    wrap_length: int | None = None
-    """2-D: an axis wraps when it spans the whole pod, which is this long."""
-    host_chips: int = 4
-    """Chips of the largest slice that is one host."""
-    other_prefixes: tuple[str, ...] = ()
-
-    @property
-    def cubes(self) -> bool:
-        """Whether larger slices are put together from cubes of 4x4x4 chips."""
-        return self.wrap_length is None
-
-
-_SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-_LITE_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 # An axis longer than this is offered by no public table.
 _LONGEST_AXIS = 256
 _CUBE = 4
-
-_FAMILIES = (
-    _Family(
-        chip="tpu_v2",
-        prefix="v2",
-        accelerator_prefix="v2",
-        libtpu_prefix="v2",
-        chip_config="default",
-        per_chip=2,
-        small=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
-        max_chips=256,
-        wrap_length=16,
-    ),
-    _Family(
-        chip="tpu_v3",
-        prefix="v3",
-        accelerator_prefix="v3",
-        libtpu_prefix="v3",
-        chip_config="default",
-        per_chip=2,
-        small=((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)),
-        max_chips=1024,
-        wrap_length=32,
-    ),
-    _Family(
-        chip="tpu_v4",
-        prefix="v4",
-        accelerator_prefix="v4",
-        libtpu_prefix="v4",
-        chip_config="megacore",
-        per_chip=2,
-        small=_SMALL_3D,
-        max_chips=4096,
-    ),
-    _Family(
-        chip="tpu_v5p",
-        prefix="v5p",
-        accelerator_prefix="v5p",
-        libtpu_prefix="v5",
-        chip_config="megacore",
-        per_chip=2,
-        small=_SMALL_3D,
-        max_chips=6144,
-        other_prefixes=("v5",),
-    ),
-    _Family(
-        chip="tpu_v5e",
-        prefix="v5e",
-        accelerator_prefix="v5litepod",
-        libtpu_prefix="v5e",
-        chip_config="default",
-        per_chip=1,
-        small=_LITE_2D,
-        max_chips=256,
-        wrap_length=16,
-        host_chips=8,
-        other_prefixes=("v5litepod",),
-    ),
-    _Family(
-        chip="tpu_v6e",
-        prefix="v6e",
-        accelerator_prefix="v6e",
-        libtpu_prefix="v6e",
-        chip_config="default",
-        per_chip=1,
-        small=_LITE_2D,
-        max_chips=256,
-        wrap_length=16,
-        host_chips=8,
-    ),
-    _Family(
-        chip="tpu_7x",
-        prefix="tpu7x",
-        accelerator_prefix="tpu7x",
-        libtpu_prefix="tpu7x",
-        chip_config="default",
-        per_chip=2,
-        small=_SMALL_3D,
-        max_chips=9216,
-        other_prefixes=("7x", "v7x"),
-    ),
-)
-_BY_PREFIX = {prefix: one for one in _FAMILIES for prefix in (one.prefix, *one.other_prefixes)}
-_BY_CHIP = {one.chip: one for one in _FAMILIES}
 
 
 @dataclass(frozen=True)
@@ -153,6 +40,10 @@ class Slice:
     """Google's name ("v4-32") for the default grid of a size, "v4:4x4x16" for any other."""
     chip: Chip
     grid: tuple[int, ...]
+
+    @property
+    def _family(self) -> SliceFamily:
+        return _family_for_chip(self.chip)
 
     @property
     def chips(self) -> int:
@@ -176,7 +67,7 @@ class Slice:
     @property
     def chips_per_host_bounds(self) -> tuple[int, int, int]:
         """The part of the grid that one host holds."""
-        if self.chips <= _BY_CHIP[self.chip.name].host_chips:
+        if self.chips <= self._family.host_chips:
             return _three(self.grid)
         return (2, 2, 1)
 
@@ -187,23 +78,21 @@ class Slice:
         The optical switches that close an axis sit between whole cubes of 4x4x4, so a 3-D slice wraps
         everywhere or nowhere; a 2-D one wraps along an axis that spans the pod.
         """
-        family = _BY_CHIP[self.chip.name]
-        if family.cubes:
+        if self._family.cubes:
             return (all(axis % _CUBE == 0 for axis in self.grid),) * len(self.grid)
-        return tuple(axis == family.wrap_length for axis in self.grid)
+        return tuple(axis == self._family.wrap_length for axis in self.grid)
 
     @property
     def accelerator_type(self) -> str | None:
         """What `gcloud --accelerator-type` takes; None for a grid that is not the default of its size."""
-        family = _BY_CHIP[self.chip.name]
         if ":" in self.name:
             return None
-        return f"{family.accelerator_prefix}-{self.chips * family.per_chip}"
+        return f"{self._family.accelerator_prefix or self._family.prefix}-{self.chips * self._family.per_chip}"
 
     @property
     def topology_name(self) -> str:
         """What libtpu calls it: "v4:2x4x4"."""
-        return f"{_BY_CHIP[self.chip.name].libtpu_prefix}:{_text(self.grid)}"
+        return f"{self._family.libtpu_prefix}:{_text(self.grid)}"
 
     @property
     def topology_args(self) -> dict[str, Any]:
@@ -211,7 +100,7 @@ class Slice:
         return {
             "platform": "tpu",
             "topology_name": self.topology_name,
-            "chip_config_name": _BY_CHIP[self.chip.name].chip_config,
+            "chip_config_name": self._family.chip_config,
             "chips_per_host_bounds": self.chips_per_host_bounds,
             "num_slices": 1,
         }
@@ -246,7 +135,7 @@ def _near_cube(cubes: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _grids(family: _Family) -> dict[int, tuple[int, ...]]:
+def _grids(family: SliceFamily) -> dict[int, tuple[int, ...]]:
     """The default grid of every size that has a name, smallest first."""
     grids: dict[int, tuple[int, ...]] = {math.prod(grid): grid for grid in family.small}
     if family.cubes:
@@ -257,7 +146,7 @@ def _grids(family: _Family) -> dict[int, tuple[int, ...]]:
     return grids
 
 
-def _is_valid(family: _Family, grid: tuple[int, ...]) -> bool:
+def _is_valid(family: SliceFamily, grid: tuple[int, ...]) -> bool:
     if grid in family.small:
         return True
     if not family.cubes or len(grid) != 3:
@@ -266,18 +155,18 @@ def _is_valid(family: _Family, grid: tuple[int, ...]) -> bool:
     return whole_cubes and max(grid) <= _LONGEST_AXIS and math.prod(grid) <= family.max_chips
 
 
-def _name(family: _Family, chips: int) -> str:
+def _name(family: SliceFamily, chips: int) -> str:
     return f"{family.prefix}-{chips * family.per_chip}"
 
 
-def _make(family: _Family, grid: tuple[int, ...]) -> Slice:
+def _make(family: SliceFamily, grid: tuple[int, ...]) -> Slice:
     chips = math.prod(grid)
     default = _grids(family).get(chips) == grid
     name = _name(family, chips) if default else f"{family.prefix}:{_text(grid)}"
-    return Slice(name, chip(family.chip), grid)
+    return Slice(name, _chip_of(family), grid)
 
 
-def _rule(family: _Family) -> str:
+def _rule(family: SliceFamily) -> str:
     meaning = "counts chips" if family.per_chip == 1 else f"is {family.per_chip} for each chip"
     sizes = "x".join("AB") if not family.cubes else "x".join("ABC")
     example = _make(family, family.small[min(2, len(family.small) - 1)])
@@ -291,7 +180,7 @@ def _rule(family: _Family) -> str:
     )
 
 
-def _nearest(family: _Family, chips: float) -> str:
+def _nearest(family: SliceFamily, chips: float) -> str:
     """The named slices on both sides of a size, in words."""
     sizes = sorted(_grids(family))
     below = [size for size in sizes if size <= chips][-1:]
@@ -299,16 +188,25 @@ def _nearest(family: _Family, chips: float) -> str:
     return " or ".join(str(_make(family, _grids(family)[size])) for size in below + above)
 
 
-def _family_of(text: str, whole: str) -> _Family:
+def _families() -> list[SliceFamily]:
+    return [one.slices for one in table.CHIPS if one.slices is not None]
+
+
+def _chip_of(family: SliceFamily) -> Chip:
+    return next(one for one in table.CHIPS if one.slices == family)
+
+
+def _family_of(text: str, whole: str) -> SliceFamily:
     prefix = re.sub(r"^tpu[\s_\-]?(?=v)", "", text.lower())
-    if prefix not in _BY_PREFIX:
-        raise unknown_name("TPU slice", whole, [_name(one, 16) for one in _FAMILIES])
-    return _BY_PREFIX[prefix]
+    for family in _families():
+        if prefix in (family.prefix, *family.other_prefixes):
+            return family
+    raise unknown_name("TPU slice", whole, [_name(one, 16) for one in _families()])
 
 
 def slice_names(which: str | Chip | None = None) -> Iterator[str]:
     """Every slice name, or those of one chip, smallest first."""
-    families = _FAMILIES if which is None else (_family_for_chip(which),)
+    families = _families() if which is None else (_family_for_chip(which),)
     for family in families:
         yield from (_name(family, chips) for chips in _grids(family))
 
@@ -319,7 +217,7 @@ def slice_by_name(name: str | Slice) -> Slice:
         return name
     text = name.strip()
     if match := re.fullmatch(r"([\w\- ]+?)[:=](\d+(?:x\d+)*)", text):
-        return slice_by_grid(_family_of(match[1], text).chip, tuple(map(int, match[2].split("x"))))
+        return slice_by_grid(_chip_of(_family_of(match[1], text)), tuple(map(int, match[2].split("x"))))
     match = re.fullmatch(r"([\w \-]+?)-(\d+)", text)
     family = _family_of(match[1] if match else text, text)
     if match is None:
@@ -353,13 +251,12 @@ def slice_for(which: str | Chip, chips: int) -> Slice:
     return _make(family, _grids(family)[chips])
 
 
-def _family_for_chip(which: str | Chip) -> _Family:
-    found = chip(which)
-    if found.name not in _BY_CHIP:
-        raise rule_error(
-            "Only TPUs come in slices", found.name, f"name one of {', '.join(one.chip for one in _FAMILIES)}"
-        )
-    return _BY_CHIP[found.name]
+def _family_for_chip(which: str | Chip) -> SliceFamily:
+    found = table.chip(which)
+    if found.slices is None:
+        tpus = ", ".join(one.name for one in table.CHIPS if one.slices is not None)
+        raise rule_error("Only TPUs come in slices", found.name, f"name one of {tpus}")
+    return found.slices
 
 
 def abstract_devices(name: str | Slice) -> list[Any]:

@@ -194,9 +194,10 @@ class Builder:
             parts = op_node_parts(selection, eqn)
             if parts is None:
                 return self._inline(called(eqn), eqn, env, scope)
-            factors, cost, matrix = parts
+            factors, cost = parts
             node = self._node(self.op, eqn, env, scope, factors)
-            node.flops, node.matrix, node.dtype, node.bytes = cost.flops, matrix, cost.dtype, cost.bytes
+            node.flops, node.matrix, node.vector_flops = cost.flops, cost.matrix_flops > 0, cost.vector_flops
+            node.dtype, node.bytes, node.call = cost.dtype, cost.bytes, selection.call
             return [node]
         finally:
             self.op = before

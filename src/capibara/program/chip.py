@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Buffer", "ChipProgram", "Collective", "Loop", "Step"]
 
@@ -70,6 +71,14 @@ class Step:
     backward: bool = False
     recompute: bool = False
     """Done again in the backward pass because it was not kept: it does not count as the model's own work."""
+    vector_flops: float = 0.0
+    """Of the flops of a kernel that multiplies matrices, what is other work."""
+    call: Any = field(default=None, compare=False, repr=False)
+    """Of an op's kernel: the `Call` that it computes, on one chip's part."""
+
+    @property
+    def matrix_flops(self) -> float:
+        return self.flops - self.vector_flops if self.matrix else 0.0
 
 
 @dataclass(frozen=True)

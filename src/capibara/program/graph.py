@@ -84,6 +84,10 @@ class Node:
     bytes: float | None = None
     """Bytes moved, where the operation brings its own count."""
     op: str | None = None
+    vector_flops: float = 0.0
+    """Of the flops of a kernel that multiplies matrices, what is other work."""
+    call: Any = None
+    """Of an op's kernel: the `Call` that it computes, on whole arrays."""
     backward: bool = False
     recompute: bool = False
     marker: Any = None

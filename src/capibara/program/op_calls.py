@@ -15,9 +15,6 @@ from capibara.program.factors import WHOLE, Factors, whole
 
 __all__ = ["marked_call", "op_node_parts"]
 
-# Families whose work is matrix products, whatever computes it.
-_PRODUCTS = frozenset({"attention", "conv", "linalg"})
-
 
 def marked_call(eqn: Any, selections: list[Any]) -> Any:
     """The decision that dispatch took for this call of an op; None when it is no op's."""
@@ -25,8 +22,8 @@ def marked_call(eqn: Any, selections: list[Any]) -> Any:
     return selections[int(name.removeprefix(MARK))] if isinstance(name, str) and name.startswith(MARK) else None
 
 
-def op_node_parts(selection: Any, eqn: Any) -> tuple[Factors, Cost, bool] | None:
-    """How an op's kernel is split, its cost, and whether it multiplies matrices.
+def op_node_parts(selection: Any, eqn: Any) -> tuple[Factors, Cost] | None:
+    """How an op's kernel is split, and its cost.
 
     None when the body is to be counted: it is plain JAX, or calls ops of its own (a gradient's passes), or is not
     the call that was decided on (its transposition).
@@ -34,16 +31,14 @@ def op_node_parts(selection: Any, eqn: Any) -> tuple[Factors, Cost, bool] | None
     call = selection.call
     implementation = call.op.implementations[selection.implementation]
     body = eqn.params["jaxpr"].jaxpr
-    if not implementation.kernel or _holds(body, lambda inner: str(inner.params.get("name", "")).startswith(MARK)):
+    if not implementation.kernel or _calls_ops(body):
         return None
     present = [x for x in call.args if x is not None]
     given = [tuple(atom.aval.shape) for atom in eqn.invars]
     if given != [tuple(x.shape) for x in present] or any(hasattr(atom, "val") for atom in eqn.invars):
         return None
     results = [tuple(var.aval.shape) for var in eqn.outvars]
-    # Inside a kernel for a GPU the products are not to be seen in the trace.
-    matrix = call.op.family in _PRODUCTS or _holds(body, lambda inner: inner.primitive.name == "dot_general")
-    return _factors(call, given, results), call.op.cost(call), matrix
+    return _factors(call, given, results), call.op.cost(call)
 
 
 def _factors(call: Any, shapes: list[tuple[int, ...]], results: list[tuple[int, ...]]) -> Factors:
@@ -76,13 +71,13 @@ def _factors(call: Any, shapes: list[tuple[int, ...]], results: list[tuple[int, 
     return Factors(tuple(sides[: len(shapes)]), tuple(sides[len(shapes) :]), tuple(sizes), reduced)
 
 
-def _holds(jaxpr: Any, wanted: Any) -> bool:
+def _calls_ops(jaxpr: Any) -> bool:
     for eqn in jaxpr.eqns:
-        if wanted(eqn):
+        if str(eqn.params.get("name", "")).startswith(MARK):
             return True
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):
                 opened = getattr(inner, "jaxpr", inner)
-                if hasattr(opened, "eqns") and _holds(opened, wanted):
+                if hasattr(opened, "eqns") and _calls_ops(opened):
                     return True
     return False

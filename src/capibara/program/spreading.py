@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import jax
 
 from capibara.mesh.layout import Layout
 from capibara.program.chip import Buffer, ChipProgram, Collective, Loop, Step
@@ -196,6 +199,7 @@ class _Writer(Ledger):
         step = Step(
             node.primitive, node.name, tuple(reads), tuple(writes), node.flops / choice.ways, node.matrix,
             node.dtype, sizes, size, node.op, None, node.backward, node.recompute,
+            node.vector_flops / choice.ways, self._call(node, reads),
         )  # fmt: skip
         self.steps.append(step)
         if ready and step.reads == node.inputs and step.writes == node.outputs and not unsettled:
@@ -203,6 +207,14 @@ class _Writer(Ledger):
         for value, number, natural in unsettled:
             why = f"{'partial sums' if partial else 'the result'} of {node.title}"
             self.exchange(value, number, natural, of[value], partial, why, node, into=value)
+
+    def _call(self, node: Node, reads: list[int]) -> Any:
+        """The call of an op's kernel on this chip's part of its operands."""
+        if node.call is None or len(reads) != sum(x is not None for x in node.call.args):
+            return node.call
+        shapes = iter([self.buffers[read].shape for read in reads])
+        args = [None if x is None else jax.ShapeDtypeStruct(next(shapes), x.dtype) for x in node.call.args]
+        return dataclasses.replace(node.call, args=tuple(args))
 
     def _lookup(self, node: Node) -> None:
         """Note where it is the compiler that decides how activations lie, which need not be as they are counted here.

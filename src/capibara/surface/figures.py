@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.hardware.facts import GiB
+from capibara.kernels.core.counting import traced_cost
 from capibara.kernels.core.explanation import explain
 from capibara.kernels.core.spec import Cost, standard_normal
 from capibara.kernels.lab.timing import compare
@@ -36,8 +37,7 @@ def work_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
         inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
         return fn(*inner_args, **inner_kwargs)
 
-    counted = jax.jit(of_arrays).lower(*(leaves[i] for i in where)).cost_analysis() or {}
-    return Cost(float(counted.get("flops", math.nan)), float(counted.get("bytes accessed", math.nan)), "float32")
+    return traced_cost(jax.jit(of_arrays).trace(*(leaves[i] for i in where)), "float32")
 
 
 def seconds_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:

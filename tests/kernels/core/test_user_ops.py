@@ -83,7 +83,7 @@ def test_with_a_reference_and_a_cost() -> None:
         return jnp.einsum("ij,ij->i", x, y)
 
     assert fast.op is registry()["row_dot"]
-    assert fast.op.cost(fast.op.call(X, X)) == Cost(8.0, 8.0)
+    assert fast.op.cost(fast.op.call(X, X)) == Cost(vector_flops=8.0, bytes=8.0)
     # The function is for a TPU, so here the reference runs, and explain says why.
     assert explain(fast, X, X).implementation == "reference"
     assert "it is for tpu" in str(explain(fast, X, X))

@@ -43,7 +43,7 @@ def op() -> Op:
         family="test",
         reference=_reference,
         operands=("x", "y"),
-        cost=lambda call: Cost(2.0 * 4096, 2.0 * 4 * 4096, "float32"),
+        cost=lambda call: Cost(vector_flops=2.0 * 4096, bytes=2.0 * 4 * 4096, dtype="float32"),
         cases=(
             Case("one", ((4096,), None), "float32", tags=frozenset({"bench"})),
             Case("other", ((2048, 2), None), "float32"),

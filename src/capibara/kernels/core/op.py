@@ -15,10 +15,13 @@ import jax
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
+from capibara.hardware.facts import Chip
 from capibara.kernels.core import context, dispatch, families, outside
 from capibara.kernels.core.context import Target, current_target
+from capibara.kernels.core.counting import traced_cost
 from capibara.kernels.core.spec import (
     Call,
+    CallEfficiency,
     Case,
     Config,
     Cost,
@@ -36,18 +39,22 @@ from capibara.lru import LRU
 _MOST_RUNNERS = 2048
 
 
-def _compiler_cost(call: Call) -> Cost:
-    """The reference's own flops and bytes, by XLA's count: the default cost of a user's op."""
+def traced_reference(call: Call) -> Any:
+    """The reference traced on the call's shapes: it lowers, and has a jaxpr."""
     present = [x for x in call.args if x is not None]
 
     def reference(*arrays: Any) -> Any:
-        given = iter(arrays)
-        full = [None if x is None else next(given) for x in call.args]
+        operands = iter(arrays)
+        full = [None if x is None else next(operands) for x in call.args]
         return call.op.reference(*full, **call.specified)
 
-    counted = jax.jit(reference).lower(*present).cost_analysis() or {}
-    dtype = np.dtype(present[0].dtype).name if present else "float32"
-    return Cost(float(counted.get("flops", 0.0)), float(counted.get("bytes accessed", 0.0)), dtype)
+    return jax.jit(reference).trace(*present)
+
+
+def _compiler_cost(call: Call) -> Cost:
+    """The reference's own flops and bytes, by XLA's count: the default cost of a user's op."""
+    dtype = next((np.dtype(x.dtype).name for x in call.args if x is not None), "float32")
+    return traced_cost(traced_reference(call), dtype)
 
 
 def _output_rounding(call: Call) -> float:
@@ -78,6 +85,8 @@ class Op:
       untuned: those parameters that do not change which implementation is fastest.
       check: `Call` -> None, or raises what is wrong with the operands, before anything is chosen (`rule_error`).
       cost: `Call` -> `Cost`; by default what XLA counts in the reference.
+      efficiency: `efficiency(call, chip)` -> `CallEfficiency`: how much of the chip's peaks its kernels reach, where
+        that differs from the chip's own factors; by default those.
       tolerance: `Call` -> the largest error against the reference in float64 that is still right, relative to the
         output's norm and to its largest element; by default 8 roundings of the operands' coarsest type.
       gradient: how kernels are differentiated; by default the reference's own.
@@ -108,6 +117,7 @@ class Op:
         untuned: Sequence[str] = (),
         check: Callable[[Call], None] = lambda call: None,
         cost: Callable[[Call], Cost] = _compiler_cost,
+        efficiency: Callable[[Call, Chip], CallEfficiency] = lambda call, chip: CallEfficiency(),
         tolerance: Callable[[Call], float] = _output_rounding,
         gradient: Gradient | None = None,
         batch: Callable[..., Any] | None = None,
@@ -130,6 +140,7 @@ class Op:
         self.untuned = frozenset(untuned)
         self.check = check
         self.cost = cost
+        self.efficiency = efficiency
         self.tolerance = tolerance
         self.gradient = gradient
         self.batch = batch

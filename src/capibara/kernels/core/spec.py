@@ -87,27 +87,58 @@ class Call:
         return f"{self.op.name}({self.signature})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
     """The work a call cannot avoid: operations, and bytes moved if each operand is touched once.
 
     Rooflines, the planner and the profiler read it; two costs add up.
 
     Attributes:
-      flops: floating point operations, a multiplication and an addition being two.
+      matrix_flops: floating point operations of matrix products, a multiplication and an addition being two.
+      vector_flops: all other operations: elementwise work, sums, scans.
       bytes: read from the device's memory and written to it, every operand and result once.
-      dtype: which of the chip's peak rates the flops run at: "bfloat16", "float32", ...
+      dtype: which of the chip's peak rates the products run at: "bfloat16", "float32", ...
       link_bytes: what one device sends to others.
     """
 
-    flops: float
+    matrix_flops: float = 0.0
+    vector_flops: float = 0.0
     bytes: float
     dtype: str = "bfloat16"
     link_bytes: float = 0.0
 
+    @property
+    def flops(self) -> float:
+        """Of the matrix and the vector units together."""
+        return self.matrix_flops + self.vector_flops
+
     def __add__(self, other: Cost) -> Cost:
-        links = self.link_bytes + other.link_bytes
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.dtype, links)
+        return Cost(
+            matrix_flops=self.matrix_flops + other.matrix_flops,
+            vector_flops=self.vector_flops + other.vector_flops,
+            bytes=self.bytes + other.bytes,
+            dtype=self.dtype,
+            link_bytes=self.link_bytes + other.link_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CallEfficiency:
+    """How near a chip's peaks a call comes, where the op knows it better than the chip's own row.
+
+    Attributes:
+      matrix: share of the matrix peak that its products reach; None for the chip's own.
+      filled: share of the matrix units' work that is not padding, or whole blocks of which a mask leaves a part.
+      memory: share of the bandwidth, relative to what kernels reach on this chip.
+      seconds: what it takes beside that, whatever the rates: work that no product hides.
+      source: where the figures come from: "measured: ..." on this chip, else "predicted: ...".
+    """
+
+    matrix: float | None = None
+    filled: float = 1.0
+    memory: float = 1.0
+    seconds: float = 0.0
+    source: str = "predicted: the chip's own factors"
 
 
 @dataclasses.dataclass(frozen=True)

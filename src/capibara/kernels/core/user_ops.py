@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core import op as ops
 from capibara.kernels.core.context import PLATFORMS
+from capibara.kernels.core.counting import products
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Call, Case, Cost, Gradient, Implementation, Partition
@@ -121,7 +122,8 @@ def register_tpu_op(
       name: in the registry; by default the function's own.
       reference: the specification in plain JAX, with the same signature. By default the function itself.
         Where the function refuses a call, the reference takes it.
-      cost: `Call` -> `Cost` or (flops, bytes); by default what XLA counts in the reference.
+      cost: `Call` -> `Cost`, or (flops, bytes), of which the flops are products where the reference has any; by
+        default what XLA counts in the reference.
       operands: the arguments that are arrays, when the signature does not say it.
       platforms, refuses: where the function runs, and why not a given call.
       kernel: the function is opaque to JAX (a Pallas kernel or a custom call): the reference is then
@@ -219,8 +221,13 @@ def _roles(
 
 def _cost(given: Callable[[Call], Cost | tuple[float, float]]) -> Callable[[Call], Cost]:
     def cost(call: Call) -> Cost:
-        found = given(call)
-        return found if isinstance(found, Cost) else Cost(float(found[0]), float(found[1]))
+        told = given(call)
+        if isinstance(told, Cost):
+            return told
+        flops, moved = map(float, told)
+        if any(products(ops.traced_reference(call).jaxpr)):
+            return Cost(matrix_flops=flops, bytes=moved)
+        return Cost(vector_flops=flops, bytes=moved)
 
     return cost
 

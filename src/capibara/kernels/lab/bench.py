@@ -187,13 +187,13 @@ def limit_seconds(call: Call, cost: Cost) -> float | None:
     chip = hardware.chip_for(call.target.device_kind)
     if chip is None:
         return None
-    moving = cost.bytes / chip.hbm_bandwidth
     dtype = rate_dtype(call, cost, chip)
-    return max(moving, cost.flops / chip.peak_flops(dtype)) if dtype is not None else moving
+    products = 0.0 if dtype is None else cost.matrix_flops / chip.peak_flops(dtype)
+    return max(products, cost.vector_flops / chip.vector_flops, cost.bytes / chip.hbm_bandwidth)
 
 
 def rate_dtype(call: Call, cost: Cost, chip: Chip) -> str | None:
-    """Which of the chip's peak rates bounds the work.
+    """Which of the chip's peak rates bounds the products.
 
     A float32 product at default precision is rounded to the matrix units' own type on the way in, so its
     bound is that type's rate; only the highest precision is held to the float32 rate.
@@ -214,7 +214,12 @@ def gradient_cost(call: Call, cost: Cost) -> Cost:
     The backward pass reads the operands and the output's cotangent, and writes a gradient for every operand.
     """
     operands = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in call.args if x is not None)
-    return Cost(3 * cost.flops, 2 * cost.bytes + operands, cost.dtype)
+    return Cost(
+        matrix_flops=3 * cost.matrix_flops,
+        vector_flops=3 * cost.vector_flops,
+        bytes=2 * cost.bytes + operands,
+        dtype=cost.dtype,
+    )
 
 
 def _row(

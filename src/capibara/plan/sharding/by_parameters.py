@@ -22,10 +22,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from capibara.cost.efficiency import efficiency_of
 from capibara.cost.links import Wiring, exchange, wire
 from capibara.cost.result import Estimate, Memory
-from capibara.cost.roofline import fill, matrix_peak
+from capibara.hardware.products import fill
 from capibara.mesh.layout import Layout
 from capibara.parallel.job import Job, check_shaped, item_bytes
 from capibara.program.anatomy import Anatomy, Leaf
@@ -102,7 +101,7 @@ class ProductsModel:
 
     def estimate(self, layout: Layout) -> Estimate:
         axes, chip = layout.mesh.axes, self.slice.chip
-        table = efficiency_of(chip)
+        table = chip.efficiency
         wiring = wire(layout.mesh, self.slice, hop_seconds=table.hop_seconds)
         tokens = (self.job.tokens or 1) / _parts(layout.specs[-1], axes)
         compute = hidden = exposed = held = kept = largest = flops = 0.0
@@ -124,7 +123,7 @@ class ProductsModel:
             product = 2 * tokens * rows * columns / (cut_rows * cut_columns)
             share = table.matrix.mid * fill(chip, (1, max(1, int(tokens)), columns // cut_columns, rows // cut_rows))
             flops += (3 if self.job.train else 1) * copies * product
-            compute += (3 if self.job.train else 1) * copies * product / (matrix_peak(chip, "bfloat16") * share)
+            compute += (3 if self.job.train else 1) * copies * product / (chip.product_flops("bfloat16") * share)
             kept += copies * tokens * rows / cut_rows * _ACTIVATION_BYTES if self.job.train else 0
             # The sum of a row cut comes after the product, that of a column cut in its backward pass.
             width = columns / cut_columns if cut_rows > 1 else rows if cut_columns > 1 and self.job.train else 0
@@ -148,7 +147,7 @@ class ProductsModel:
             bubble_seconds=0.0,
             flops=flops,
             model_flops=flops,
-            mfu=flops / (seconds * matrix_peak(chip, "bfloat16")) if seconds else 0.0,
+            mfu=flops / (seconds * chip.product_flops("bfloat16")) if seconds else 0.0,
             links=(),
             parts=(),
             notes=self.job.notes,

@@ -28,6 +28,7 @@ from capibara.kernels.ops.attention import (
 )
 from capibara.kernels.ops.attention.block_mask import MaskFn
 from capibara.kernels.ops.attention.cases import CASES, GRAD_CASES
+from capibara.kernels.ops.attention.efficiency import efficiency
 from capibara.kernels.ops.attention.excerpt import first_group
 from capibara.kernels.ops.attention.reference import reference, reference_grad
 from capibara.kernels.ops.attention.rope import Rope, rotate_both
@@ -57,6 +58,7 @@ ATTENTION_GRAD = Op(
     exact=rules.tuned_alike,
     check=rules.check_grad,
     cost=rules.cost_grad,
+    efficiency=efficiency,
     tolerance=rules.tolerance_grad,
     batch=mesh.batch,
     partition=mesh.PARTITION_GRAD,
@@ -75,6 +77,7 @@ ATTENTION = Op(
     untuned=("return_lse",),
     check=rules.check,
     cost=rules.cost,
+    efficiency=efficiency,
     tolerance=rules.tolerance,
     gradient=Gradient(gradient.forward, lambda *args: gradient.backward(ATTENTION_GRAD, *args)),
     batch=mesh.batch,

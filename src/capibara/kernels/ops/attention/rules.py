@@ -245,7 +245,8 @@ def cost(call: Call) -> Cost:
     moved = sum(map(_bytes, call.args)) + _bytes(q)
     if call.params["return_lse"]:
         moved += 4 * math.prod(q.shape[:3])
-    return Cost(4.0 * max(pairs(call), 1) * q.shape[3], float(moved), np.dtype(q.dtype).name)
+    flops = 4.0 * max(pairs(call), 1) * q.shape[3]
+    return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(q.dtype).name)
 
 
 def cost_grad(call: Call) -> Cost:
@@ -253,7 +254,8 @@ def cost_grad(call: Call) -> Cost:
     q = call.need("q")
     written = sum(_bytes(call[name]) for name in ("q", "k", "v", "bias"))
     moved = sum(map(_bytes, call.args)) + written
-    return Cost(10.0 * max(pairs(call), 1) * q.shape[3], float(moved), np.dtype(q.dtype).name)
+    flops = 10.0 * max(pairs(call), 1) * q.shape[3]
+    return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(q.dtype).name)
 
 
 def tolerance(call: Call) -> float:

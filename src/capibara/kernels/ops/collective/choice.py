@@ -32,7 +32,7 @@ def overlap(call: Call, directions: int) -> Overlap | None:
         return None
     cost = call.op.cost(call)
     # Matrix units take float32 operands at the rate of their own type unless a higher precision is asked for.
-    product = cost.flops / devices / chip.peak_flops("bfloat16")
+    product = cost.matrix_flops / devices / chip.peak_flops("bfloat16")
     return Overlap(product, cost.link_bytes / (devices - 1) / directions / chip.ici_link_bandwidth)
 
 

@@ -7,7 +7,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.kernels.core.spec import Call, Cost, Operand
+from capibara.hardware.facts import Chip
+from capibara.hardware.products import fill
+from capibara.kernels.core.spec import Call, CallEfficiency, Cost, Operand
 
 
 def _bytes(x: Operand) -> int:
@@ -23,7 +25,8 @@ def _devices(call: Call) -> int:
 
 def _moved(call: Call, out_bytes: float, sent: float, additions: float = 0.0) -> Cost:
     x = call.need("x")
-    return Cost(additions, _bytes(x) + out_bytes, np.dtype(x.dtype).name, sent)
+    dtype = np.dtype(x.dtype).name
+    return Cost(vector_flops=additions, bytes=_bytes(x) + out_bytes, dtype=dtype, link_bytes=sent)
 
 
 def all_reduce(call: Call) -> Cost:
@@ -51,6 +54,14 @@ def permute(call: Call) -> Cost:
     return _moved(call, _bytes(call.need("x")), _bytes(call.need("x")))
 
 
+def matmul_efficiency(call: Call, chip: Chip, *, gathered: bool) -> CallEfficiency:
+    """Of the product: what travels meanwhile is the links' to count."""
+    x, w = call.need("x"), call.need("w")
+    rows = x.shape[-2] * (_devices(call) if gathered else 1)
+    filled = fill(chip, (math.prod(x.shape[:-2]), rows, w.shape[-1], x.shape[-1]))
+    return CallEfficiency(filled=filled, source="predicted: tiles of the chip's matrix units")
+
+
 def _matmul(call: Call, rows: int, sent: float) -> Cost:
     """`rows` are all that are multiplied here."""
     x, w = call.need("x"), call.need("w")
@@ -58,7 +69,7 @@ def _matmul(call: Call, rows: int, sent: float) -> Cost:
     batch = math.prod(x.shape[:-2])
     flops = 2.0 * batch * rows * x.shape[-1] * w.shape[-1]
     moved = batch * rows * (x.shape[-1] + w.shape[-1]) * dtype.itemsize + _bytes(w)
-    return Cost(flops, moved, dtype.name, sent)
+    return Cost(matrix_flops=flops, bytes=moved, dtype=dtype.name, link_bytes=sent)
 
 
 def all_gather_matmul(call: Call) -> Cost:

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.hardware.facts import Chip
+from capibara.kernels.core.spec import Call, CallEfficiency, Cost, describe, unit_roundoff
 from capibara.kernels.ops.fft.plan import plan
 from capibara.precision import policy, round_fp8
 
@@ -128,10 +129,17 @@ def check_irfft(call: Call) -> None:
         raise rule_error("irfft makes n numbers of n // 2 + 1 points", f"n={n}, {points} points", "cut or pad them")
 
 
+def transform_cost(flops: float, moved: float, precision: Any) -> Cost:
+    """In bfloat16 transforms are products on the matrix units, in float32 butterflies; either is counted as these."""
+    if precision == "bfloat16":
+        return Cost(matrix_flops=flops, bytes=moved)
+    return Cost(vector_flops=flops, bytes=moved, dtype="float32")
+
+
 def _cost(batch: int, lengths: tuple[int, ...], moved: float, precision: Any) -> Cost:
     """The customary 5 n log2 n operations, and each number moved once."""
     n = math.prod(lengths)
-    return Cost(5.0 * max(batch, 1) * n * max(math.log2(n), 1), moved, str(precision))
+    return transform_cost(5.0 * max(batch, 1) * n * max(math.log2(n), 1), moved, precision)
 
 
 def cost(call: Call) -> Cost:
@@ -152,6 +160,21 @@ def cost_irfft(call: Call) -> Cost:
     assert isinstance(n, int)
     batch = math.prod(call.need("re").shape[:-1])
     return _cost(batch, (n,), batch * (4.0 * n + 8 * (n // 2 + 1)), call.params["precision"])
+
+
+def by_products(lengths: tuple[int, ...]) -> CallEfficiency:
+    """Of the products that make a transform: each radix is so many operations a number, eight times, where butterflies
+    have the customary five for each of its levels."""
+    plans = [plan(length) for length in lengths]
+    done = sum(8 * sum(one.factors) * (1 if one.padded is None else 2 * one.padded / one.length) for one in plans)
+    counted = 5 * max(math.log2(math.prod(lengths)), 1)
+    return CallEfficiency(filled=min(1.0, counted / done), source="predicted: the radices of its matrix products")
+
+
+def efficiency(call: Call, chip: Chip) -> CallEfficiency:
+    axes = call.params["axes"]
+    assert isinstance(axes, int)
+    return by_products(call.need("re").shape[-axes:])
 
 
 def tolerance_of(lengths: tuple[int, ...], precision: Any, factors: tuple[int, ...] | None = None) -> float:

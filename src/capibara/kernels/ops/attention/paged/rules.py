@@ -159,7 +159,7 @@ def cost(call: Call) -> Cost:
     if call.params["return_lse"]:
         moved += 4 * n.tokens * n.heads
     flops = 4.0 * max(n.tokens * n.heads * seen * n.depth, 1)
-    return Cost(flops, float(moved), np.dtype(query.dtype).name)
+    return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(query.dtype).name)
 
 
 def tolerance(call: Call) -> float:

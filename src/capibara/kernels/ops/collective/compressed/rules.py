@@ -86,7 +86,7 @@ def cost(call: Call) -> Cost:
     else:
         work = 2 * size
         moved = size * (1 + jnp.dtype(str(call.params["out_dtype"])).itemsize) + scales
-    return Cost(float(max(work, 1)), float(moved), "float32")
+    return Cost(vector_flops=float(max(work, 1)), bytes=float(moved), dtype="float32")
 
 
 def tolerance_encode(call: Call) -> float:

@@ -52,7 +52,7 @@ def cost(call: Call) -> Cost:
     moved = sum(map(_bytes, call.args)) + _bytes(x)
     if call.params["return_final_state"]:
         moved += x.shape[0] * (w.shape[0] - 1) * x.shape[2] * x.dtype.itemsize
-    return Cost(max(2.0 * w.shape[0] * numbers, 1.0), float(moved), "float32")
+    return Cost(vector_flops=max(2.0 * w.shape[0] * numbers, 1.0), bytes=float(moved), dtype="float32")
 
 
 def tolerance(call: Call) -> float:

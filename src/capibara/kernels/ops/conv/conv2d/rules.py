@@ -152,7 +152,7 @@ def cost(call: Call) -> Cost:
     out = n.images * n.out_rows * n.out_columns * n.cout
     flops = 2.0 * out * math.prod(n.window) * w.shape[2]
     moved = sum(math.prod(v.shape) * v.dtype.itemsize for v in (x, w)) + out * x.dtype.itemsize
-    return Cost(max(flops, 1.0), float(moved), np.dtype(x.dtype).name)
+    return Cost(matrix_flops=max(flops, 1.0), bytes=float(moved), dtype=np.dtype(x.dtype).name)
 
 
 def winograd_refusal(call: Call) -> str | None:

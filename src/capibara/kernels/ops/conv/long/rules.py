@@ -38,7 +38,7 @@ def cost(call: Call) -> Cost:
     points = max(time + min(h.shape[0], time) - 1, 2)
     flops = 2.5 * points * math.log2(points) * channels * (2 * batch + 1)
     moved = sum(math.prod(v.shape) * v.dtype.itemsize for v in (x, x, h))
-    return Cost(max(flops, 1.0), float(moved), "float32")
+    return Cost(vector_flops=max(flops, 1.0), bytes=float(moved), dtype="float32")
 
 
 def tolerance(call: Call) -> float:

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from capibara.errors import rule_error
+from capibara.hardware.facts import Chip
 from capibara.kernels.core.batching import one_by_one
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op
-from capibara.kernels.core.spec import Call, Cost, Partition, Prefer, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, CallEfficiency, Cost, Partition, Prefer, describe, unit_roundoff
 from capibara.kernels.ops.fft.plan import smooth_length
-from capibara.kernels.ops.fft.rules import tolerance_of
+from capibara.kernels.ops.fft.rules import by_products, tolerance_of, transform_cost
 
 TYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
@@ -47,7 +48,7 @@ def check_taps(call: Call) -> None:
 
 
 def _cost(transforms: float, length: int, moved: float) -> Cost:
-    return Cost(max(transforms, 1) * 2.5 * length * max(math.log2(length), 1), moved, "bfloat16")
+    return transform_cost(max(transforms, 1) * 2.5 * length * max(math.log2(length), 1), moved, "bfloat16")
 
 
 def cost(call: Call) -> Cost:
@@ -68,17 +69,24 @@ def cost_taps(call: Call) -> Cost:
     return _cost(channels * (2 * batch + 1), max(time + taps - 1, 1), moved)
 
 
+def _length(call: Call) -> int:
+    """Of the transforms: a convenient one that no end of the filter wraps around in."""
+    taps = call.params["taps"] if "taps" in call.params else call.need("h").shape[1]
+    assert isinstance(taps, int)
+    return smooth_length(call.need("x").shape[2] + taps - 1)
+
+
+def efficiency(call: Call, chip: Chip) -> CallEfficiency:
+    return by_products((_length(call),))
+
+
 def tolerance(call: Call) -> float:
     """Three transforms: of the signal, of the filter, and back; and the rounding to x's type."""
-    return unit_roundoff(call.need("x").dtype) + 3 * tolerance_of(
-        (smooth_length(call.need("x").shape[2] + call.need("h").shape[1] - 1),), "bfloat16"
-    )
+    return unit_roundoff(call.need("x").dtype) + tolerance_taps(call)
 
 
 def tolerance_taps(call: Call) -> float:
-    taps = call.params["taps"]
-    assert isinstance(taps, int)
-    return 3 * tolerance_of((smooth_length(call.need("x").shape[2] + taps - 1),), "bfloat16")
+    return 3 * tolerance_of((_length(call),), "bfloat16")
 
 
 def batch(

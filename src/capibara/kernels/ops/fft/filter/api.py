@@ -8,6 +8,7 @@ from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.spec import Case, Implementation
 from capibara.kernels.ops.fft.filter import composed, pallas_gpu, rules
 from capibara.kernels.ops.fft.filter.reference import reference
+from capibara.kernels.ops.fft.rules import by_products
 
 
 def _case(name: str, pairs: int, channels: int, time: int, n: int, tags: set[str], **params: Any) -> Case:
@@ -23,6 +24,7 @@ FFT_FILTER = Op(
     params=rules.PARAMS,
     check=rules.check,
     cost=rules.cost,
+    efficiency=lambda call, chip: by_products(call.need("h_re").shape[-1:]),
     tolerance=rules.tolerance,
     batch=rules.batch,
     partition=rules.PARTITION,

@@ -12,7 +12,7 @@ from capibara.kernels.core.batching import one_by_one
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Call, Cost, Partition, Prefer, describe
-from capibara.kernels.ops.fft.rules import check_names, tolerance_of
+from capibara.kernels.ops.fft.rules import check_names, tolerance_of, transform_cost
 
 PARAMS = {"conjugate": False, "precision": "float32"}
 
@@ -40,7 +40,7 @@ def cost(call: Call) -> Cost:
     pairs, channels, time = call.need("re").shape
     n = call.need("h_re").shape[-1]
     flops = max(pairs * channels, 1) * (10.0 * n * max(math.log2(n), 1) + 6.0 * n)
-    return Cost(flops, 16.0 * pairs * channels * time + 8.0 * channels * n, str(call.params["precision"]))
+    return transform_cost(flops, 16.0 * pairs * channels * time + 8.0 * channels * n, call.params["precision"])
 
 
 def tolerance(call: Call) -> float:

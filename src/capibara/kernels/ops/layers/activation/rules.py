@@ -63,13 +63,13 @@ def cost(call: Call) -> Cost:
     """Each operand read once and each output written once; about sixteen operations a number."""
     x = call.need("x")
     moved = sum(map(_bytes, call.args)) + _bytes(x)
-    return Cost(16.0 * max(math.prod(x.shape), 1), float(moved), "float32")
+    return Cost(vector_flops=16.0 * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
 
 
 def cost_grad(call: Call) -> Cost:
     x = call.need("x")
     moved = sum(map(_bytes, call.args)) + _bytes(x) + _bytes(call["up"])
-    return Cost(24.0 * max(math.prod(x.shape), 1), float(moved), "float32")
+    return Cost(vector_flops=24.0 * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
 
 
 def tolerance(call: Call) -> float:

@@ -85,16 +85,15 @@ def cost(call: Call) -> Cost:
     """One product; each operand read once, two or three numbers a token written."""
     n = sizes_of(call)
     written = 4 * n.tokens * (3 if call.params["return_sum"] else 2)
-    return Cost(
-        max(2.0 * math.prod(n), 1.0), float(sum(map(_bytes, call.args)) + written), call.need("hidden").dtype.name
-    )
+    moved = float(sum(map(_bytes, call.args)) + written)
+    return Cost(matrix_flops=max(2.0 * math.prod(n), 1.0), bytes=moved, dtype=call.need("hidden").dtype.name)
 
 
 def cost_grad(call: Call) -> Cost:
     """Three products, since the logits are not kept; each operand read once, two gradients written."""
     n = sizes_of(call)
     moved = sum(map(_bytes, call.args)) + _bytes(call["hidden"]) + _bytes(call["weights"])
-    return Cost(max(6.0 * math.prod(n), 1.0), float(moved), call.need("hidden").dtype.name)
+    return Cost(matrix_flops=max(6.0 * math.prod(n), 1.0), bytes=float(moved), dtype=call.need("hidden").dtype.name)
 
 
 def _logit_error(call: Call) -> float:

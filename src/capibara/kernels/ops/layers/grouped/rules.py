@@ -128,7 +128,7 @@ def cost(call: Call) -> Cost:
     results = 3 if call.params.get("return_products") else 1
     moved += results * written * out_dtype_of(call).itemsize
     flops = 2.0 * products * max(rows * inner * columns, 1)
-    return Cost(flops, float(moved), np.dtype(jnp.result_type(*floats(call))).name)
+    return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(jnp.result_type(*floats(call))).name)
 
 
 def _product_error(call: Call, length: int) -> float:

@@ -24,6 +24,7 @@ from capibara.kernels.ops.layers.norm import (
     xla,
 )
 from capibara.kernels.ops.layers.norm.cases import CASES, GRAD_CASES
+from capibara.kernels.ops.layers.norm.efficiency import efficiency
 from capibara.kernels.ops.layers.norm.reference import reference, reference_grad
 
 PARAMS = {"kind": "layer", "eps": 1e-6, "offset": 0.0}
@@ -37,6 +38,7 @@ NORM_GRAD = Op(
     untuned=("eps", "offset"),
     check=rules.check_grad,
     cost=rules.cost_grad,
+    efficiency=efficiency,
     tolerance=rules.tolerance_grad,
     batch=mesh.batch,
     partition=mesh.PARTITION_GRAD,
@@ -52,6 +54,7 @@ NORM = Op(
     untuned=("eps", "offset", "return_stats"),
     check=rules.check,
     cost=rules.cost,
+    efficiency=efficiency,
     tolerance=rules.tolerance,
     gradient=Gradient(gradient.forward, lambda *args: gradient.backward(NORM_GRAD, *args)),
     batch=mesh.batch,

@@ -119,14 +119,14 @@ def cost(call: Call) -> Cost:
     if call.params["return_stats"]:
         written += 4 * math.prod(x.shape[:-1]) * (2 if call.params["kind"] == "layer" else 1)
     moved = sum(map(_bytes, call.args)) + written
-    return Cost(8.0 * max(math.prod(x.shape), 1), float(moved), "float32")
+    return Cost(vector_flops=8.0 * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
 
 
 def cost_grad(call: Call) -> Cost:
     """Each operand read once, a gradient written for x and for each vector; about sixteen operations a number."""
     x = call.need("x")
     moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in ("x", "scale", "bias"))
-    return Cost(16.0 * max(math.prod(x.shape), 1), float(moved), "float32")
+    return Cost(vector_flops=16.0 * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
 
 
 def tolerance(call: Call) -> float:

@@ -74,7 +74,8 @@ def cost(call: Call) -> Cost:
     moved = rows * experts * logits.dtype.itemsize + rows * top_k * (wide + 4)
     if bias is not None:
         moved += bias.shape[0] * bias.dtype.itemsize
-    return Cost(float(max(rows, 1) * experts * (3 + 4 * top_k)), float(moved), "float32")
+    flops = float(max(rows, 1) * experts * (3 + 4 * top_k))
+    return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 
 
 def tolerance(call: Call) -> float:

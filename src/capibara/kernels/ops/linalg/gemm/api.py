@@ -18,7 +18,7 @@ from capibara.kernels.core.spec import Gradient, Implementation, Partition, desc
 from capibara.kernels.ops.linalg.gemm import gradient, pallas_gpu, pallas_tpu, peers
 from capibara.kernels.ops.linalg.gemm.cases import CASES
 from capibara.kernels.ops.linalg.gemm.reference import reference
-from capibara.kernels.ops.linalg.gemm.rules import LAX_PRECISIONS, check, cost, tolerance
+from capibara.kernels.ops.linalg.gemm.rules import LAX_PRECISIONS, check, cost, efficiency, tolerance
 from capibara.kernels.ops.linalg.gemm.xla import xla
 
 GEMM: Op = Op(
@@ -35,6 +35,7 @@ GEMM: Op = Op(
     },
     check=check,
     cost=cost,
+    efficiency=efficiency,
     tolerance=tolerance,
     gradient=Gradient(gradient.forward, lambda *args: gradient.backward(GEMM, *args)),
     batch=gradient.batch,

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
+from capibara.hardware.facts import Chip
+from capibara.hardware.products import fill
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, CallEfficiency, Cost, describe, unit_roundoff
 from capibara.kernels.ops.linalg.gemm.reference import ACTIVATIONS
 
 LAX_PRECISIONS = ("default", "high", "highest")
@@ -76,7 +78,12 @@ def cost(call: Call) -> Cost:
     count, m, n, k = sizes(call)
     moved = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in call.args if x is not None)
     moved += count * m * n * out_dtype_of(call).itemsize
-    return Cost(2.0 * count * m * n * k, float(moved), np.dtype(jnp.result_type(call.need("a"), call.need("b"))).name)
+    dtype = np.dtype(jnp.result_type(call.need("a"), call.need("b"))).name
+    return Cost(matrix_flops=2.0 * count * m * n * k, bytes=float(moved), dtype=dtype)
+
+
+def efficiency(call: Call, chip: Chip) -> CallEfficiency:
+    return CallEfficiency(filled=fill(chip, sizes(call)), source="predicted: tiles of the chip's matrix units")
 
 
 def tolerance(call: Call) -> float:

@@ -89,14 +89,16 @@ def cost(call: Call) -> Cost:
     moved = sum(map(_bytes, call.args)) + _bytes(b)
     if call.params["return_final"]:
         moved += b.shape[0] * b.shape[2] * np.dtype(jnp.promote_types(jnp.float32, b.dtype)).itemsize
-    return Cost((8.0 if is_complex(b) else 2.0) * max(math.prod(b.shape), 1), float(moved), "float32")
+    flops = (8.0 if is_complex(b) else 2.0) * max(math.prod(b.shape), 1)
+    return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 
 
 def cost_grad(call: Call) -> Cost:
     """a, h and the cotangent read once, da and db written once; two products and a sum a number."""
     a = call.need("a")
     moved = sum(map(_bytes, call.args)) + _bytes(a) + _bytes(call["h"]) + _bytes(call["initial"])
-    return Cost((14.0 if is_complex(a) else 3.0) * max(math.prod(a.shape), 1), float(moved), "float32")
+    flops = (14.0 if is_complex(a) else 3.0) * max(math.prod(a.shape), 1)
+    return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 
 
 def tolerance(call: Call) -> float:

@@ -92,14 +92,16 @@ def cost(call: Call) -> Cost:
     moved = sum(map(_bytes, call.args)) + _bytes(call.need("x"))
     if call.params["return_final_state"]:
         moved += 4 * n.batch * n.channels * n.states
-    return Cost(7.0 * max(n.batch * n.time, 1) * n.channels * n.states, float(moved), "float32")
+    flops = 7.0 * max(n.batch * n.time, 1) * n.channels * n.states
+    return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 
 
 def cost_grad(call: Call) -> Cost:
     """The states once more, and about twice as many operations for their cotangents; a gradient for each operand."""
     n = sizes_of(call)
     moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in call.op.operands[:9])
-    return Cost(21.0 * max(n.batch * n.time, 1) * n.channels * n.states, float(moved), "float32")
+    flops = 21.0 * max(n.batch * n.time, 1) * n.channels * n.states
+    return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 
 
 def _growth(call: Call) -> float:

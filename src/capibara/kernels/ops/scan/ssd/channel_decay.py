@@ -155,7 +155,8 @@ def cost(call: Call) -> Cost:
     keys, values = q.shape[3], v.shape[3]
     each = 2 * CHUNK * (keys + values) + 4 * keys * values
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*call.args, v) if x is not None)
-    return Cost(float(max(math.prod(q.shape[:2]), 1) * q.shape[2] * each), float(moved), np.dtype(v.dtype).name)
+    flops = float(max(math.prod(q.shape[:2]), 1) * q.shape[2] * each)
+    return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(v.dtype).name)
 
 
 def tolerance(call: Call) -> float:

@@ -83,13 +83,13 @@ def cost(call: Call) -> Cost:
     moved = sum(map(_bytes, call.args)) + _bytes(x)
     if call.params["return_final_state"]:
         moved += 4 * n.batch * n.heads * n.states * n.width
-    return Cost(_products(call), float(moved), np.dtype(x.dtype).name)
+    return Cost(matrix_flops=_products(call), bytes=float(moved), dtype=np.dtype(x.dtype).name)
 
 
 def cost_grad(call: Call) -> Cost:
     """Two products for each of the forward pass; a gradient for each operand."""
     moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in call.op.operands[:7])
-    return Cost(2 * _products(call), float(moved), np.dtype(call.need("x").dtype).name)
+    return Cost(matrix_flops=2 * _products(call), bytes=float(moved), dtype=np.dtype(call.need("x").dtype).name)
 
 
 def _rounding(call: Call) -> float:

@@ -69,7 +69,8 @@ def cost(call: Call) -> Cost:
         moved += 4 * rows
     if call.params["return_stats"]:
         moved += 4 * codes * (width + 1)
-    return Cost(2.0 * max(rows, 1) * codes * width, float(moved), np.dtype(jnp.result_type(x, codebook)).name)
+    dtype = np.dtype(jnp.result_type(x, codebook)).name
+    return Cost(matrix_flops=2.0 * max(rows, 1) * codes * width, bytes=float(moved), dtype=dtype)
 
 
 def tolerance(call: Call) -> float:
