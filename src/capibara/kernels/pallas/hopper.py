@@ -16,7 +16,7 @@ from capibara.errors import rule_error
 SMEM_BYTES = 227 * 1024  # what one program may have
 SWIZZLE = 128  # bytes
 LOG2E = math.log2(math.e)
-CHIPS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")
+UNLISTED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")  # Hoppers by names that have no row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,9 @@ class ProgramsConfig:
 
 
 def refuses_chip(device_kind: str) -> str | None:
-    return None if device_kind.startswith(CHIPS) else f"it is written for Hopper (wgmma); this is {device_kind}"
+    chip = hardware.chip_for(device_kind)
+    hopper = device_kind.startswith(UNLISTED) if chip is None else chip.architecture == "hopper"
+    return None if hopper else f"it is written for Hopper (wgmma); this is {device_kind}"
 
 
 def multiprocessors(device_kind: str) -> int:

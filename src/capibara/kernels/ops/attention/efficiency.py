@@ -18,6 +18,8 @@ class _Reached(NamedTuple):
     block_seconds: tuple[float, float]
     """What one block of queries costs beside its products, forward and backward."""
     source: str
+    core_flops: float | None = None
+    """Matrix peak of the core that the blocks were seen on, where others run the same schedule faster or slower."""
 
 
 _REACHED = {
@@ -33,6 +35,7 @@ _REACHED = {
         ((64, 0.25, 0.3), (128, 0.42, 0.5), (256, 0.55, 0.55)),
         (0.5e-6, 1e-6),
         "schedules of jax's flash attention compiled for v4",
+        core_flops=137.5e12,
     ),
     "cpu": _Reached(((128, 0.3, 0.3),), (5e-6, 10e-6), "assumed"),
 }
@@ -45,6 +48,8 @@ def efficiency(call: Call, chip: Chip) -> CallEfficiency:
     reached = _REACHED[chip.platform]
     nearest = min(reached.shares, key=lambda row: abs(math.log2(max(head, 1) / row[0])))
     each = reached.block_seconds[backward] * max(1.0, head / 128)
+    if reached.core_flops is not None:
+        each *= reached.core_flops * chip.cores_per_chip / chip.peak_flops("bfloat16")
     cut = call.params["causal"] or call.params["window"] is not None
     return CallEfficiency(
         matrix=nearest[1 + backward],

@@ -177,6 +177,16 @@ def efficiency(call: Call, chip: Chip) -> CallEfficiency:
     return by_products(call.need("re").shape[-axes:])
 
 
+def efficiency_rfft(call: Call, chip: Chip) -> CallEfficiency:
+    return by_products(call.need("x").shape[-1:])
+
+
+def efficiency_irfft(call: Call, chip: Chip) -> CallEfficiency:
+    n = call.params["n"]
+    assert isinstance(n, int)
+    return by_products((n,))
+
+
 def tolerance_of(lengths: tuple[int, ...], precision: Any, factors: tuple[int, ...] | None = None) -> float:
     """The relative error that a right result stays under.
 

@@ -81,10 +81,10 @@ def cost(call: Call) -> Cost:
     scales = lead * -(-numbers.shape[-1] // block_of(call)) * 4
     if "seed" in call.op.operands:
         seed = call["seed"]
-        work = (6 if seed is None else 26) * size
+        work = (11 if seed is None else 28) * size
         moved = size * (numbers.dtype.itemsize + 1) + scales + (0 if seed is None else 8)
     else:
-        work = 2 * size
+        work = 4 * size
         moved = size * (1 + jnp.dtype(str(call.params["out_dtype"])).itemsize) + scales
     return Cost(vector_flops=float(max(work, 1)), bytes=float(moved), dtype="float32")
 

@@ -32,11 +32,12 @@ def check(call: Call) -> None:
 
 
 def cost(call: Call) -> Cost:
-    """Three real transforms of twice the time, at 2.5 n log2 n each; every operand read once, the result written."""
+    """Three real transforms of twice the time, at 2.5 n log2 n each, and the product of two of them; every operand read
+    once, the result written."""
     x, h = call.need("x"), call.need("h")
     batch, time, channels = x.shape
     points = max(time + min(h.shape[0], time) - 1, 2)
-    flops = 2.5 * points * math.log2(points) * channels * (2 * batch + 1)
+    flops = 2.5 * points * math.log2(points) * channels * (2 * batch + 1) + 3.0 * points * channels * batch
     moved = sum(math.prod(v.shape) * v.dtype.itemsize for v in (x, x, h))
     return Cost(vector_flops=max(flops, 1.0), bytes=float(moved), dtype="float32")
 

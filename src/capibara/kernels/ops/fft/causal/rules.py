@@ -47,26 +47,30 @@ def check_taps(call: Call) -> None:
         _refuse(call, f"causal_taps takes float32 or bfloat16 flow and x [B, C, T] and 1 to T taps, here taps={taps!r}")
 
 
-def _cost(transforms: float, length: int, moved: float) -> Cost:
-    return transform_cost(max(transforms, 1) * 2.5 * length * max(math.log2(length), 1), moved, "bfloat16")
+def _cost(call: Call, length: int, each: float, moved: float) -> Cost:
+    """Two real transforms for each signal and one for each filter, and `each` operations for a point between them."""
+    batch, channels, _ = call.need("x").shape
+    transforms = max(channels * (2 * batch + 1), 1) * 2.5 * length * max(math.log2(length), 1)
+    return transform_cost(transforms + each * batch * channels * length, moved, "bfloat16")
 
 
 def cost(call: Call) -> Cost:
-    """A real transform and one back for each signal, one for each filter; every number moved once."""
+    """A signal's transform, its product with the filter's, and back; every number moved once."""
     batch, channels, time = call.need("x").shape
     taps = call.need("h").shape[1]
     moved = 2.0 * batch * channels * time * call.need("x").dtype.itemsize
     moved += channels * taps * call.need("h").dtype.itemsize
-    return _cost(channels * (2 * batch + 1), max(time + taps - 1, 1), moved)
+    return _cost(call, max(time + taps - 1, 1), 3.0, moved)
 
 
 def cost_taps(call: Call) -> Cost:
+    """The transforms of both, their product, summed over the batch, and back."""
     batch, channels, time = call.need("x").shape
     taps = call.params["taps"]
     assert isinstance(taps, int)
     moved = batch * channels * time * sum(call.need(name).dtype.itemsize for name in ("flow", "x"))
     moved += 4.0 * channels * taps
-    return _cost(channels * (2 * batch + 1), max(time + taps - 1, 1), moved)
+    return _cost(call, max(time + taps - 1, 1), 4.0, moved)
 
 
 def _length(call: Call) -> int:

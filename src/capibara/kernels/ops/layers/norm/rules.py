@@ -113,20 +113,23 @@ def _bytes(x: Any) -> int:
 
 
 def cost(call: Call) -> Cost:
-    """Each operand read once, y (and the sum, and the statistics) written once; about eight operations a number."""
+    """Each operand read once, y (and the sum, and the statistics) written once; the reference's operations."""
     x = call.need("x")
     written = _bytes(x) * (2 if call.params["return_residual"] else 1)
     if call.params["return_stats"]:
         written += 4 * math.prod(x.shape[:-1]) * (2 if call.params["kind"] == "layer" else 1)
     moved = sum(map(_bytes, call.args)) + written
-    return Cost(vector_flops=8.0 * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
+    each = (9.0 if call.params["kind"] == "layer" else 7.0) + sum(other is not None for other in call.args[1:])
+    return Cost(vector_flops=each * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
 
 
 def cost_grad(call: Call) -> Cost:
-    """Each operand read once, a gradient written for x and for each vector; about sixteen operations a number."""
+    """Each operand read once, a gradient written for x and for each vector; the reference's operations."""
     x = call.need("x")
     moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in ("x", "scale", "bias"))
-    return Cost(vector_flops=16.0 * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
+    each = 18.0 if call.params["kind"] == "layer" else 13.0
+    each += 4.0 * (call["scale"] is not None) + (call["bias"] is not None) + (call["d_sum"] is not None)
+    return Cost(vector_flops=each * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
 
 
 def tolerance(call: Call) -> float:

@@ -87,12 +87,12 @@ def _bytes(x: Any) -> int:
 
 
 def cost(call: Call) -> Cost:
-    """Each operand read once and the results written once; seven operations for each number of each state."""
+    """Each operand read once and the results written once; six operations for each number of each state."""
     n = sizes_of(call)
     moved = sum(map(_bytes, call.args)) + _bytes(call.need("x"))
     if call.params["return_final_state"]:
         moved += 4 * n.batch * n.channels * n.states
-    flops = 7.0 * max(n.batch * n.time, 1) * n.channels * n.states
+    flops = 6.0 * max(n.batch * n.time, 1) * n.channels * n.states
     return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 
 
@@ -100,7 +100,7 @@ def cost_grad(call: Call) -> Cost:
     """The states once more, and about twice as many operations for their cotangents; a gradient for each operand."""
     n = sizes_of(call)
     moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in call.op.operands[:9])
-    flops = 21.0 * max(n.batch * n.time, 1) * n.channels * n.states
+    flops = 19.0 * max(n.batch * n.time, 1) * n.channels * n.states
     return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 
 

@@ -150,10 +150,10 @@ def check(call: Call) -> None:
 
 
 def cost(call: Call) -> Cost:
-    """Each operand read once and y written once; the products of chunks of 64."""
+    """Each operand read once and y written once; the products of chunks of 64 and of their sub-chunks."""
     q, v = call.need("q"), call.need("v")
     keys, values = q.shape[3], v.shape[3]
-    each = 2 * CHUNK * (keys + values) + 4 * keys * values
+    each = 2 * CHUNK * (keys + values) + 2 * SUB_CHUNK * values + 4 * keys * values
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*call.args, v) if x is not None)
     flops = float(max(math.prod(q.shape[:2]), 1) * q.shape[2] * each)
     return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(v.dtype).name)

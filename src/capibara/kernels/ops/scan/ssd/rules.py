@@ -71,10 +71,10 @@ def _bytes(x: Any) -> int:
 
 
 def _products(call: Call) -> float:
-    """The chunked form's: scores within a chunk, their product with x, the state's part, and the next state."""
+    """The chunked form's: a group's scores within a chunk; their product with x, the state's part, the next state."""
     n = sizes_of(call)
-    each = 2 * COUNTED_CHUNK * (n.states + n.width) + 4 * n.states * n.width
-    return float(max(n.batch * n.time, 1) * n.heads * each)
+    each = 2 * COUNTED_CHUNK * (n.groups * n.states + n.heads * n.width) + 4 * n.heads * n.states * n.width
+    return float(max(n.batch * n.time, 1) * each)
 
 
 def cost(call: Call) -> Cost:
@@ -87,9 +87,12 @@ def cost(call: Call) -> Cost:
 
 
 def cost_grad(call: Call) -> Cost:
-    """Two products for each of the forward pass; a gradient for each operand."""
+    """Two products for each of the forward pass, of which nothing is kept: all of its own again, but that of the scores
+    with x. A gradient for each operand."""
     moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in call.op.operands[:7])
-    return Cost(matrix_flops=2 * _products(call), bytes=float(moved), dtype=np.dtype(call.need("x").dtype).name)
+    x = call.need("x")
+    flops = 3 * _products(call) - 2.0 * COUNTED_CHUNK * math.prod(x.shape)
+    return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(x.dtype).name)
 
 
 def _rounding(call: Call) -> float:
