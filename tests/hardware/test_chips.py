@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from capibara.errors import UnknownNameError
 from capibara.hardware import CHIPS, Chip, chip, chip_for, dtype_key, host
+from capibara.hardware.facts import Factor
 
 GiB = 1024**3
 TPUS = [one for one in CHIPS if one.platform == "tpu"]
@@ -111,6 +112,7 @@ def test_agrees_with_jax_s_own_table(one: Chip) -> None:
     cores = one.cores_per_chip
     assert one.vmem_bytes == info.vmem_capacity_bytes
     assert one.mxus_per_core == info.num_mxus
+    assert one.lanes == info.num_lanes
     # jax writes bytes as rounded powers of ten (34.4e9 for 32 GiB; 16.0e9 for v2, which is 7 % short).
     assert info.hbm_capacity_bytes * cores == pytest.approx(one.hbm_bytes, rel=0.08)
     # Vendors' pages and jax differ by up to 11 % on bandwidth (v5p: 2765 against 2460 GB/s).
@@ -126,11 +128,22 @@ def test_every_row_is_complete_and_sourced(one: Chip) -> None:
     assert one.source
     assert one.device_kinds
     assert one.platform in ("tpu", "gpu")
+    assert one.architecture in ("tpu", "ampere", "hopper")
+    # Elementwise work is far slower than products; a GPU's published float32 rate is that of its vector units.
+    assert 0 < one.vector_flops < one.peak_flops("bfloat16") / 5
+    assert one.platform == "tpu" or one.vector_flops == one.peak_flops("float32")
+    factors = [value for value in vars(one.efficiency).values() if isinstance(value, Factor)]
+    assert len(factors) == 5
+    for factor in factors:
+        assert 0 < factor.low < factor.mid < factor.high <= 1
+        assert factor.source.startswith("measured: " if factor.measured else "predicted: ")
+        assert not factor.measured or one.name == "h200"
     assert not one.measured
     assert one.capacity_bytes <= one.hbm_bytes
     assert one.peak_flops("bfloat16") > one.peak_flops("float32") > 0
     if one.platform == "tpu":
         assert one.ici_links == 2 * (one.torus_dims or 0)
+        assert one.slices is not None
 
 
 @given(
