@@ -36,6 +36,11 @@ def describe(x: Operand | jax.Array) -> str:
     return "-" if x is None else f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
 
 
+def nbytes(x: Operand) -> int:
+    """What an operand takes of memory; an absent one nothing."""
+    return 0 if x is None else x.size * np.dtype(x.dtype).itemsize
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One call of an op as shapes: what selection, cost and tolerance reason about.

@@ -11,7 +11,7 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.attention.masking import Window, live_pairs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -235,14 +235,10 @@ def pairs(call: Call) -> int:
     return batch * heads * live
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def cost(call: Call) -> Cost:
     """Two products of head_dim for each live pair; operands read once, the output (and lse) written once."""
     q = call.need("q")
-    moved = sum(map(_bytes, call.args)) + _bytes(q)
+    moved = sum(map(nbytes, call.args)) + nbytes(q)
     if call.params["return_lse"]:
         moved += 4 * math.prod(q.shape[:3])
     flops = 4.0 * max(pairs(call), 1) * q.shape[3]
@@ -252,8 +248,8 @@ def cost(call: Call) -> Cost:
 def cost_grad(call: Call) -> Cost:
     """Five products for each live pair, to the forward's two; one gradient written for each float operand."""
     q = call.need("q")
-    written = sum(_bytes(call[name]) for name in ("q", "k", "v", "bias"))
-    moved = sum(map(_bytes, call.args)) + written
+    written = sum(nbytes(call[name]) for name in ("q", "k", "v", "bias"))
+    moved = sum(map(nbytes, call.args)) + written
     flops = 10.0 * max(pairs(call), 1) * q.shape[3]
     return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(q.dtype).name)
 

@@ -9,12 +9,7 @@ import numpy as np
 
 from capibara.hardware.facts import Chip
 from capibara.hardware.products import fill
-from capibara.kernels.core.spec import Call, CallEfficiency, Cost, Operand
-
-
-def _bytes(x: Operand) -> int:
-    assert x is not None
-    return math.prod(x.shape) * np.dtype(x.dtype).itemsize
+from capibara.kernels.core.spec import Call, CallEfficiency, Cost, nbytes
 
 
 def _devices(call: Call) -> int:
@@ -26,32 +21,32 @@ def _devices(call: Call) -> int:
 def _moved(call: Call, out_bytes: float, sent: float, additions: float = 0.0) -> Cost:
     x = call.need("x")
     dtype = np.dtype(x.dtype).name
-    return Cost(vector_flops=additions, bytes=_bytes(x) + out_bytes, dtype=dtype, link_bytes=sent)
+    return Cost(vector_flops=additions, bytes=nbytes(x) + out_bytes, dtype=dtype, link_bytes=sent)
 
 
 def all_reduce(call: Call) -> Cost:
     x, n = call.need("x"), _devices(call)
-    sent = 2 * (n - 1) / n * _bytes(x)
-    return _moved(call, _bytes(x), sent, (n - 1) / n * math.prod(x.shape))
+    sent = 2 * (n - 1) / n * nbytes(x)
+    return _moved(call, nbytes(x), sent, (n - 1) / n * math.prod(x.shape))
 
 
 def reduce_scatter(call: Call) -> Cost:
     x, n = call.need("x"), _devices(call)
-    return _moved(call, _bytes(x) / n, (n - 1) / n * _bytes(x), (n - 1) / n * math.prod(x.shape))
+    return _moved(call, nbytes(x) / n, (n - 1) / n * nbytes(x), (n - 1) / n * math.prod(x.shape))
 
 
 def all_gather(call: Call) -> Cost:
     x, n = call.need("x"), _devices(call)
-    return _moved(call, n * _bytes(x), (n - 1) * _bytes(x))
+    return _moved(call, n * nbytes(x), (n - 1) * nbytes(x))
 
 
 def all_to_all(call: Call) -> Cost:
     x, n = call.need("x"), _devices(call)
-    return _moved(call, _bytes(x), (n - 1) / n * _bytes(x))
+    return _moved(call, nbytes(x), (n - 1) / n * nbytes(x))
 
 
 def permute(call: Call) -> Cost:
-    return _moved(call, _bytes(call.need("x")), _bytes(call.need("x")))
+    return _moved(call, nbytes(call.need("x")), nbytes(call.need("x")))
 
 
 def matmul_efficiency(call: Call, chip: Chip, *, gathered: bool) -> CallEfficiency:
@@ -68,13 +63,13 @@ def _matmul(call: Call, rows: int, sent: float) -> Cost:
     dtype = jnp.promote_types(x.dtype, w.dtype)
     batch = math.prod(x.shape[:-2])
     flops = 2.0 * batch * rows * x.shape[-1] * w.shape[-1]
-    moved = batch * rows * (x.shape[-1] + w.shape[-1]) * dtype.itemsize + _bytes(w)
+    moved = batch * rows * (x.shape[-1] + w.shape[-1]) * dtype.itemsize + nbytes(w)
     return Cost(matrix_flops=flops, bytes=moved, dtype=dtype.name, link_bytes=sent)
 
 
 def all_gather_matmul(call: Call) -> Cost:
     x, n = call.need("x"), _devices(call)
-    return _matmul(call, n * x.shape[-2], (n - 1) * _bytes(x))
+    return _matmul(call, n * x.shape[-2], (n - 1) * nbytes(x))
 
 
 def matmul_reduce_scatter(call: Call) -> Cost:

@@ -10,7 +10,7 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -142,10 +142,6 @@ def scale_of(scale: float | None, depth: int) -> float:
     return depth**-0.5 if scale is None else float(scale)
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def cost(call: Call) -> Cost:
     """Two products of head_dim for each pair; the pools and the query read once, the output written once.
 
@@ -155,7 +151,7 @@ def cost(call: Call) -> Cost:
     window = cast("int | None", call.params["window"])
     seen = n.capacity if window is None else min(window, n.capacity)
     query = call.need("query")
-    moved = sum(map(_bytes, call.args)) + _bytes(query)
+    moved = sum(map(nbytes, call.args)) + nbytes(query)
     if call.params["return_lse"]:
         moved += 4 * n.tokens * n.heads
     flops = 4.0 * max(n.tokens * n.heads * seen * n.depth, 1)

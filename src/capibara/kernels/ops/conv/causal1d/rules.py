@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 ACTIVATIONS = ("silu",)
@@ -41,15 +40,11 @@ def check(call: Call) -> None:
         raise unknown_name("activation of causal_conv1d", activation, ACTIVATIONS)
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def cost(call: Call) -> Cost:
     """Each operand read once, y (and the state) written once; two operations a tap."""
     x, w = call.need("x"), call.need("w")
     numbers = math.prod(x.shape)
-    moved = sum(map(_bytes, call.args)) + _bytes(x)
+    moved = sum(map(nbytes, call.args)) + nbytes(x)
     if call.params["return_final_state"]:
         moved += x.shape[0] * (w.shape[0] - 1) * x.shape[2] * x.dtype.itemsize
     return Cost(vector_flops=max(2.0 * w.shape[0] * numbers, 1.0), bytes=float(moved), dtype="float32")

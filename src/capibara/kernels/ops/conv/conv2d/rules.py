@@ -11,7 +11,7 @@ import numpy as np
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.conv.conv2d.points import TILES, direct_error_bound, winograd_error_bound
 from capibara.kernels.ops.conv.conv2d.reference import pads_of
 
@@ -151,7 +151,7 @@ def cost(call: Call) -> Cost:
     x, w = call.need("inputs"), call.need("filters")
     out = n.images * n.out_rows * n.out_columns * n.cout
     flops = 2.0 * out * math.prod(n.window) * w.shape[2]
-    moved = sum(math.prod(v.shape) * v.dtype.itemsize for v in (x, w)) + out * x.dtype.itemsize
+    moved = nbytes(x) + nbytes(w) + out * x.dtype.itemsize
     return Cost(matrix_flops=max(flops, 1.0), bytes=float(moved), dtype=np.dtype(x.dtype).name)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 PRECISIONS = ("float32", "bfloat16")
@@ -38,7 +38,7 @@ def cost(call: Call) -> Cost:
     batch, time, channels = x.shape
     points = max(time + min(h.shape[0], time) - 1, 2)
     flops = 2.5 * points * math.log2(points) * channels * (2 * batch + 1) + 3.0 * points * channels * batch
-    moved = sum(math.prod(v.shape) * v.dtype.itemsize for v in (x, x, h))
+    moved = sum(map(nbytes, (x, x, h)))
     return Cost(vector_flops=max(flops, 1.0), bytes=float(moved), dtype="float32")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.activation.formulas import KINDS, SHORT_TAIL_ERROR
 from capibara.kernels.ops.layers.activation.tanh_formulas import TANH_ERROR
 
@@ -55,10 +55,6 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 # The reference's operations a number: forward, backward, and backward with an `up`. As XLA counts them, an exponential,
 # tanh or erf is none of them. Dropout draws, compares and scales.
 OPERATIONS = {
@@ -81,12 +77,12 @@ def _cost(call: Call, each: int, moved: int) -> Cost:
 
 def cost(call: Call) -> Cost:
     """Each operand read once and each output written once."""
-    moved = sum(map(_bytes, call.args)) + _bytes(call["x"])
+    moved = sum(map(nbytes, call.args)) + nbytes(call["x"])
     return _cost(call, OPERATIONS[str(call.params["kind"])][0] + (call["up"] is not None), moved)
 
 
 def cost_grad(call: Call) -> Cost:
-    moved = sum(map(_bytes, call.args)) + _bytes(call["x"]) + _bytes(call["up"])
+    moved = sum(map(nbytes, call.args)) + nbytes(call["x"]) + nbytes(call["up"])
     return _cost(call, OPERATIONS[str(call.params["kind"])][1 if call["up"] is None else 2], moved)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.cross_entropy.reference import vocabulary_axis
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -77,22 +77,18 @@ def is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def cost(call: Call) -> Cost:
     """One product; each operand read once, two or three numbers a token written."""
     n = sizes_of(call)
     written = 4 * n.tokens * (3 if call.params["return_sum"] else 2)
-    moved = float(sum(map(_bytes, call.args)) + written)
+    moved = float(sum(map(nbytes, call.args)) + written)
     return Cost(matrix_flops=max(2.0 * math.prod(n), 1.0), bytes=moved, dtype=call.need("hidden").dtype.name)
 
 
 def cost_grad(call: Call) -> Cost:
     """Three products, since the logits are not kept; each operand read once, two gradients written."""
     n = sizes_of(call)
-    moved = sum(map(_bytes, call.args)) + _bytes(call["hidden"]) + _bytes(call["weights"])
+    moved = sum(map(nbytes, call.args)) + nbytes(call["hidden"]) + nbytes(call["weights"])
     return Cost(matrix_flops=max(6.0 * math.prod(n), 1.0), bytes=float(moved), dtype=call.need("hidden").dtype.name)
 
 

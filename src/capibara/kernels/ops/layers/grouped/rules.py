@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.grouped.reference import ACTIVATIONS
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -122,7 +121,7 @@ def out_dtype_of(call: Call) -> Any:
 def cost(call: Call) -> Cost:
     """2·M·K·N operations a weight; every operand read once and every result written once."""
     rows, inner, columns, groups = sizes(call)
-    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in call.args if x is not None)
+    moved = sum(map(nbytes, call.args))
     written = groups * inner * columns if "d_out" in call.op.operands else rows * columns
     products = 2 if "gate" in call.op.operands else 1
     results = 3 if call.params.get("return_products") else 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 KINDS = ("layer", "rms")
@@ -108,17 +108,13 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def cost(call: Call) -> Cost:
     """Each operand read once, y (and the sum, and the statistics) written once; the reference's operations."""
     x = call.need("x")
-    written = _bytes(x) * (2 if call.params["return_residual"] else 1)
+    written = nbytes(x) * (2 if call.params["return_residual"] else 1)
     if call.params["return_stats"]:
         written += 4 * math.prod(x.shape[:-1]) * (2 if call.params["kind"] == "layer" else 1)
-    moved = sum(map(_bytes, call.args)) + written
+    moved = sum(map(nbytes, call.args)) + written
     each = (9.0 if call.params["kind"] == "layer" else 7.0) + sum(other is not None for other in call.args[1:])
     return Cost(vector_flops=each * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")
 
@@ -126,7 +122,7 @@ def cost(call: Call) -> Cost:
 def cost_grad(call: Call) -> Cost:
     """Each operand read once, a gradient written for x and for each vector; the reference's operations."""
     x = call.need("x")
-    moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in ("x", "scale", "bias"))
+    moved = sum(map(nbytes, call.args)) + sum(nbytes(call[name]) for name in ("x", "scale", "bias"))
     each = 18.0 if call.params["kind"] == "layer" else 13.0
     each += 4.0 * (call["scale"] is not None) + (call["bias"] is not None) + (call["d_sum"] is not None)
     return Cost(vector_flops=each * max(math.prod(x.shape), 1), bytes=float(moved), dtype="float32")

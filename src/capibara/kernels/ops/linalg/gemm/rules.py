@@ -11,7 +11,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.hardware.facts import Chip
 from capibara.hardware.products import fill
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, CallEfficiency, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, CallEfficiency, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.linalg.gemm.reference import ACTIVATIONS
 
 LAX_PRECISIONS = ("default", "high", "highest")
@@ -76,7 +76,7 @@ def out_dtype_of(call: Call) -> Any:
 def cost(call: Call) -> Cost:
     """2·B·M·N·K operations; every operand read once and the output written once."""
     count, m, n, k = sizes(call)
-    moved = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in call.args if x is not None)
+    moved = sum(map(nbytes, call.args))
     moved += count * m * n * out_dtype_of(call).itemsize
     dtype = np.dtype(jnp.result_type(call.need("a"), call.need("b"))).name
     return Cost(matrix_flops=2.0 * count * m * n * k, bytes=float(moved), dtype=dtype)

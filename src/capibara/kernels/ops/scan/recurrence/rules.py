@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 
 REALS = ("bfloat16", "float16", "float32", "float64")
 COMPLEXES = ("complex64", "complex128")
@@ -79,14 +79,10 @@ def _check_flags(call: Call, *names: str) -> None:
             raise rule_error(f"{name} is True or False", repr(call.params[name]), "pass a bool")
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def cost(call: Call) -> Cost:
     """a and b read once and h written once, with the states at both ends; a product and a sum a number."""
     b = call.need("b")
-    moved = sum(map(_bytes, call.args)) + _bytes(b)
+    moved = sum(map(nbytes, call.args)) + nbytes(b)
     if call.params["return_final"]:
         moved += b.shape[0] * b.shape[2] * np.dtype(jnp.promote_types(jnp.float32, b.dtype)).itemsize
     flops = (8.0 if is_complex(b) else 2.0) * max(math.prod(b.shape), 1)
@@ -96,7 +92,7 @@ def cost(call: Call) -> Cost:
 def cost_grad(call: Call) -> Cost:
     """a, h and the cotangent read once, da and db written once; two products and a sum a number."""
     a = call.need("a")
-    moved = sum(map(_bytes, call.args)) + _bytes(a) + _bytes(call["h"]) + _bytes(call["initial"])
+    moved = sum(map(nbytes, call.args)) + nbytes(a) + nbytes(call["h"]) + nbytes(call["initial"])
     flops = (14.0 if is_complex(a) else 3.0) * max(math.prod(a.shape), 1)
     return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 

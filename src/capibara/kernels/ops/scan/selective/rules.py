@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.scan.selective.reference import wide_type
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -82,14 +81,10 @@ def check(call: Call) -> None:
             raise rule_error(f"{name} is {shape}, by x and A", describe(given), "check its axes")
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def cost(call: Call) -> Cost:
     """Each operand read once and the results written once; six operations for each number of each state."""
     n = sizes_of(call)
-    moved = sum(map(_bytes, call.args)) + _bytes(call.need("x"))
+    moved = sum(map(nbytes, call.args)) + nbytes(call.need("x"))
     if call.params["return_final_state"]:
         moved += 4 * n.batch * n.channels * n.states
     flops = 6.0 * max(n.batch * n.time, 1) * n.channels * n.states
@@ -99,7 +94,7 @@ def cost(call: Call) -> Cost:
 def cost_grad(call: Call) -> Cost:
     """The states once more, and about twice as many operations for their cotangents; a gradient for each operand."""
     n = sizes_of(call)
-    moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in call.op.operands[:9])
+    moved = sum(map(nbytes, call.args)) + sum(nbytes(call[name]) for name in call.op.operands[:9])
     flops = 19.0 * max(n.batch * n.time, 1) * n.channels * n.states
     return Cost(vector_flops=flops, bytes=float(moved), dtype="float32")
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from capibara.errors import rule_error
 from capibara.kernels.core.op import Op, register
-from capibara.kernels.core.spec import Call, Case, Cost, Implementation, Partition, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Case, Cost, Implementation, Partition, describe, nbytes, unit_roundoff
 from capibara.kernels.core.varying import vary_like
 from capibara.kernels.ops.scan.selective.reference import wide_type
 from capibara.kernels.ops.scan.selective.rules import check_floats
@@ -154,7 +154,7 @@ def cost(call: Call) -> Cost:
     q, v = call.need("q"), call.need("v")
     keys, values = q.shape[3], v.shape[3]
     each = 2 * CHUNK * (keys + values) + 2 * SUB_CHUNK * values + 4 * keys * values
-    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*call.args, v) if x is not None)
+    moved = sum(map(nbytes, (*call.args, v)))
     flops = float(max(math.prod(q.shape[:2]), 1) * q.shape[2] * each)
     return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(v.dtype).name)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.scan.selective.reference import wide_type
 from capibara.kernels.ops.scan.selective.rules import check_floats
 
@@ -66,10 +66,6 @@ def check(call: Call) -> None:
         raise rule_error("chunk is a positive whole number, or None", repr(chunk), "use chunk=64")
 
 
-def _bytes(x: Any) -> int:
-    return 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
-
-
 def _products(call: Call) -> float:
     """The chunked form's: a group's scores within a chunk; their product with x, the state's part, the next state."""
     n = sizes_of(call)
@@ -80,7 +76,7 @@ def _products(call: Call) -> float:
 def cost(call: Call) -> Cost:
     """Each operand read once and the results written once; the products of chunks of 64."""
     n, x = sizes_of(call), call.need("x")
-    moved = sum(map(_bytes, call.args)) + _bytes(x)
+    moved = sum(map(nbytes, call.args)) + nbytes(x)
     if call.params["return_final_state"]:
         moved += 4 * n.batch * n.heads * n.states * n.width
     return Cost(matrix_flops=_products(call), bytes=float(moved), dtype=np.dtype(x.dtype).name)
@@ -89,7 +85,7 @@ def cost(call: Call) -> Cost:
 def cost_grad(call: Call) -> Cost:
     """Two products for each of the forward pass, of which nothing is kept: all of its own again, but that of the scores
     with x. A gradient for each operand."""
-    moved = sum(map(_bytes, call.args)) + sum(_bytes(call[name]) for name in call.op.operands[:7])
+    moved = sum(map(nbytes, call.args)) + sum(nbytes(call[name]) for name in call.op.operands[:7])
     x = call.need("x")
     flops = 3 * _products(call) - 2.0 * COUNTED_CHUNK * math.prod(x.shape)
     return Cost(matrix_flops=flops, bytes=float(moved), dtype=np.dtype(x.dtype).name)

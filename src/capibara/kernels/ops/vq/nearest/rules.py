@@ -11,7 +11,7 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.core.op import Op
-from capibara.kernels.core.spec import Call, Cost, Excerpt, describe, unit_roundoff
+from capibara.kernels.core.spec import Call, Cost, Excerpt, describe, nbytes, unit_roundoff
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 # Indices travel through float32 registers in the kernels, which holds whole numbers up to here.
@@ -64,7 +64,7 @@ def cost(call: Call) -> Cost:
     """Two operations a row, code and number; x, the codebook and the outputs touched once."""
     x, codebook = call.need("x"), call.need("codebook")
     rows, codes, width = sizes_of(call)
-    moved = math.prod(x.shape) * x.dtype.itemsize + math.prod(codebook.shape) * codebook.dtype.itemsize + 4 * rows
+    moved = nbytes(x) + nbytes(codebook) + 4 * rows
     if call.params["return_distances"]:
         moved += 4 * rows
     if call.params["return_stats"]:
