@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
+import capibara.cost
 from capibara.cost.ops import op_seconds
 from capibara.hardware.chips import CHIPS, chip
 from capibara.hardware.facts import Chip
@@ -265,6 +268,16 @@ def test_a_product_with_a_gather_runs_on_the_matrix_units() -> None:
     rows = f32(16 * 2048, 8192, dtype="bfloat16")
     assert op_seconds("matmul_reduce_scatter", rows, w, **gather) == pytest.approx(9e-3, rel=0.05)
     assert op_seconds("gemm", rows, w, chip=chip("v4")) == pytest.approx(9e-3, rel=0.05)
+
+
+@pytest.mark.quick
+def test_the_cost_model_names_no_op() -> None:
+    # What chips exchange has the collectives' own names.
+    names = {name for name, op in registry().items() if op.family != "collective"}
+    room = Path(capibara.cost.__file__).parent
+    for path in (*room.glob("*.py"), room.parent / "program" / "op_calls.py"):
+        literals = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not names & literals, path.name
 
 
 def test_what_an_op_reaches_says_where_it_comes_from() -> None:
