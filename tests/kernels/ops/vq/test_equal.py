@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from capibara.kernels import interpret
-from capibara.kernels.ops.vq.nearest import equal, pallas_tpu, xla
+from capibara.kernels.ops.vq.nearest import equal, xla
 from capibara.kernels.ops.vq.nearest.equal import lowest_equal
+from capibara.kernels.ops.vq.nearest.tpu import forward as tpu
 
 DISTINCT, COPIES = 12, 5
 
@@ -79,9 +80,7 @@ def _by_xla(x: jax.Array, codes: jax.Array) -> Any:
 
 def _by_pallas_tpu(x: jax.Array, codes: jax.Array) -> Any:
     with interpret("hlo"):
-        return pallas_tpu.pallas_tpu(
-            x, codes, config=pallas_tpu.BlockConfig(40, 32), return_distances=False, return_stats=True
-        )
+        return tpu.nearest_code_tpu(x, codes, config=tpu.BlockConfig(40, 32), return_distances=False, return_stats=True)
 
 
 @pytest.mark.parametrize("implementation", [_by_xla, _by_pallas_tpu])
@@ -89,7 +88,7 @@ def test_columns_that_round_differently(implementation: Any, monkeypatch: pytest
     codes, lowest = _spread()
     kinds = np.arange(40) % len(codes)
     x = codes[kinds] + np.float32(0.01) * _normal(3, 40, 8)
-    for module in (xla, pallas_tpu):
+    for module in (xla, tpu):
         monkeypatch.setattr(module, "squared_norms", _rounded_by_column)
     # A function of its own each time, which no program is kept for that was made without the change.
     indices, counts, _ = jax.jit(lambda x, codes: implementation(x, codes))(x, codes)

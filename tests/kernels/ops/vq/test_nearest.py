@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from capibara.kernels import explain, interpret, nearest_code, target
 from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.vq import NEAREST_CODE
-from capibara.kernels.ops.vq.nearest import pallas_gpu, statistics, xla
+from capibara.kernels.ops.vq.nearest import hopper, statistics, xla
 
 
 def _normal(seed: int, *shape: int) -> np.ndarray:
@@ -202,7 +202,7 @@ def test_dispatch_says_why_not() -> None:
             call = NEAREST_CODE.call(
                 jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct((8, shape[1]), "float32")
             )
-            assert why in str(pallas_gpu.refuses(call))
+            assert why in str(hopper.IMPLEMENTATION.refuses(call))
 
 
 @pytest.mark.parametrize(

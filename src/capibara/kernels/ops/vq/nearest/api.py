@@ -10,7 +10,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.vq.nearest import gradient, mesh, pallas_gpu, pallas_tpu, peers, rules, xla
+from capibara.kernels.ops.vq.nearest import gradient, hopper, mesh, peers, rules, tpu, xla
 from capibara.kernels.ops.vq.nearest.cases import CASES
 from capibara.kernels.ops.vq.nearest.reference import reference
 
@@ -32,13 +32,13 @@ NEAREST_CODE = Op(
     excerpt=rules.first_rows,
 )
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    NEAREST_CODE.implement(_made)
+    NEAREST_CODE.implement(_implementation)
 
 
 def nearest_code(

@@ -29,6 +29,7 @@ from capibara.kernels.ops.vq.nearest.reference import enlargement, is_finite, sq
 from capibara.kernels.ops.vq.nearest.rules import sizes_of
 from capibara.kernels.ops.vq.nearest.xla import centre_of, finish
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 LANES = 128
 MOST_WIDTH = 8192
@@ -46,28 +47,47 @@ class BlockConfig:
             raise rule_error("rows and codes are 1 or more", self, "use rows=512, codes=256")
 
 
-def _bytes(call: Call, config: BlockConfig) -> int:
-    """VMEM: two of each operand's block, and in float32 copies, the table of scores with what is made of it."""
+def _blocks(config: BlockConfig, width: int) -> dict[str, Any]:
+    """What `pallas_call` moves and keeps: rows, codes, half norms; indices; the best score and its index."""
+    block_m, block_n = config.rows, config.codes
+    as_lanes = block_m % LANES == 0
+    return {
+        "in_specs": [
+            pl.BlockSpec((block_m, width), lambda i, j: (i, 0)),
+            pl.BlockSpec((block_n, width), lambda i, j: (j, 0)),
+            pl.BlockSpec((1, block_n), lambda i, j: (0, j)),
+        ],
+        "out_specs": pl.BlockSpec((1, block_m), lambda i, j: (0, i))
+        if as_lanes
+        else pl.BlockSpec((block_m, 1), lambda i, j: (i, 0)),
+        "scratch_shapes": [pltpu.VMEM((block_m, LANES), jnp.float32)] * 2,
+    }
+
+
+def _vmem_bytes(call: Call, config: BlockConfig) -> int:
+    """What is allocated, and what the compiler adds: operands in parts, the table of scores, the new best of a row."""
     width = math.ceil(sizes_of(call).width / LANES) * LANES
-    x, codebook = call.need("x").dtype.itemsize, call.need("codebook").dtype.itemsize
-    operands = 2 * width * (config.rows * x + config.codes * codebook)
-    copies = 3 * 4 * width * (config.rows + config.codes)  # at full precision an operand is multiplied in parts
-    return operands + copies + 4 * 4 * config.rows * (config.codes + LANES)
+    blocks = _blocks(config, width)
+    dtypes = (call.need("x").dtype, call.need("codebook").dtype, jnp.float32, jnp.int32)
+    moved = zip([*blocks["in_specs"], blocks["out_specs"]], dtypes, strict=True)
+    parts = 3 * 4 * width * (config.rows + config.codes)  # at full precision an operand is multiplied in three
+    scores = 4 * 4 * config.rows * config.codes
+    return vmem_bytes(moved, blocks["scratch_shapes"]) + parts + scores + 2 * 4 * config.rows * LANES
 
 
 def candidates(call: Call) -> Sequence[BlockConfig]:
     """Blocks that fit VMEM, those first that read the codes least often."""
     rows, codes, _ = sizes_of(call)
-    made = [BlockConfig(min(m, rows), min(k, codes)) for m in (1024, 512, 256, 128) for k in (512, 256, 128)]
-    fitting = [c for c in dict.fromkeys(made) if _bytes(call, c) <= vmem.limit(call)]
+    configs = [BlockConfig(min(m, rows), min(n, codes)) for m in (1024, 512, 256, 128) for n in (512, 256, 128)]
+    fitting = [c for c in dict.fromkeys(configs) if _vmem_bytes(call, c) <= vmem.limit(call)]
     return sorted(fitting, key=lambda c: (-c.rows, -c.codes))
 
 
 def refuses(call: Call) -> str | None:
     for name in ("x", "codebook"):
-        given = call.need(name)
-        if np.dtype(given.dtype).name not in ("bfloat16", "float32"):
-            return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
+        dtype = np.dtype(call.need(name).dtype).name
+        if dtype not in ("bfloat16", "float32"):
+            return f"a TPU's vector units take bfloat16 and float32; {name} is {dtype}"
     rows, _, width = sizes_of(call)
     if rows == 0:
         return "x is empty"
@@ -78,7 +98,7 @@ def refuses(call: Call) -> str | None:
 
 def _body(
     x_ref: Any, codes_ref: Any, half_ref: Any, out_ref: Any, best_ref: Any, index_ref: Any, *, codes: int, steps: int,
-    precision: Any, as_lanes: bool,
+    precision: Any,
 ) -> None:  # fmt: skip
     step = pl.program_id(1)
     rows, block = best_ref.shape[0], codes_ref.shape[0]
@@ -107,67 +127,58 @@ def _body(
 
     @pl.when(step == steps - 1)
     def _finish() -> None:
-        found = index_ref[...]
-        out_ref[...] = (found.T[:1, :] if as_lanes else found[:, :1]).astype(jnp.int32)
+        index = index_ref[...]
+        out_ref[...] = (index.T[:1, :] if rows % LANES == 0 else index[:, :1]).astype(jnp.int32)
 
 
-def pallas_tpu(
+def nearest_code_tpu(
     x: jax.Array, codebook: jax.Array, *, config: BlockConfig, return_distances: bool, return_stats: bool
 ) -> Any:
     """The indices as one Pallas call; distances and sums follow from them."""
     flat = x.reshape(-1, x.shape[-1])
     rows, width = flat.shape
     codes = codebook.shape[0]
-    block = config.rows
     usable = is_finite(squared_norms(codebook.astype(jnp.float32)))
     valid = is_finite(squared_norms(flat.astype(jnp.float32)))
     # A product with a code that cannot be used would spoil nothing but itself, were it not for parts of infinities.
     both = jnp.result_type(x, codebook)
-    given, clean = flat.astype(both), jnp.where(usable[:, None], codebook, jnp.zeros_like(codebook)).astype(both)
+    values, clean = flat.astype(both), jnp.where(usable[:, None], codebook, jnp.zeros_like(codebook)).astype(both)
     by = enlargement(codebook.astype(jnp.float32))
     if both == jnp.float32:  # bfloat16 numbers, exact in the product, are too coarse for its rounding to hide anything
         centre, enough = centre_of(codebook.astype(both), by)
         centre = jnp.where(enough, centre, 0)
-        given, clean = given - centre, clean - centre
+        values, clean = values - centre, clean - centre
     clean = clean * by.astype(both)
     half = jnp.where(usable, squared_norms(clean.astype(jnp.float32)) / 2, jnp.inf).reshape(1, codes)
     clean = clean * by.astype(both)  # for the rows, which stay as they are
-    as_lanes = block % LANES == 0
+    as_lanes = config.rows % LANES == 0
     steps = math.ceil(codes / config.codes)
     # bfloat16 products are exact in float32 by one pass; float32 takes all six.
     precision = lax.Precision.HIGHEST if both == jnp.float32 else None
-    found = pl.pallas_call(
-        functools.partial(_body, codes=codes, steps=steps, precision=precision, as_lanes=as_lanes),
+    best = pl.pallas_call(
+        functools.partial(_body, codes=codes, steps=steps, precision=precision),
         out_shape=out_struct((1, rows) if as_lanes else (rows, 1), jnp.int32, x),
-        grid=(math.ceil(rows / block), steps),
-        in_specs=[
-            pl.BlockSpec((block, width), lambda i, j: (i, 0)),
-            pl.BlockSpec((config.codes, width), lambda i, j: (j, 0)),
-            pl.BlockSpec((1, config.codes), lambda i, j: (0, j)),
-        ],
-        out_specs=pl.BlockSpec((1, block), lambda i, j: (0, i))
-        if as_lanes
-        else pl.BlockSpec((block, 1), lambda i, j: (i, 0)),
-        scratch_shapes=[pltpu.VMEM((block, LANES), jnp.float32)] * 2,
+        grid=(math.ceil(rows / config.rows), steps),
+        **_blocks(config, width),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * codes * width,
             bytes_accessed=flat.size * flat.dtype.itemsize
-            + math.ceil(rows / block) * clean.size * clean.dtype.itemsize
+            + math.ceil(rows / config.rows) * clean.size * clean.dtype.itemsize
             + 4 * rows,
             transcendentals=0,
         ),
         interpret=current_interpret().pallas_argument(),
         name="capibara_nearest_code",
-    )(given, clean, half)
+    )(values, clean, half)
     # Without a code that can be used every score is minus infinity, and no row has an index.
-    indices = jnp.where(valid, found.reshape(rows), -1)
+    indices = jnp.where(valid, best.reshape(rows), -1)
     return finish(x, codebook, lowest_equal(codebook, indices), return_distances, return_stats)
 
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    nearest_code_tpu,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 5,  # below XLA until it has been timed on a TPU

@@ -14,29 +14,16 @@ from tests.kernels.pallas import hopper_emulator as emulator
 
 from capibara.kernels.core.context import Target
 from capibara.kernels.core.spec import Call
-from capibara.kernels.ops.vq.nearest import (
-    pallas_gpu,
-    pallas_gpu_compare,
-    pallas_gpu_few,
-    pallas_gpu_lists,
-    pallas_gpu_prepare,
-    pallas_gpu_resident,
-    pallas_gpu_resolve,
-    pallas_gpu_search,
-    pallas_gpu_slices,
-)
 from capibara.kernels.ops.vq.nearest.api import NEAREST_CODE
-from capibara.kernels.ops.vq.nearest.pallas_gpu_search import SearchConfig
+from capibara.kernels.ops.vq.nearest.hopper import common, few, forward, prepare, resolve, search, search_resident
+from capibara.kernels.ops.vq.nearest.hopper.common import SearchConfig
 
 pytestmark = [
     pytest.mark.quick,
     pytest.mark.filterwarnings("ignore:invalid value encountered in cast"),  # the emulator marks integers as NaN
 ]
 
-KERNELS = (
-    pallas_gpu_compare, pallas_gpu_few, pallas_gpu_lists, pallas_gpu_prepare, pallas_gpu_resident, pallas_gpu_resolve,
-    pallas_gpu_search, pallas_gpu_slices,
-)  # fmt: skip
+KERNELS = (common, few, prepare, resolve, search, search_resident)
 
 PROGRAMS = 2
 
@@ -55,14 +42,14 @@ def _nd_loop(shape: tuple[int, ...], *, collective_axes: str) -> Any:
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     with emulator.emulated(*KERNELS):
-        kernel = pallas_gpu_search.plgpu.kernel
+        kernel = search.plgpu.kernel
 
         def whole(body: Any, **kwargs: Any) -> Any:
             made = kernel(body, **{"num_threads": 1, **kwargs})
             return lambda *arrays: made(*arrays)
 
-        pallas_gpu_search.plgpu.__dict__.update(nd_loop=_nd_loop, kernel=whole, async_prefetch=lambda ref: None)
-        pallas_gpu_search.lax.__dict__.update(
+        search.plgpu.__dict__.update(nd_loop=_nd_loop, kernel=whole, async_prefetch=lambda ref: None)
+        search.lax.__dict__.update(
             bitcast_convert_type=lambda x, dtype: np.asarray(x).view(dtype),
             rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
         )
@@ -73,10 +60,10 @@ def _found(x: Any, codebook: Any, config: SearchConfig) -> tuple[np.ndarray, np.
     """(indices after the search and the comparison, how many codes of each row were compared), by emulation."""
 
     def call(x: Any, codebook: Any) -> tuple[Any, Any]:
-        prepared = pallas_gpu_prepare.prepare(codebook, config.tile)
-        search = pallas_gpu_resident.search_resident if config.resident else pallas_gpu_search.search
-        found = search(x, *prepared, config, PROGRAMS)
-        indices = pallas_gpu_resolve.resolve(x, codebook, found, prepared.half, config.kept, streams=config.resident)
+        prepared = prepare.prepare(codebook, config.tile)
+        run_search = search_resident.search_resident if config.resident else search.search
+        found = run_search(x, *prepared, config, PROGRAMS)
+        indices = resolve.resolve(x, codebook, found, prepared.half, config.kept, streams=config.resident)
         if found.shape[0] == config.kept + 1:
             return indices, found[config.kept, : x.shape[0]]
         word, byte = divmod(config.kept, 4)
@@ -186,12 +173,12 @@ def test_where_every_distance_overflows_the_first_that_can_be_used_is_taken(code
 def test_a_full_list_is_shared_by_many_programs() -> None:
     """One program a row would be what a whole batch waits for: 8192 codes, 4 at a time, are 2 ms on an H200."""
     for codes in (129, 1024, 8192, 100_000):
-        length = pallas_gpu_slices.slice_length(codes)
+        length = resolve.slice_length(codes)
         slices = -(-codes // length)
         assert slices > 1
-        assert slices <= pallas_gpu_slices.MOST_SLICES
+        assert slices <= resolve.MOST_SLICES
         assert slices <= 0.02 * codes, "a word a slice: more than 2 % of a table of rows by codes"
-    assert pallas_gpu_slices.slice_length(8192) <= 128
+    assert resolve.slice_length(8192) <= 128
 
 
 def test_only_full_lists_are_compared_with_all_codes() -> None:
@@ -203,7 +190,7 @@ def test_only_full_lists_are_compared_with_all_codes() -> None:
     half = np.full(300, 1.0, np.float32)
     half[:200] = 1e30
     with emulated():
-        by_slices = jax.jit(lambda *arrays: pallas_gpu_slices.by_slices(*arrays, kept=4))
+        by_slices = jax.jit(lambda *arrays: resolve.by_slices(*arrays, kept=4))
         made = np.asarray(by_slices(x, codebook, found, half))
     distances = _distances(x[full], codebook)
     assert (made[0, full] == -1).all()
@@ -217,11 +204,11 @@ def test_only_full_lists_are_compared_with_all_codes() -> None:
 def test_lists_of_few_codes_are_bytes(kept: int) -> None:
     """A word an entry would be more than a twentieth of a table of rows by 64 codes."""
     entries = np.random.default_rng(kept).integers(0, 128, (kept + 1, 8)).astype(np.int32)
-    words = np.stack(pallas_gpu_lists.packed(list(entries), 64))
-    assert len(words) == pallas_gpu_lists.words_of(kept, 64)
+    words = np.stack(common.packed(list(entries), 64))
+    assert len(words) == common.words_of(kept, 64)
     assert len(words) < 64 / 20
     for row in range(8):
-        entry = pallas_gpu_lists.entry_of(words, row, kept)
+        entry = common.entry_of(words, row, kept)
         assert [int(entry(place)) for place in range(kept + 1)] == entries[:, row].tolist()
         assert [int(entry(np.int32(place))) for place in range(kept + 1)] == entries[:, row].tolist()
 
@@ -233,8 +220,8 @@ def test_bounds_are_the_largest_of_the_codes_that_can_be_used(codes: int) -> Non
     codebook[[7, -2]] *= [[3], [5]]
     codebook[3, 3] = np.nan
     with emulated():
-        prepare = jax.jit(lambda c: pallas_gpu_prepare.prepare(c, 64))
-        narrow, half, centre, bounds = map(np.asarray, prepare(codebook))
+        prepared = jax.jit(lambda c: prepare.prepare(c, 64))(codebook)
+        narrow, half, centre, bounds = map(np.asarray, prepared)
     codebook[3] = centre
     wide = (codebook - centre) * bounds[0]
     lost = wide - narrow[:codes].astype(np.float32)
@@ -253,8 +240,8 @@ def test_bounds_are_the_largest_of_the_codes_that_can_be_used(codes: int) -> Non
 def test_the_default_is_what_was_fastest_on_a_chip(codes: int, width: int, config: SearchConfig) -> None:
     x, codebook = (jax.ShapeDtypeStruct((n, width), jnp.float32) for n in (65536, codes))
     call = Call(NEAREST_CODE, (x, codebook), NEAREST_CODE.params, Target("gpu", "NVIDIA H200"))
-    assert pallas_gpu.refuses(call) is None
-    chosen = pallas_gpu.candidates(call)[0]
+    assert forward.refuses(call) is None
+    chosen = forward.candidates(call)[0]
     # How long a ring fits beside rows that stay is arithmetic.
     assert (chosen.tile, chosen.kept, chosen.resident) == (config.tile, config.kept, config.resident)
     assert chosen.resident or chosen.stages == config.stages
@@ -275,8 +262,8 @@ def test_one_code() -> None:
 def _of_few(x: Any, codebook: Any) -> np.ndarray:
     config = SearchConfig(64, 3, 4, resident=True)
     with emulated():
-        few = jax.jit(lambda x, c: pallas_gpu_few.nearest_of_few(x, c, config, PROGRAMS))
-        return np.asarray(few(jnp.asarray(x), jnp.asarray(codebook)))
+        nearest = jax.jit(lambda x, c: few.nearest_of_few(x, c, config, PROGRAMS))
+        return np.asarray(nearest(jnp.asarray(x), jnp.asarray(codebook)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -310,12 +297,12 @@ def test_codes_that_stay_and_what_float16_cannot_hold() -> None:
 @pytest.mark.parametrize(("rows", "width"), [(37, 20), (64, 128), (5, 130)])
 def test_any_width_and_number_of_rows(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros beside rows and codes change no distance, and rows that are added are cut again."""
-    monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: PROGRAMS)
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: PROGRAMS)
     x, codebook = _normal(5, rows, width), _normal(6, 70, width)
     config = SearchConfig(64, 2)
     with emulated():
         made = jax.jit(
-            lambda x, c: pallas_gpu.mosaic_gpu(x, c, config=config, return_distances=False, return_stats=False)
+            lambda x, c: forward.nearest_code_hopper(x, c, config=config, return_distances=False, return_stats=False)
         )(x, codebook)
         indices = np.asarray(made)
     assert indices.shape == (rows,)

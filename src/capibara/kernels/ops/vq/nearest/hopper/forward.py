@@ -3,12 +3,12 @@
 A search finds for every row the few best codes by float16 products (bfloat16 ones are exact), with a bound on their
 error. Where one code is ahead of all others by more than that, it is the nearest. Where a few are not told apart,
 `resolve` compares their distances in float32; where the list may not be complete (many near ties, numbers beyond
-float16, NaN), the distances to all codes, which many programs share (`pallas_gpu_slices`). Nothing waits for the host,
+float16, NaN), the distances to all codes, which many programs share. Nothing waits for the host,
 and no table of rows by codes is ever stored.
 
 What stays in shared memory makes three searches: of 64 codes or fewer the codes do, and all is one kernel
-(`pallas_gpu_few`); rows do that fit beside a ring of codes (`pallas_gpu_resident`); else both come by again and again
-(`pallas_gpu_search`).
+(`few`); rows do that fit beside a ring of codes (`search_resident`); else both come by again and again
+(`search`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import numpy as np
 
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.ops.vq.nearest import pallas_gpu_few
-from capibara.kernels.ops.vq.nearest.pallas_gpu_compare import THREADS
-from capibara.kernels.ops.vq.nearest.pallas_gpu_prepare import prepare
-from capibara.kernels.ops.vq.nearest.pallas_gpu_resident import TILE, search_resident, slots_for
-from capibara.kernels.ops.vq.nearest.pallas_gpu_resolve import resolve
-from capibara.kernels.ops.vq.nearest.pallas_gpu_search import PROGRAM_ROWS, ROWS, SearchConfig, search
+from capibara.kernels.ops.vq.nearest.hopper.common import BLOCK_M, PROGRAM_M, THREADS, SearchConfig, fits
+from capibara.kernels.ops.vq.nearest.hopper.few import few_scratch, nearest_of_few
+from capibara.kernels.ops.vq.nearest.hopper.prepare import prepare
+from capibara.kernels.ops.vq.nearest.hopper.resolve import resolve
+from capibara.kernels.ops.vq.nearest.hopper.search import search, search_scratch
+from capibara.kernels.ops.vq.nearest.hopper.search_resident import TILE, search_resident, stages_for
 from capibara.kernels.ops.vq.nearest.rules import Sizes, sizes, sizes_of
 from capibara.kernels.ops.vq.nearest.xla import finish
 from capibara.kernels.pallas.hopper import multiprocessors, refuses_chip
 
 MOST_WIDTH = 8192
-FEWEST_SLOTS = 4  # of the ring beside rows that stay
+FEWEST_STAGES = 4  # of the ring beside rows that stay
 FEW_CODES = 128  # so few do not fill a tile beside rows that stay
 
 
@@ -47,22 +47,21 @@ def padded_sizes(n: Sizes) -> Sizes:
 def candidates(call: Call) -> Sequence[SearchConfig]:
     """What keeps rows in shared memory first; then the widest tile that the codes fill, each with the deepest ring."""
     rows, codes, width = padded_sizes(sizes_of(call))
-    size = call.need("x").dtype.itemsize
-    made = []
-    if rows >= PROGRAM_ROWS and codes > FEW_CODES and slots_for(width) >= FEWEST_SLOTS:
-        made += [SearchConfig(TILE, slots_for(width), kept, resident=True) for kept in (6, 5)]
+    dtype = call.need("x").dtype
+    configs = []
+    if rows >= PROGRAM_M and codes > FEW_CODES and stages_for(width) >= FEWEST_STAGES:
+        configs += [SearchConfig(TILE, stages_for(width), kept, resident=True) for kept in (6, 5)]
     widest = min(256, -(-codes // 64) * 64)
     for tile in dict.fromkeys([widest, *(t for t in (192, 128, 64) if t < widest)]):
         # Beside few codes a longer list is short work, and one that is full is what all rows wait for.
         for kept in (6, 4, 3) if codes <= FEW_CODES else (4, 6, 3):
-            deepest = next((s for s in (6, 5, 4, 3, 2) if SearchConfig(tile, s, kept).fits(size)), None)
-            if deepest is not None:
-                made.append(SearchConfig(tile, deepest, kept))
-    if rows >= PROGRAM_ROWS and codes <= ROWS:
+            rings = (SearchConfig(tile, stages, kept) for stages in (6, 5, 4, 3, 2))
+            configs += [ring for ring in rings if fits(search_scratch(ring, codes, dtype))][:1]
+    if rows >= PROGRAM_M and codes <= BLOCK_M:
         # Last, so only by name or by tuning: it was emulated, and has not been timed on a chip.
-        few = (SearchConfig(ROWS, stages, 6, resident=True) for stages in (4, 3, 2))
-        made += [config for config in few if pallas_gpu_few.fits(config, width, size)][:1]
-    return made
+        few = (SearchConfig(BLOCK_M, stages, 6, resident=True) for stages in (4, 3, 2))
+        configs += [config for config in few if fits(few_scratch(config, width, dtype))][:1]
+    return configs
 
 
 def refuses(call: Call) -> str | None:
@@ -78,27 +77,27 @@ def refuses(call: Call) -> str | None:
     return "x has no rows" if rows == 0 else None
 
 
-def mosaic_gpu(
+def nearest_code_hopper(
     x: jax.Array, codebook: jax.Array, *, config: SearchConfig, return_distances: bool, return_stats: bool
 ) -> Any:
-    given = sizes(x, codebook)
-    wanted = padded_sizes(given)
-    columns = (0, wanted.width - given.width)
-    rows = jnp.pad(x.reshape(-1, given.width), ((0, wanted.rows - given.rows), columns))
+    size = sizes(x, codebook)
+    padded = padded_sizes(size)
+    columns = (0, padded.width - size.width)
+    rows = jnp.pad(x.reshape(-1, size.width), ((0, padded.rows - size.rows), columns))
     codes = jnp.pad(codebook, ((0, 0), columns))
     programs = multiprocessors(current_target().device_kind)
-    if config.resident and config.tile == ROWS:
-        indices = pallas_gpu_few.nearest_of_few(rows, codes, config, programs)
+    if config.resident and config.tile == BLOCK_M:
+        indices = nearest_of_few(rows, codes, config, programs)
     else:
         prepared = prepare(codes, config.tile)
-        found = (search_resident if config.resident else search)(rows, *prepared, config, programs)
-        indices = resolve(rows, codes, found, prepared.half, config.kept, streams=config.resident)
-    return finish(x, codebook, indices[: given.rows], return_distances, return_stats)
+        lists = (search_resident if config.resident else search)(rows, *prepared, config, programs)
+        indices = resolve(rows, codes, lists, prepared.half, config.kept, streams=config.resident)
+    return finish(x, codebook, indices[: size.rows], return_distances, return_stats)
 
 
 IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu,
+    nearest_code_hopper,
     platforms=("gpu",),
     refuses=refuses,
     # On an H200, 65536x768 float32: 6 to 14 times xla's exact search for 64 to 8192 codes. Beside an argmin of TF32
