@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import explain, gemm, interpret, target
 from capibara.kernels.core.spec import unit_roundoff
-from capibara.kernels.ops.linalg.gemm.pallas_tpu import TileConfig
+from capibara.kernels.ops.linalg.gemm.tpu.forward import TileConfig
 from capibara.surface.chunked_products import gemm_chunked, gemm_tiled
 
 RNG = np.random.default_rng(0)

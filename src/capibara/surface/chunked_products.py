@@ -21,18 +21,18 @@ from capibara.kernels.core import tables, varying
 from capibara.kernels.core.dispatch import select
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Call
-from capibara.kernels.ops.linalg.gemm import pallas_tpu
 from capibara.kernels.ops.linalg.gemm.api import GEMM, gemm, leading_axes
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
 from capibara.kernels.ops.linalg.gemm.rules import DTYPES
+from capibara.kernels.ops.linalg.gemm.tpu import forward as gemm_tpu
 from capibara.kernels.ops.linalg.placement import on_their_device, target_for
 from capibara.kernels.ops.linalg.rounding import rounded
 from capibara.kernels.pallas import vmem
 
 logger = logging.getLogger("capibara.kernels")
 
-LANES = pallas_tpu.LANES
-_KERNEL = pallas_tpu.IMPLEMENTATION.name
+LANES = gemm_tpu.LANES
+_KERNEL = gemm_tpu.IMPLEMENTATION.name
 
 
 def gemm_chunked(
@@ -88,7 +88,7 @@ def gemm_tiled(
     out = jnp.result_type(a, b)
     if use_bfloat16 and jnp.issubdtype(out, jnp.floating):
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    tile = pallas_tpu.TileConfig(block, block, block)
+    tile = gemm_tpu.TileConfig(block, block, block)
     return _blocked(a, b, None, None, block=block, tile=tile, out_dtype=out, implementation=implementation)
 
 
@@ -126,7 +126,7 @@ def _blocked(
     residual: Any,
     *,
     block: int | None,
-    tile: pallas_tpu.TileConfig | None,
+    tile: gemm_tpu.TileConfig | None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     activation: str | None = None,
@@ -186,14 +186,14 @@ def _kernel_takes(call: Call, implementation: str | None) -> bool:
     return call.target.platform == "tpu" and GEMM.implementations[_KERNEL].refusal(call) is None
 
 
-def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> pallas_tpu.TileConfig:
+def _kernel_tile(call: Call, block: int, tile: gemm_tpu.TileConfig | None) -> gemm_tpu.TileConfig:
     """The kernel's best predicted tile with a contraction of `block`, or the nearest below that fits."""
     limit = vmem.limit(call)
     if tile is not None:
-        if pallas_tpu.vmem_bytes(call, tile) > limit:
+        if gemm_tpu.tile_bytes(call, tile) > limit:
             raise rule_error(
                 f"A tile's operands, twice, and its sum fit the {limit:,} bytes that a core has",
-                f"a block_size of {block}, which takes {pallas_tpu.vmem_bytes(call, tile):,}",
+                f"a block_size of {block}, which takes {gemm_tpu.tile_bytes(call, tile):,}",
                 "use a smaller block_size",
             )
         return tile
@@ -201,11 +201,11 @@ def _kernel_tile(call: Call, block: int, tile: pallas_tpu.TileConfig | None) -> 
     if legal != block:
         text = "chunk_size=%d is block_k=%d for the TPU kernel: a multiple of %d"
         say_once(logger, (block, legal), text, block, legal, LANES)
-    tiles = pallas_tpu.candidates(call)
+    tiles = gemm_tpu.candidates(call)
     while True:
         for one in tiles:
             made = dataclasses.replace(one, block_k=legal)
-            if pallas_tpu.vmem_bytes(call, made) <= limit:
+            if gemm_tpu.tile_bytes(call, made) <= limit:
                 return made
         # A candidate has a block of its own that fits, so this ends at 128 at the latest.
         legal = max(legal // 2 // LANES, 1) * LANES

@@ -14,8 +14,8 @@ from jaxtyping import jaxtyped
 from capibara.errors import ImplementationRefused, UnknownNameError
 from capibara.kernels import explain, gemm, interpret, target
 from capibara.kernels.ops.linalg.gemm.api import GEMM
-from capibara.kernels.ops.linalg.gemm.pallas_gpu import HopperConfig
-from capibara.kernels.ops.linalg.gemm.pallas_tpu import TileConfig, vmem_bytes
+from capibara.kernels.ops.linalg.gemm.hopper.forward import HopperConfig
+from capibara.kernels.ops.linalg.gemm.tpu.forward import TileConfig, tile_bytes
 from capibara.kernels.pallas import vmem
 
 # The signature's jaxtyping shapes are checked on every call the tests make through this name.
@@ -231,4 +231,4 @@ def test_every_tile_offered_fits_the_core() -> None:
             call = GEMM.call(*case.args(), **case.params)
             offered = GEMM.implementations["pallas_tpu"].candidates(call)
             assert offered
-            assert all(vmem_bytes(call, tile) <= vmem.limit(call) < 16 * 2**20 for tile in offered)
+            assert all(tile_bytes(call, tile) <= vmem.limit(call) < 16 * 2**20 for tile in offered)

@@ -27,7 +27,7 @@ from capibara.kernels.core.context import current_interpret, matmul_precision
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.conv.conv2d import rules
-from capibara.kernels.ops.linalg.gemm.pallas_tpu import matrix_precision
+from capibara.kernels.ops.linalg.gemm.tpu.forward import matrix_precision
 from capibara.kernels.pallas import vmem
 
 LANES = 128

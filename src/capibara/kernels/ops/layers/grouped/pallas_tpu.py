@@ -29,7 +29,7 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.grouped.reference import gated
 from capibara.kernels.ops.layers.grouped.rules import floats, out_dtype_of, sizes
 from capibara.kernels.ops.layers.grouped.tiles import aligned_tiles, with_rest
-from capibara.kernels.ops.linalg.gemm.pallas_tpu import LANES, STEP_SECONDS, matrix_precision
+from capibara.kernels.ops.linalg.gemm.tpu.forward import LANES, STEP_SECONDS, matrix_precision
 from capibara.kernels.pallas import vmem
 
 ROWS = 16  # what a tile's rows are a multiple of: a register of bfloat16 has so many

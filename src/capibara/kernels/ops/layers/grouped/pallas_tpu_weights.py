@@ -25,7 +25,7 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.grouped.pallas_tpu import GroupedTile, implementation, padded, tiles_for, whole
 from capibara.kernels.ops.layers.grouped.rules import out_dtype_of, sizes
 from capibara.kernels.ops.layers.grouped.tiles import aligned_tiles
-from capibara.kernels.ops.linalg.gemm.pallas_tpu import LANES, STEP_SECONDS, matrix_precision
+from capibara.kernels.ops.linalg.gemm.tpu.forward import LANES, STEP_SECONDS, matrix_precision
 from capibara.kernels.pallas import vmem
 
 

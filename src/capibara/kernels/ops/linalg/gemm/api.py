@@ -15,7 +15,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array, as_dtype
 from capibara.kernels.core.spec import Gradient, Implementation, Partition, describe
-from capibara.kernels.ops.linalg.gemm import gradient, pallas_gpu, pallas_tpu, peers
+from capibara.kernels.ops.linalg.gemm import gradient, hopper, peers, tpu
 from capibara.kernels.ops.linalg.gemm.cases import CASES
 from capibara.kernels.ops.linalg.gemm.reference import reference
 from capibara.kernels.ops.linalg.gemm.rules import LAX_PRECISIONS, check, cost, efficiency, tolerance
@@ -46,8 +46,8 @@ GEMM: Op = Op(
     stock_tpu=peers.stock_tpu,
 )
 GEMM.implement(Implementation("xla", xla, rank=lambda call: 10))
-GEMM.implement(pallas_tpu.IMPLEMENTATION)
-GEMM.implement(pallas_gpu.IMPLEMENTATION)
+GEMM.implement(tpu.IMPLEMENTATION)
+GEMM.implement(hopper.IMPLEMENTATION)
 GEMM.implement(Implementation("reference", reference, rank=lambda call: -1))
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from capibara.kernels.core.context import target
 from capibara.kernels.core.op import lookup
 from capibara.kernels.core.spec import Case
-from capibara.kernels.ops.linalg.gemm.pallas_tpu import candidates, fit
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
 from capibara.kernels.ops.linalg.gemm.rules import sizes
+from capibara.kernels.ops.linalg.gemm.tpu.forward import candidates, fit
 from capibara.kernels.ops.linalg.gemm.xla import xla
 
 

@@ -31,6 +31,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
 from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, swizzled
+from capibara.kernels.pallas.scratch import scratch_bytes
 
 TMA_ALIGNMENT = 16  # bytes between rows
 BARRIER_BYTES = 1024  # a generous count of the pipeline's barriers
@@ -70,11 +71,15 @@ class HopperConfig:
     def program_tile(self) -> tuple[int, int]:
         return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
 
-    def smem_bytes(self, out_dtype: Any) -> int:
-        """Shared memory of the operands' stages and the two warpgroups' double-buffered output pieces."""
-        m, n = self.program_tile
-        staged = 2 * 2 * PIECE * PIECE * jnp.dtype(out_dtype).itemsize
-        return 2 * self.stages * (m + n) * self.tile_k + staged + 2 * self.tile_n * 4 + BARRIER_BYTES
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Where the pieces of a warpgroup's tile start that the epilogue goes through shared memory in."""
+        return [(r, c) for r in range(0, self.tile_m, PIECE) for c in range(0, self.tile_n, PIECE)]
+
+    @property
+    def slots(self) -> int:
+        """Pieces of a warpgroup that are in shared memory together."""
+        return min(2, len(self.pieces))
 
 
 def _sigmoid(z: Any) -> Any:
@@ -92,16 +97,40 @@ ACTIVATIONS = {
 def candidates(call: Call) -> Sequence[HopperConfig]:
     """The tiles worth timing, those that did best on an H200 first, each with the deepest ring that fits."""
     tiles = [(128, 128, "m"), (128, 128, "n"), (256, 64, "n"), (128, 192, "m"), (64, 256, "m"), (64, 128, "m")]
-    made = []
+    configs = []
     for (m, n, split), minor, band in itertools.product(tiles, ("m", "n"), (4, 16, 8)):
         deepest = next((s for s in (5, 4, 3, 2) if fits(call, HopperConfig(m, n, 64, s, split))), None)
         if deepest is not None:
-            made.append(HopperConfig(m, n, 64, deepest, split, minor, band))
-    return made
+            configs.append(HopperConfig(m, n, 64, deepest, split, minor, band))
+    return configs
+
+
+def scratch(
+    config: HopperConfig, dtype: Any, out_dtype: Any, bias_dtype: Any = None, *, has_residual: bool = False,
+    transpose_a: bool = False, transpose_b: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """A program's shared memory: the operands' ring, the output's pieces of both warpgroups, and the bias."""
+    tile_k, stages, slots = config.tile_k, config.stages, config.slots
+    program_m, program_n = config.program_tile
+    a_block = (tile_k, program_m) if transpose_a else (program_m, tile_k)
+    b_block = (program_n, tile_k) if transpose_b else (tile_k, program_n)
+    has_bias = bias_dtype is not None
+    return {
+        "a_smem": plgpu.SMEM((stages, *a_block), dtype, transforms=swizzled(dtype)),
+        "b_smem": plgpu.SMEM((stages, *b_block), dtype, transforms=swizzled(dtype)),
+        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a's tile and b's
+        "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both multiplying warpgroups
+        "staged": plgpu.SMEM((2, slots, PIECE, PIECE), out_dtype, transforms=swizzled(out_dtype)),
+        "bias_smem": plgpu.SMEM((2, config.tile_n), bias_dtype) if has_bias else None,
+        "bias_arrived": plgpu.Barrier(num_barriers=2) if has_bias else None,
+        "residual_arrived": plgpu.Barrier(num_barriers=2 * slots) if has_residual else None,
+    }
 
 
 def fits(call: Call, config: HopperConfig) -> bool:
-    return config.smem_bytes(out_dtype_of(call)) <= SMEM_BYTES
+    bias = call["bias"]
+    allocated = scratch(config, call.need("a").dtype, out_dtype_of(call), None if bias is None else bias.dtype)
+    return scratch_bytes(allocated) <= SMEM_BYTES - BARRIER_BYTES
 
 
 def default_config(call: Call) -> HopperConfig:
@@ -151,7 +180,7 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def mosaic_gpu(
+def gemm_hopper(
     a: jax.Array,
     b: jax.Array,
     bias: jax.Array | None = None,
@@ -214,10 +243,11 @@ def _program(
     program_m, program_n = config.program_tile
     steps = math.ceil(k / tile_k)
     grid_m, grid_n = math.ceil(m / program_m), math.ceil(n / program_n)
-    pieces = [(r, c) for r in range(0, tile_m, PIECE) for c in range(0, tile_n, PIECE)]
-    slots = min(2, len(pieces))
-    a_block = (tile_k, program_m) if transpose_a else (program_m, tile_k)
-    b_block = (program_n, tile_k) if transpose_b else (tile_k, program_n)
+    pieces, slots = config.pieces, config.slots
+    allocated = scratch(
+        config, a_hbm.dtype, out_hbm.dtype, None if bias_hbm is None else bias_hbm.dtype, has_residual=has_residual,
+        transpose_a=transpose_a, transpose_b=transpose_b,
+    )  # fmt: skip
 
     def each_tile(visit: Any) -> None:
         """Call visit(batch element, tile row, tile column, steps done before) for this program's tiles."""
@@ -230,18 +260,9 @@ def _program(
             )
             visit(index // (grid_m * grid_n), row, column, loop.local_index * steps)
 
-    @functools.partial(
-        pl.run_scoped,
-        a_smem=plgpu.SMEM((stages, *a_block), a_hbm.dtype, transforms=swizzled(a_hbm.dtype)),
-        b_smem=plgpu.SMEM((stages, *b_block), b_hbm.dtype, transforms=swizzled(b_hbm.dtype)),
-        filled=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a's tile and b's
-        drained=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both multiplying warpgroups
-        staged=plgpu.SMEM((2, slots, PIECE, PIECE), out_hbm.dtype, transforms=swizzled(out_hbm.dtype)),
-        bias_smem=plgpu.SMEM((2, tile_n), bias_hbm.dtype) if bias_hbm is not None else None,
-        bias_arrived=plgpu.Barrier(num_barriers=2) if bias_hbm is not None else None,
-        residual_arrived=plgpu.Barrier(num_barriers=2 * slots) if residual_hbm is not None else None,
-        collective_axes="warpgroup",
-    )
+    allocate: Any = functools.partial(pl.run_scoped, **allocated, collective_axes="warpgroup")
+
+    @allocate
     def _scoped(
         a_smem: Any, b_smem: Any, filled: Any, drained: Any, staged: Any, bias_smem: Any, bias_arrived: Any,
         residual_arrived: Any,
@@ -300,8 +321,8 @@ def _program(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     fetch_residual(0)
 
-                @functools.partial(pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
-                def _contract(accumulator: Any) -> None:
+                @functools.partial(pl.run_scoped, acc=plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
+                def _contract(acc: Any) -> None:
                     @pl.loop(0, steps)
                     def _step(step: Any) -> None:
                         slot = lax.rem(before + step, stages)
@@ -309,7 +330,7 @@ def _program(
                         left = _part(a_smem.at[slot], inside_m, tile_m, 1 if transpose_a else 0, config.split == "m")
                         right = _part(b_smem.at[slot], inside_n, tile_n, 0 if transpose_b else 1, config.split == "n")
                         plgpu.wgmma(
-                            accumulator,
+                            acc,
                             plgpu.transpose_ref(left, (1, 0)) if transpose_a else left,
                             plgpu.transpose_ref(right, (1, 0)) if transpose_b else right,
                         )
@@ -322,7 +343,7 @@ def _program(
 
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(drained.at[lax.rem(before + steps - 1, stages)])
-                    z = accumulator[...]
+                    z = acc[...]
                     if bias_hbm is not None:
                         plgpu.barrier_wait(bias_arrived.at[warpgroup])
                     for number, (r, c) in enumerate(pieces):
@@ -362,7 +383,7 @@ def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
 
 IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu,
+    gemm_hopper,
     platforms=("gpu",),
     refuses=refuses,
     # cuBLAS holds the bare product; what it cannot do is apply an activation on the way out.

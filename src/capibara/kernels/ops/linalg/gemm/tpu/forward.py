@@ -27,6 +27,7 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
 from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 LANES = 128  # columns of a vector register; tiles of the last axis are multiples of it
 # Fixed cost of one grid step (DMA issue, semaphores), used only to order candidate tiles before any measurement.
@@ -53,31 +54,64 @@ def fit(tile: TileConfig, m: int, n: int, k: int) -> tuple[int, int, int]:
     return min(tile.block_m, m), min(tile.block_n, n), min(tile.block_k, k)
 
 
-def vmem_bytes(call: Call, tile: TileConfig) -> int:
-    """VMEM the kernel asks for: every operand's tile twice (the next is fetched meanwhile) and the accumulator."""
+def _specs(
+    a: Any, b: Any, bias: Any, residual: Any, tile: tuple[int, int, int], *, transpose_a: bool, transpose_b: bool
+) -> dict[str, Any]:
+    """What `pallas_call` moves: a block of every operand that is there, and of the result."""
+    bm, bn, bk = tile
+    batched = a.ndim == 3 or b.ndim == 3
+
+    def spec(ndim: int, block: tuple[int, int], pick: Any) -> pl.BlockSpec:
+        """A block of a matrix, or of each batch's matrix; `pick` chooses its grid coordinates."""
+        if ndim == 3:
+            return pl.BlockSpec((None, *block), lambda g, i, j, s: (g, *pick(i, j, s)))
+        if batched:
+            return pl.BlockSpec(block, lambda g, i, j, s: pick(i, j, s))
+        return pl.BlockSpec(block, pick)
+
+    in_specs = [
+        spec(a.ndim, (bk, bm), lambda i, j, s: (s, i))
+        if transpose_a
+        else spec(a.ndim, (bm, bk), lambda i, j, s: (i, s)),
+        spec(b.ndim, (bn, bk), lambda i, j, s: (j, s))
+        if transpose_b
+        else spec(b.ndim, (bk, bn), lambda i, j, s: (s, j)),
+    ]
+    if bias is not None:
+        in_specs.append(spec(2, (1, bn), lambda i, j, s: (0, j)))
+    if residual is not None:
+        in_specs.append(spec(residual.ndim, (bm, bn), lambda i, j, s: (i, j)))
+    return {"in_specs": in_specs, "out_specs": spec(3 if batched else 2, (bm, bn), lambda i, j, s: (i, j))}
+
+
+def _accumulator(tile: tuple[int, int, int]) -> Any:
+    return pltpu.VMEM(tile[:2], jnp.float32)
+
+
+def tile_bytes(call: Call, tile: TileConfig) -> int:
+    """VMEM the kernel asks for: every operand's tile twice (the next is fetched meanwhile) and the accumulator, which
+    in a single step is a value as large."""
     _, m, n, k = sizes(call)
-    bm, bn, bk = fit(tile, m, n, k)
-    a, b = call.need("a").dtype.itemsize, call.need("b").dtype.itemsize
-    pad = lambda rows, columns: math.ceil(rows / 16) * 16 * math.ceil(columns / LANES) * LANES  # noqa: E731
-    used = 2 * (pad(bm, bk) * a + pad(bk, bn) * b + pad(bm, bn) * out_dtype_of(call).itemsize)
-    if call["residual"] is not None:
-        used += 2 * pad(bm, bn) * call.need("residual").dtype.itemsize
-    if call["bias"] is not None:
-        used += 2 * pad(1, bn) * 4
-    return used + pad(bm, bn) * 4
+    block = fit(tile, m, n, k)
+    transpose_a, transpose_b = bool(call.params["transpose_a"]), bool(call.params["transpose_b"])
+    a, b, bias, residual = call.args
+    specs = _specs(a, b, bias, residual, block, transpose_a=transpose_a, transpose_b=transpose_b)
+    dtypes = [*(x.dtype for x in call.args if x is not None), out_dtype_of(call)]
+    moved = zip([*specs["in_specs"], specs["out_specs"]], dtypes, strict=True)
+    return vmem_bytes(moved, [_accumulator(block)])
 
 
 def candidates(call: Call) -> Sequence[TileConfig]:
     """Every tile that fits VMEM, best predicted first."""
     _, m, n, k = sizes(call)
     limit = vmem.limit(call)
-    made = [
+    tiles = [
         TileConfig(bm, bn, bk)
         for bm in (128, 256, 512, 1024)
         for bn in (128, 256, 512, 1024, 2048)
         for bk in (128, 256, 512, 1024, 2048)
     ]
-    distinct = {fit(t, m, n, k): t for t in made if vmem_bytes(call, t) <= limit}
+    distinct = {fit(t, m, n, k): t for t in tiles if tile_bytes(call, t) <= limit}
     return sorted(distinct.values(), key=functools.partial(_predicted_seconds, call))
 
 
@@ -154,31 +188,31 @@ def _body(
     if steps == 1:
         finish(product(masked=bool(tail)))
         return
-    (accumulator,) = rest
+    (acc_ref,) = rest
     last = steps - 1
 
     @pl.when(step == 0)
     def _clear() -> None:
-        accumulator[...] = jnp.zeros_like(accumulator)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
 
     if not tail:  # one copy of the product's code serves every step
-        accumulator[...] += product(masked=False)
+        acc_ref[...] += product(masked=False)
     else:
 
         @pl.when(step < last)
         def _inside() -> None:
-            accumulator[...] += product(masked=False)
+            acc_ref[...] += product(masked=False)
 
         @pl.when(step == last)
         def _edge() -> None:
-            accumulator[...] += product(masked=True)
+            acc_ref[...] += product(masked=True)
 
     @pl.when(step == last)
     def _finish() -> None:
-        finish(accumulator[...])
+        finish(acc_ref[...])
 
 
-def pallas_tpu(
+def gemm_tpu(
     a: jax.Array,
     b: jax.Array,
     bias: jax.Array | None = None,
@@ -199,26 +233,11 @@ def pallas_tpu(
     bm, bn, bk = fit(config, m, n, k)
     steps = math.ceil(k / bk)
 
-    def spec(x: Any, block: tuple[int, int], pick: Any) -> pl.BlockSpec:
-        """A block of a matrix, or of each batch's matrix; `pick` chooses its grid coordinates."""
-        if x.ndim == 3:
-            return pl.BlockSpec((None, *block), lambda g, i, j, s: (g, *pick(i, j, s)))
-        if batched:
-            return pl.BlockSpec(block, lambda g, i, j, s: pick(i, j, s))
-        return pl.BlockSpec(block, pick)
-
     operands = [a, b]
-    specs = [
-        spec(a, (bk, bm), lambda i, j, s: (s, i)) if transpose_a else spec(a, (bm, bk), lambda i, j, s: (i, s)),
-        spec(b, (bn, bk), lambda i, j, s: (j, s)) if transpose_b else spec(b, (bk, bn), lambda i, j, s: (s, j)),
-    ]
     if bias is not None:
-        row = bias.reshape(1, n)
-        operands.append(row)
-        specs.append(spec(row, (1, bn), lambda i, j, s: (0, j)))
+        operands.append(bias.reshape(1, n))
     if residual is not None:
         operands.append(residual)
-        specs.append(spec(residual, (bm, bn), lambda i, j, s: (i, j)))
     shape = (count, m, n) if batched else (m, n)
     out = out_struct(shape, jnp.dtype(out_dtype) if out_dtype else a.dtype, a)
     lead = (count,) if batched else ()
@@ -232,9 +251,8 @@ def pallas_tpu(
         body,
         out_shape=out,
         grid=(*lead, math.ceil(m / bm), math.ceil(n / bn), steps),
-        in_specs=specs,
-        out_specs=spec(out, (bm, bn), lambda i, j, s: (i, j)),
-        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)] if steps > 1 else [],
+        **_specs(a, b, bias, residual, (bm, bn, bk), transpose_a=transpose_a, transpose_b=transpose_b),
+        scratch_shapes=[_accumulator((bm, bn, bk))] if steps > 1 else [],
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         cost_estimate=pl.CostEstimate(
             flops=2 * count * m * n * k,
@@ -249,7 +267,7 @@ def pallas_tpu(
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    gemm_tpu,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 5,
