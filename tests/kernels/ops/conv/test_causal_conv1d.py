@@ -12,7 +12,7 @@ import pytest
 from capibara.errors import ImplementationRefused
 from capibara.kernels import causal_conv1d, causal_conv1d_step, interpret, target
 from capibara.kernels.ops.conv import CAUSAL_CONV1D
-from capibara.kernels.ops.conv.causal1d.pallas_tpu import TimeConfig
+from capibara.kernels.ops.conv.causal1d.tpu.forward import TimeConfig
 
 
 def _normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:

@@ -15,8 +15,8 @@ from capibara.errors import ImplementationRefused
 from capibara.kernels import direct_error_bound, explain, interpret, target, winograd_conv2d, winograd_error_bound
 from capibara.kernels.lab.check import check
 from capibara.kernels.ops.conv import CONV2D, conv2d
-from capibara.kernels.ops.conv.conv2d.pallas_tpu import RowsConfig
 from capibara.kernels.ops.conv.conv2d.points import TILES, amplification, transforms
+from capibara.kernels.ops.conv.conv2d.tpu.forward import RowsConfig
 from capibara.kernels.ops.conv.conv2d.winograd import PRODUCTS, WinogradConfig
 
 

@@ -13,7 +13,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
-from capibara.kernels.ops.conv.causal1d import gradient, pallas_tpu, peers, rules, xla
+from capibara.kernels.ops.conv.causal1d import gradient, peers, rules, tpu, xla
 from capibara.kernels.ops.conv.causal1d.cases import CASES
 from capibara.kernels.ops.conv.causal1d.reference import finished, reference, wide_type
 
@@ -33,12 +33,12 @@ CAUSAL_CONV1D: Op = Op(
     cases=CASES,
     peers={"lax-depthwise": peers.depthwise},
 )
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    CAUSAL_CONV1D.implement(_made)
+    CAUSAL_CONV1D.implement(_implementation)
 
 
 def causal_conv1d(

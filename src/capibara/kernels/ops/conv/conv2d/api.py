@@ -16,7 +16,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.conv.conv2d import gradient, pallas_gpu, pallas_tpu, rules, winograd, xla
+from capibara.kernels.ops.conv.conv2d import gradient, hopper, rules, tpu, winograd, xla
 from capibara.kernels.ops.conv.conv2d.cases import CASES
 from capibara.kernels.ops.conv.conv2d.points import TILES
 from capibara.kernels.ops.conv.conv2d.reference import reference
@@ -38,15 +38,15 @@ CONV2D: Op = Op(
     partition=gradient.PARTITION,
     cases=CASES,
 )  # fmt: skip
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
     *winograd.IMPLEMENTATIONS,
     xla.DIRECT,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    CONV2D.implement(_made)
+    CONV2D.implement(_implementation)
 
 
 def conv2d(

@@ -26,8 +26,8 @@ LONG_CONV = Op(
     tolerance=rules.tolerance,
     cases=CASES,
 )
-for _made in (*IMPLEMENTATIONS, Implementation("reference", reference, rank=lambda call: -1)):
-    LONG_CONV.implement(_made)
+for _implementation in (*IMPLEMENTATIONS, Implementation("reference", reference, rank=lambda call: -1)):
+    LONG_CONV.implement(_implementation)
 
 
 def long_conv(

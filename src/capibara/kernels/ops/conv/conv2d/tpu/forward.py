@@ -29,8 +29,8 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.conv.conv2d import rules
 from capibara.kernels.ops.linalg.gemm.tpu.forward import matrix_precision
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
-LANES = 128
 MOST_WINDOW = 5
 
 
@@ -55,27 +55,38 @@ def _columns(n: rules.Sizes, itemsize: int) -> int:
     return _padded(n.out_columns + n.window[1] - 1, 32 // itemsize)
 
 
-def _bytes(n: rules.Sizes, itemsize: int, config: RowsConfig) -> int:
-    """What a program has in VMEM: two of every block, the product before it is shifted, and the sum."""
-    width, channels = _columns(n, itemsize), _padded(n.cin, LANES)
-    outputs = _padded(config.outputs, LANES)
-    halo = n.window[0] - 1
-    image = (config.rows + halo) * width * channels * itemsize
-    filters = math.prod(n.window) * _padded(n.cin, 32 // itemsize) * outputs * itemsize
-    result = config.rows * width * outputs
-    # The rows in one piece again, to be multiplied, are a copy of the blocks.
-    return 2 * (image + filters + result * itemsize) + image + 3 * result * 4
+def _specs(n: rules.Sizes, config: RowsConfig, width: int) -> dict[str, Any]:
+    """What `pallas_call` moves: a block of rows, its halo where the filter has one, the filters; the result."""
+    rows, halo = config.rows, n.window[0] - 1
+    in_specs = [pl.BlockSpec((None, rows, width, n.cin), lambda b, o, i: (b, i, 0, 0))]
+    if halo:
+        each = rows // halo
+        in_specs.append(pl.BlockSpec((None, halo, width, n.cin), lambda b, o, i: (b, (i + 1) * each, 0, 0)))
+    in_specs.append(pl.BlockSpec((*n.window, n.cin, config.outputs), lambda b, o, i: (0, 0, 0, o)))
+    out_specs = pl.BlockSpec((None, rows, n.out_columns, config.outputs), lambda b, o, i: (b, i, 0, o))
+    return {"in_specs": in_specs, "out_specs": out_specs}
+
+
+def _vmem_bytes(n: rules.Sizes, dtype: Any, config: RowsConfig) -> int:
+    """What is moved, and what the compiler adds: the rows in one piece again, the product before and after it is
+    shifted, and the sum."""
+    width = _columns(n, dtype.itemsize)
+    specs = _specs(n, config, width)
+    image = pltpu.VMEM((config.rows + n.window[0] - 1, width, n.cin), dtype)
+    product = pltpu.VMEM((config.rows, width, config.outputs), jnp.float32)
+    moved = ((spec, dtype) for spec in (*specs["in_specs"], specs["out_specs"]))
+    return vmem_bytes(moved, [image, product, product, product])
 
 
 def candidates(call: Call) -> Sequence[RowsConfig]:
     """Blocks that fit VMEM, the largest first; the halo is a whole number of its own blocks."""
     n = rules.sizes_of(call)
-    itemsize = call.need("inputs").dtype.itemsize
+    dtype = call.need("inputs").dtype
     step = max(n.window[0] - 1, 1)
     rows = {min(_padded(r, step), _padded(n.out_rows, step)) for r in (64, 32, 16, 8, 4, 2, 1)}
     outputs = {o for o in (512, 256, 128) if n.cout % o == 0} or {n.cout}
-    made = [RowsConfig(r, o) for r in sorted(rows, reverse=True) for o in sorted(outputs, reverse=True)]
-    fit = [config for config in made if _bytes(n, itemsize, config) <= vmem.limit(call)]
+    configs = [RowsConfig(r, o) for r in sorted(rows, reverse=True) for o in sorted(outputs, reverse=True)]
+    fit = [config for config in configs if _vmem_bytes(n, dtype, config) <= vmem.limit(call)]
     return sorted(fit, key=lambda c: -c.rows * c.outputs / (c.rows + n.window[0] - 1))
 
 
@@ -106,23 +117,23 @@ def _body(*refs: Any, window: tuple[int, int], out_columns: int, precision: Any)
     rows, width, channels = x_ref.shape
     # The block and its halo: rows are not part of the tiled axes, so this is no movement across sublanes.
     seen = jnp.concatenate([x_ref[...], halo[0][...]], 0) if halo else x_ref[...]
-    total = None
+    acc = None
     for s in range(window[1]):
         product = None
         for r in range(window[0]):
-            made = lax.dot_general(
+            term = lax.dot_general(
                 seen[r : r + rows].reshape(rows * width, channels), w_ref[r, s], (((1,), (0,)), ((), ())),
                 precision=precision, preferred_element_type=jnp.float32,
             )  # fmt: skip
-            product = made if product is None else product + made
+            product = term if product is None else product + term
         assert product is not None
         shifted = product.reshape(rows, width, -1)[:, s : s + out_columns]
-        total = shifted if total is None else total + shifted
-    assert total is not None
-    y_ref[...] = total.astype(y_ref.dtype)
+        acc = shifted if acc is None else acc + shifted
+    assert acc is not None
+    y_ref[...] = acc.astype(y_ref.dtype)
 
 
-def pallas_tpu(
+def conv2d_tpu(
     inputs: jax.Array, filters: jax.Array, *, config: RowsConfig, strides: Any, padding: Any, dilation: Any,
     groups: int, precision: str | None,
 ) -> jax.Array:  # fmt: skip
@@ -133,24 +144,16 @@ def pallas_tpu(
     blocks = math.ceil(n.out_rows / rows)
     (top, _), (left, _) = n.pads
     bottom, right = blocks * rows + halo - n.rows - top, width - n.columns - left
-    nothing = jnp.zeros((), inputs.dtype)
-    padded = lax.pad(inputs, nothing, ((0, 0, 0), (top, bottom, 0), (left, right, 0), (0, 0, 0)))
-    specs = [pl.BlockSpec((None, rows, width, n.cin), lambda b, o, i: (b, i, 0, 0))]
-    operands = [padded]
-    if halo:
-        each = rows // halo
-        specs.append(pl.BlockSpec((None, halo, width, n.cin), lambda b, o, i: (b, (i + 1) * each, 0, 0)))
-        operands.append(padded)
-    specs.append(pl.BlockSpec((*n.window, n.cin, config.outputs), lambda b, o, i: (0, 0, 0, o)))
-    operands.append(filters)
-    made = pl.pallas_call(
+    zero = jnp.zeros((), inputs.dtype)
+    padded = lax.pad(inputs, zero, ((0, 0, 0), (top, bottom, 0), (left, right, 0), (0, 0, 0)))
+    operands = [padded, padded, filters] if halo else [padded, filters]
+    y = pl.pallas_call(
         functools.partial(
             _body, window=n.window, out_columns=n.out_columns, precision=matrix_precision(inputs.dtype, precision)
         ),
         out_shape=out_struct((n.images, blocks * rows, n.out_columns, n.cout), inputs.dtype, inputs),
         grid=(n.images, math.ceil(n.cout / config.outputs), blocks),
-        in_specs=specs,
-        out_specs=pl.BlockSpec((None, rows, n.out_columns, config.outputs), lambda b, o, i: (b, i, 0, o)),
+        **_specs(n, config, width),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
             flops=2 * n.images * blocks * rows * n.out_columns * n.cout * math.prod(n.window) * n.cin,
@@ -161,12 +164,12 @@ def pallas_tpu(
         interpret=current_interpret().pallas_argument(),
         name="capibara_conv2d",
     )(*operands)  # fmt: skip
-    return made[:, : n.out_rows]
+    return y[:, : n.out_rows]
 
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    conv2d_tpu,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 5.5,  # below XLA until it has been timed on a TPU

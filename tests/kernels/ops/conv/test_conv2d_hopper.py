@@ -12,7 +12,7 @@ import pytest
 
 from capibara.kernels import explain, target, winograd_error_bound
 from capibara.kernels.ops.conv import conv2d
-from capibara.kernels.ops.conv.conv2d.pallas_gpu import WalkConfig, winograd4_gpu
+from capibara.kernels.ops.conv.conv2d.hopper.forward import WalkConfig, conv2d_hopper
 from capibara.kernels.ops.conv.conv2d.reference import reference
 
 pytestmark = pytest.mark.quick
@@ -36,7 +36,7 @@ def test_emulated(
     x = jnp.asarray(draw(images), dtype)
     w = jnp.asarray(draw((3, 3, channels, outputs)), dtype)
     params: dict[str, Any] = {"strides": (1, 1), "padding": ((1, 1), (0, 2)), "dilation": (1, 1), "groups": 1}
-    got = emulated_hopper(winograd4_gpu, x, w, config=WalkConfig(tiles=tiles), precision=None, **params)
+    got = emulated_hopper(conv2d_hopper, x, w, config=WalkConfig(tiles=tiles), precision=None, **params)
     want = np.asarray(reference(x.astype("float32"), w.astype("float32"), **params))
     assert got.dtype == dtype
     assert got.shape == want.shape

@@ -24,8 +24,8 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.conv.causal1d.reference import history
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
-LANES = 128
 CARRIED = 8  # rows that a block hands on: a register of float32, so filters have up to 9 taps
 
 
@@ -41,6 +41,20 @@ class TimeConfig:
             raise rule_error("time and channels are above 0", self, "use time=512, channels=512")
 
 
+def _blocks(config: TimeConfig, width: int, biased: bool) -> dict[str, Any]:
+    """What `pallas_call` moves and keeps: inputs, state, taps and bias; the result; what a block hands on."""
+    block = pl.BlockSpec((None, config.time, config.channels), lambda b, c, t: (b, t, c))
+    in_specs = [
+        block,
+        pl.BlockSpec((None, CARRIED, config.channels), lambda b, c, t: (b, 0, c)),
+        pl.BlockSpec((width, config.channels), lambda b, c, t: (0, c)),
+    ]
+    if biased:
+        in_specs.append(pl.BlockSpec((1, config.channels), lambda b, c, t: (0, c)))
+    scratch = [pltpu.VMEM((CARRIED, config.channels), jnp.float32)]
+    return {"in_specs": in_specs, "out_specs": block, "scratch_shapes": scratch}
+
+
 def candidates(call: Call) -> Sequence[TimeConfig]:
     """Blocks that fit VMEM, the largest first."""
     x = call.need("x")
@@ -48,22 +62,25 @@ def candidates(call: Call) -> Sequence[TimeConfig]:
     rows = 32 // x.dtype.itemsize  # of a packed register
     times = {t for t in (1024, 512, 256, 128) if t <= time} or {time if time <= rows else time // rows * rows}
     widths = {min(c, channels) for c in (512, 256, 128)}
-    made = [TimeConfig(t, c) for t in times for c in widths]
+    configs = [TimeConfig(t, c) for t in times for c in widths]
 
-    def resident(config: TimeConfig) -> int:
-        numbers = config.time * math.ceil(config.channels / LANES) * LANES
-        # Two of the blocks that come and go; in float32 the inputs with their history, a shifted copy, and the sum.
-        return numbers * (4 * x.dtype.itemsize + 3 * 4)
+    def fits(config: TimeConfig) -> bool:
+        blocks = _blocks(config, call.need("w").shape[0], call["bias"] is not None)
+        dtypes = [x.dtype, *(jnp.float32 for _ in blocks["in_specs"][1:]), x.dtype]
+        moved = zip([*blocks["in_specs"], blocks["out_specs"]], dtypes, strict=True)
+        # Besides, in float32: the inputs with their history, a shifted copy, and the sum.
+        values = [pltpu.VMEM((config.time, config.channels), jnp.float32)] * 3
+        return vmem_bytes(moved, [*blocks["scratch_shapes"], *values]) <= vmem.limit(call)
 
-    fit = [config for config in made if resident(config) <= vmem.limit(call)]
+    fit = [config for config in configs if fits(config)]
     return sorted(fit, key=lambda c: (-c.time * c.channels, -c.channels))
 
 
 def refuses(call: Call) -> str | None:
     x, w = call.need("x"), call.need("w")
-    for name, given in zip(call.op.operands, call.args, strict=True):
-        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float32"):
-            return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
+    for name, operand in zip(call.op.operands, call.args, strict=True):
+        if operand is not None and np.dtype(operand.dtype).name not in ("bfloat16", "float32"):
+            return f"a TPU's vector units take bfloat16 and float32; {name} is {operand.dtype.name}"
     if 0 in x.shape:
         return "x is empty"
     if w.shape[0] > CARRIED + 1:
@@ -73,30 +90,30 @@ def refuses(call: Call) -> str | None:
 
 def _body(x_ref: Any, state_ref: Any, w_ref: Any, *rest: Any, width: int, biased: bool, activation: str | None) -> None:
     bias_ref = rest[0] if biased else None
-    y_ref, carried = rest[-2:]
+    y_ref, carry_ref = rest[-2:]
     time = x_ref.shape[0]
 
     @pl.when(pl.program_id(2) == 0)
     def _start() -> None:
-        carried[...] = state_ref[...]
+        carry_ref[...] = state_ref[...]
 
     values = x_ref[...].astype(jnp.float32)
-    seen = jnp.concatenate([carried[...], values], 0)
-    total = None
+    seen = jnp.concatenate([carry_ref[...], values], 0)
+    acc = None
     for k in range(width):
         first = CARRIED - (width - 1) + k
         term = seen[first : first + time] * w_ref[k : k + 1]
-        total = term if total is None else total + term
-    assert total is not None
+        acc = term if acc is None else acc + term
+    assert acc is not None
     if bias_ref is not None:
-        total = total + bias_ref[...]
+        acc = acc + bias_ref[...]
     if activation == "silu":
-        total = total * jax.nn.sigmoid(total)
-    y_ref[...] = total.astype(y_ref.dtype)
-    carried[...] = seen[time:]
+        acc = acc * jax.nn.sigmoid(acc)
+    y_ref[...] = acc.astype(y_ref.dtype)
+    carry_ref[...] = seen[time:]
 
 
-def pallas_tpu(
+def causal_conv1d_tpu(
     x: jax.Array, w: jax.Array, bias: jax.Array | None = None, initial_state: jax.Array | None = None,
     *, config: TimeConfig, activation: str | None, return_final_state: bool,
 ) -> Any:  # fmt: skip
@@ -108,23 +125,14 @@ def pallas_tpu(
     else:
         rounded = initial_state.astype(x.dtype).astype(jnp.float32)
         state = jnp.pad(rounded, ((0, 0), (CARRIED - (width - 1), 0), (0, 0)))
-    block = pl.BlockSpec((None, config.time, config.channels), lambda b, c, t: (b, t, c))
     operands = [x, state, w.astype(jnp.float32)]
-    specs = [
-        block,
-        pl.BlockSpec((None, CARRIED, config.channels), lambda b, c, t: (b, 0, c)),
-        pl.BlockSpec((width, config.channels), lambda b, c, t: (0, c)),
-    ]
     if bias is not None:
         operands.append(bias.astype(jnp.float32)[None])
-        specs.append(pl.BlockSpec((1, config.channels), lambda b, c, t: (0, c)))
     y = pl.pallas_call(
         functools.partial(_body, width=width, biased=bias is not None, activation=activation),
         out_shape=out_struct(x.shape, x.dtype, x),
         grid=(batch, math.ceil(channels / config.channels), math.ceil(time / config.time)),
-        in_specs=specs,
-        out_specs=block,
-        scratch_shapes=[pltpu.VMEM((CARRIED, config.channels), jnp.float32)],
+        **_blocks(config, width, bias is not None),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * width * x.size,
@@ -143,7 +151,7 @@ def pallas_tpu(
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    causal_conv1d_tpu,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 5,  # below XLA until it has been timed on a TPU

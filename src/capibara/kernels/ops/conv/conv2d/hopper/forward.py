@@ -101,23 +101,23 @@ def _spread(
         nearest = jnp.clip(at, 0, last)
         return nearest, jnp.where(nearest == at, jnp.float32(1), jnp.float32(0))
 
-    def column(number: Any) -> list[Any]:
+    def column(index: Any) -> list[Any]:
         """One column of the tile, transformed along the rows."""
-        across, inside = within(number + corner[1], last_column)
+        across, inside = within(index + corner[1], last_column)
 
-        def one(i: int) -> Any:
+        def number(i: int) -> Any:
             above, there = within(top + i, last_row)
             value = load(x_hbm.at[image, above, across, piece], layout).astype(jnp.float32)
             return value * (there * inside)
 
-        return winograd.transformed(matrix, [one(i) for i in range(SPAN)])
+        return winograd.transformed(matrix, [number(i) for i in range(SPAN)])
 
-    def step(turn: Any, kept: Any) -> Any:
+    def step(turn: Any, carry: Any) -> Any:
         at = begins + turn
-        columns = [*kept, *(column(at * TILE + j) for j in range(TAPS - 1, SPAN))]
+        columns = [*carry, *(column(at * TILE + j) for j in range(TAPS - 1, SPAN))]
         for i in range(SPAN):
-            for j, made in enumerate(winograd.transformed(matrix, [c[i] for c in columns])):
-                v_hbm.at[j * SPAN + i, row * along + at, piece][...] = made.astype(v_hbm.dtype)
+            for j, value in enumerate(winograd.transformed(matrix, [c[i] for c in columns])):
+                v_hbm.at[j * SPAN + i, row * along + at, piece][...] = value.astype(v_hbm.dtype)
         return columns[TILE:]
 
     lax.fori_loop(0, count, step, [column(begins * TILE + j) for j in range(TAPS - 1)])
@@ -139,14 +139,14 @@ def _collect(m_hbm: Any, y_hbm: Any, *, tiles: int, along: int, width: int, vect
             for j in range(SPAN)
         ]
         for a in range(TILE):
-            for b, made in enumerate(winograd.gathered(TILE, [c[a] for c in columns])):
-                y_hbm.at[row * TILE + a, at * TILE + b, piece][...] = made.astype(y_hbm.dtype)
+            for b, value in enumerate(winograd.gathered(TILE, [c[a] for c in columns])):
+                y_hbm.at[row * TILE + a, at * TILE + b, piece][...] = value.astype(y_hbm.dtype)
         return carry
 
     lax.fori_loop(0, count, step, None)
 
 
-def winograd4_gpu(
+def conv2d_hopper(
     inputs: jax.Array, filters: jax.Array, *, config: WalkConfig, strides: Any, padding: Any, dilation: Any,
     groups: int, precision: str | None,
 ) -> jax.Array:  # fmt: skip
@@ -170,14 +170,14 @@ def winograd4_gpu(
 
     count = n.images * down * along
     spread = functools.partial(_spread, down=down, corner=(-top, -left))
-    seen = pass_over(spread, inputs, (SPAN * SPAN, count, n.cin), inputs.dtype, n.cin)
+    transformed = pass_over(spread, inputs, (SPAN * SPAN, count, n.cin), inputs.dtype, n.cin)
     weights = winograd.transformed_filters(filters, TILE).astype(inputs.dtype)
     products = lax.dot_general(
-        seen, weights.reshape(SPAN * SPAN, n.cin, n.cout), (((2,), (1,)), ((0,), (0,))),
+        transformed, weights.reshape(SPAN * SPAN, n.cin, n.cout), (((2,), (1,)), ((0,), (0,))),
         precision=winograd.PRODUCTS[config.product] or precision, preferred_element_type=jnp.float32,
     )  # fmt: skip
-    made = pass_over(_collect, products, (n.images * down * TILE, along * TILE, n.cout), inputs.dtype, n.cout)
-    whole = made.reshape(n.images, down * TILE, along * TILE, n.cout)
+    tiled = pass_over(_collect, products, (n.images * down * TILE, along * TILE, n.cout), inputs.dtype, n.cout)
+    whole = tiled.reshape(n.images, down * TILE, along * TILE, n.cout)
     return whole[:, : n.out_rows, : n.out_columns]
 
 
@@ -197,7 +197,7 @@ def rank(call: Call) -> float:
 
 IMPLEMENTATION = Implementation(
     "hopper",
-    winograd4_gpu,
+    conv2d_hopper,
     platforms=("gpu",),
     refuses=refuses,
     rank=rank,
