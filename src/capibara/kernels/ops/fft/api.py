@@ -10,8 +10,10 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.fft import matmul, mesh, packed, pallas_gpu, pallas_gpu_long, pallas_tpu, rules, xla
+from capibara.kernels.ops.fft import hopper, matmul, mesh, packed, rules, tpu, xla
 from capibara.kernels.ops.fft.cases import CASES, IRFFT_CASES, RFFT_CASES
+from capibara.kernels.ops.fft.hopper.forward import TILE
+from capibara.kernels.ops.fft.hopper.long import LENGTHS_FASTER, faster
 from capibara.kernels.ops.fft.reference import reference, reference_irfft, reference_rfft
 
 FFT: Op = Op(
@@ -68,20 +70,20 @@ IRFFT: Op = Op(
 
 _PACKED = packed.implementations(FFT)
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
     matmul.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
-    pallas_gpu_long.IMPLEMENTATION,
-    pallas_gpu_long.PAIRS,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
+    hopper.LONG_IMPLEMENTATION,
+    hopper.PAIRS_IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    FFT.implement(_made)
-for _made in (xla.RFFT, _PACKED[0], Implementation("reference", reference_rfft, rank=lambda call: -1)):
-    RFFT.implement(_made)
-for _made in (xla.IRFFT, _PACKED[1], Implementation("reference", reference_irfft, rank=lambda call: -1)):
-    IRFFT.implement(_made)
+    FFT.implement(_implementation)
+for _implementation in (xla.RFFT, _PACKED[0], Implementation("reference", reference_rfft, rank=lambda call: -1)):
+    RFFT.implement(_implementation)
+for _implementation in (xla.IRFFT, _PACKED[1], Implementation("reference", reference_irfft, rank=lambda call: -1)):
+    IRFFT.implement(_implementation)
 
 
 def fft_planes(
@@ -133,10 +135,10 @@ def _kernel_on_planes(plane: jax.Array) -> str | None:
     """
     if not plane.shape:
         return None
-    if plane.shape[-1] <= pallas_gpu.TILE:
+    if plane.shape[-1] <= TILE:
         return "hopper"
     kind = plane.dtype.name
-    long = kind in pallas_gpu_long.LENGTHS_FASTER and pallas_gpu_long.faster(plane.shape, kind)
+    long = kind in LENGTHS_FASTER and faster(plane.shape, kind)
     return "hopper_long" if long else None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.spec import Case, Implementation
-from capibara.kernels.ops.fft.causal import composed, pallas_gpu, rules
+from capibara.kernels.ops.fft.causal import composed, hopper, rules
 from capibara.kernels.ops.fft.causal.reference import reference, reference_taps
 
 
@@ -57,14 +57,14 @@ CAUSAL_TAPS = Op(
         _taps_case("shardable", (8, 8, 6), 6, "shard"),
     ),
 )
-for _op, _made in (
+for _op, _implementation in (
     (CAUSAL_FILTER, composed.IMPLEMENTATION),
-    (CAUSAL_FILTER, pallas_gpu.IMPLEMENTATION),
+    (CAUSAL_FILTER, hopper.IMPLEMENTATION),
     (CAUSAL_FILTER, Implementation("reference", reference, rank=lambda call: -1)),
     (CAUSAL_TAPS, composed.TAPS),
-    (CAUSAL_TAPS, pallas_gpu.TAPS),
+    (CAUSAL_TAPS, hopper.TAPS_IMPLEMENTATION),
     (CAUSAL_TAPS, Implementation("reference", reference_taps, rank=lambda call: -1)),
 ):
-    _op.implement(_made)
+    _op.implement(_implementation)
 register(CAUSAL_FILTER)
 register(CAUSAL_TAPS)

@@ -6,7 +6,7 @@ from typing import Any
 
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.spec import Case, Implementation
-from capibara.kernels.ops.fft.filter import composed, pallas_gpu, rules
+from capibara.kernels.ops.fft.filter import composed, hopper, rules
 from capibara.kernels.ops.fft.filter.reference import reference
 from capibara.kernels.ops.fft.rules import by_products
 
@@ -35,10 +35,10 @@ FFT_FILTER = Op(
         _case("shardable", 8, 8, 5, 8, {"shard"}),
     ),
 )
-for _made in (
+for _implementation in (
     composed.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    FFT_FILTER.implement(_made)
+    FFT_FILTER.implement(_implementation)
 register(FFT_FILTER)

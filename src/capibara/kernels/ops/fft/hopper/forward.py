@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -75,8 +74,8 @@ def _constants(radix: int, inverse: bool, scale: float) -> tuple[jax.Array, jax.
     """The two DFT matrices as planes [4, 64, 64] in bfloat16, and the factors with the scale as planes in float32."""
     signals = SIDE // radix
     small = [np.kron(np.eye(signals), plane) for plane in dft(radix, inverse)]
-    between = np.tile(twiddles(radix * SIDE, radix, SIDE, inverse), (1, signals, 1)) * scale
-    return jnp.asarray(np.stack([*small, *dft(SIDE, inverse)]), jnp.bfloat16), jnp.asarray(between, jnp.float32)
+    factors = np.tile(twiddles(radix * SIDE, radix, SIDE, inverse), (1, signals, 1)) * scale
+    return jnp.asarray(np.stack([*small, *dft(SIDE, inverse)]), jnp.bfloat16), jnp.asarray(factors, jnp.float32)
 
 
 def complex_product(matrices: Any, which: int, re: Any, im: Any) -> tuple[Any, Any]:
@@ -95,53 +94,54 @@ def complex_product(matrices: Any, which: int, re: Any, im: Any) -> tuple[Any, A
 
 
 def _program(
-    re_hbm: Any, im_hbm: Any, matrices_hbm: Any, factors_hbm: Any, out_re_hbm: Any, out_im_hbm: Any, *, programs: int
+    re_hbm: Any, im_hbm: Any, roots_hbm: Any, factors_hbm: Any, out_re_hbm: Any, out_im_hbm: Any, *, programs: int
 ) -> None:
     tiles, signals, _, radix = out_re_hbm.shape
-    kind, out_kind = re_hbm.dtype, out_re_hbm.dtype
-    rounded = kind == jnp.bfloat16
+    dtype, out_dtype = re_hbm.dtype, out_re_hbm.dtype
     stride = 2 * programs
+    planes = (2, 2, SIDE, SIDE)  # two for each warpgroup
 
     @functools.partial(
         pl.run_scoped,
-        given=plgpu.SMEM((2, 2, SIDE, SIDE), kind, transforms=swizzled(kind)),
-        between=plgpu.SMEM((2, 2, SIDE, SIDE), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
-        made=plgpu.SMEM(
+        in_smem=plgpu.SMEM(planes, dtype, transforms=swizzled(dtype)),
+        between_smem=plgpu.SMEM(planes, jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+        out_smem=plgpu.SMEM(
             (2, 2, signals, SIDE, radix),
-            out_kind,
-            transforms=swizzled(out_kind, min(jnp.dtype(out_kind).itemsize * radix, 128)),
+            out_dtype,
+            transforms=swizzled(out_dtype, min(jnp.dtype(out_dtype).itemsize * radix, 128)),
         ),
-        matrices=plgpu.SMEM((4, SIDE, SIDE), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
-        factors=plgpu.SMEM((2, SIDE, SIDE), jnp.float32, transforms=swizzled(jnp.float32)),
+        roots_smem=plgpu.SMEM((4, SIDE, SIDE), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+        factors_smem=plgpu.SMEM((2, SIDE, SIDE), jnp.float32, transforms=swizzled(jnp.float32)),
         constants_arrived=plgpu.Barrier(num_arrivals=2),
         arrived=plgpu.Barrier(num_arrivals=2, num_barriers=2),  # a tile's two planes, for each warpgroup
         collective_axes="warpgroup",
     )
     def _scoped(
-        given: Any, between: Any, made: Any, matrices: Any, factors: Any, constants_arrived: Any, arrived: Any
-    ) -> None:
+        in_smem: Any, between_smem: Any, out_smem: Any, roots_smem: Any, factors_smem: Any, constants_arrived: Any,
+        arrived: Any,
+    ) -> None:  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         first = lax.axis_index("program") * 2 + warpgroup
         count = lax.div(tiles - first + stride - 1, stride)
-        mine = given.at[warpgroup]
+        own_smem = in_smem.at[warpgroup]
         ready = arrived.at[warpgroup]
 
         def fetch(turn: Any) -> None:
             for plane, hbm in enumerate((re_hbm, im_hbm)):
-                plgpu.copy_gmem_to_smem(hbm.at[first + turn * stride], mine.at[plane], ready)
+                plgpu.copy_gmem_to_smem(hbm.at[first + turn * stride], own_smem.at[plane], ready)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
-            plgpu.copy_gmem_to_smem(matrices_hbm, matrices, constants_arrived)
-            plgpu.copy_gmem_to_smem(factors_hbm, factors, constants_arrived)
+            plgpu.copy_gmem_to_smem(roots_hbm, roots_smem, constants_arrived)
+            plgpu.copy_gmem_to_smem(factors_hbm, factors_smem, constants_arrived)
 
         pl.when(count > 0)(functools.partial(fetch, 0))
         plgpu.barrier_wait(constants_arrived)
 
         def keep(re: Any, im: Any) -> None:
             """Two planes to shared memory, rounded, where the next product reads them."""
-            between[warpgroup, 0] = re.astype(jnp.bfloat16)
-            between[warpgroup, 1] = im.astype(jnp.bfloat16)
+            between_smem[warpgroup, 0] = re.astype(jnp.bfloat16)
+            between_smem[warpgroup, 1] = im.astype(jnp.bfloat16)
             plgpu.commit_smem()
 
         @pl.loop(0, count)
@@ -151,55 +151,55 @@ def _program(
             def ask_for_next() -> None:
                 pl.when(turn + 1 < count)(functools.partial(fetch, turn + 1))
 
-            if rounded:
-                yr, yi = complex_product(matrices, 0, mine.at[0], mine.at[1])
+            if dtype == jnp.bfloat16:
+                yr, yi = complex_product(roots_smem, 0, own_smem.at[0], own_smem.at[1])
                 plgpu.commit_smem()  # every warp's part of the product is done with the tile
                 ask_for_next()
             else:
-                keep(load(mine.at[0], LAYOUT), load(mine.at[1], LAYOUT))
+                keep(load(own_smem.at[0], LAYOUT), load(own_smem.at[1], LAYOUT))
                 ask_for_next()
-                yr, yi = complex_product(matrices, 0, between.at[warpgroup, 0], between.at[warpgroup, 1])
+                yr, yi = complex_product(roots_smem, 0, between_smem.at[warpgroup, 0], between_smem.at[warpgroup, 1])
                 plgpu.commit_smem()  # as above, before the planes are overwritten
-            wr, wi = load(factors.at[0], LAYOUT), load(factors.at[1], LAYOUT)
+            wr, wi = load(factors_smem.at[0], LAYOUT), load(factors_smem.at[1], LAYOUT)
             keep(yr * wr - yi * wi, yr * wi + yi * wr)
-            planes = (plgpu.transpose_ref(between.at[warpgroup, plane], (1, 0)) for plane in range(2))
-            result = complex_product(matrices, 2, *planes)
+            transposed = (plgpu.transpose_ref(between_smem.at[warpgroup, plane], (1, 0)) for plane in range(2))
+            result = complex_product(roots_smem, 2, *transposed)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
             for plane, z in enumerate(result):
                 for signal in range(signals):
-                    made[warpgroup, plane, signal] = z[:, signal * radix : (signal + 1) * radix].astype(out_kind)
+                    out_smem[warpgroup, plane, signal] = z[:, signal * radix : (signal + 1) * radix].astype(out_dtype)
             plgpu.commit_smem()
             for plane, hbm in enumerate((out_re_hbm, out_im_hbm)):
                 for signal in range(signals):
                     to = hbm.at[first + turn * stride, signal]
-                    plgpu.copy_smem_to_gmem(made.at[warpgroup, plane, signal], to)
+                    plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, plane, signal], to)
 
         plgpu.wait_smem_to_gmem(0)
 
 
 def one_pass(
-    re: jax.Array, im: jax.Array, *, programs: int, inverse: bool, scale: float, kind: Any
+    re: jax.Array, im: jax.Array, *, programs: int, inverse: bool, scale: float, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The transform of planes [..., 64 r] by the kernel, times `scale`; planes of type `kind` out."""
+    """The transform of planes [..., 64 r] by the kernel, times `scale`; planes of type `dtype` out."""
     n = re.shape[-1]
     radix = n // SIDE
     # The least that leaves at a time is 32 bytes.
-    out_kind = kind if radix * jnp.dtype(kind).itemsize >= 32 else jnp.float32
+    out_dtype = dtype if radix * jnp.dtype(dtype).itemsize >= 32 else jnp.float32
     tiles = math.prod(re.shape) // TILE
-    matrices, factors = _constants(radix, inverse, scale)
+    constants = _constants(radix, inverse, scale)
     kernel = plgpu.kernel(
         functools.partial(_program, programs=programs),
-        out_type=[out_struct((tiles, SIDE // radix, SIDE, radix), out_kind, re)] * 2,
+        out_type=[out_struct((tiles, SIDE // radix, SIDE, radix), out_dtype, re)] * 2,
         grid=(programs,),
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
     )
-    made = kernel(*(plane.reshape(tiles, SIDE, SIDE) for plane in (re, im)), matrices, factors)
-    return made[0].reshape(re.shape).astype(kind), made[1].reshape(re.shape).astype(kind)
+    real, imag = kernel(*(plane.reshape(tiles, SIDE, SIDE) for plane in (re, im)), *constants)
+    return real.reshape(re.shape).astype(dtype), imag.reshape(re.shape).astype(dtype)
 
 
-def mosaic_gpu(
+def fft_hopper(
     re: jax.Array, im: jax.Array, *, config: ProgramsConfig, inverse: bool, norm: str, precision: str, axes: int,
     factors: None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -210,7 +210,7 @@ def mosaic_gpu(
     assert inner is not None  # it refuses what it cannot divide
     scale = scale_of((n,), norm, inverse)
     programs = config.programs * multiprocessors(current_target().device_kind)
-    run = functools.partial(one_pass, programs=programs, inverse=inverse, scale=scale, kind=re.dtype)
+    run = functools.partial(one_pass, programs=programs, inverse=inverse, scale=scale, dtype=re.dtype)
 
     def whole(re: jax.Array, im: jax.Array) -> tuple[jax.Array, jax.Array]:
         if inner == n:
@@ -220,26 +220,21 @@ def mosaic_gpu(
             y = stage(y, radix, inverse, precision)
         # What is done is the fast axis of the result, and a batch to the kernel.
         rows = jnp.moveaxis(y, -1, -2).astype(jnp.bfloat16)
-        made = run(rows[0], rows[1])
-        real, imag = (jnp.moveaxis(plane, -2, -1).reshape(re.shape) for plane in made)
+        real, imag = (jnp.moveaxis(plane, -2, -1).reshape(re.shape) for plane in run(rows[0], rows[1]))
         return real, imag
 
     # As one program: partitioning over a mesh takes functions without constants of their own.
     return jax.jit(whole)(re, im)
 
 
-def candidates(call: Call) -> Sequence[ProgramsConfig]:
-    return [ProgramsConfig(1)]
-
-
 IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu,
+    fft_hopper,
     platforms=("gpu",),
     refuses=refuses,
     rank=lambda call: 22,  # on an H200 1.5 to 2.2 times as fast as the products in XLA, and behind cuFFT
     kernel=True,
     config_type=ProgramsConfig,
-    default_config=lambda call: ProgramsConfig(1),
-    candidates=candidates,
+    default_config=lambda call: ProgramsConfig(),
+    candidates=lambda call: [ProgramsConfig()],
 )

@@ -31,9 +31,8 @@ from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.fft.causal.composed import powers
-from capibara.kernels.ops.fft.causal.pallas_gpu_body import BLOCKS, LONGEST, ROWS, SIDE, run
-from capibara.kernels.ops.fft.causal.pallas_gpu_fragments import places
-from capibara.kernels.ops.fft.pallas_gpu import TILE
+from capibara.kernels.ops.fft.causal.hopper.kernel import BLOCKS, LONGEST, ROWS, SIDE, places, run
+from capibara.kernels.ops.fft.hopper.forward import TILE
 from capibara.kernels.ops.fft.plan import smooth_length
 from capibara.kernels.ops.fft.twiddles import roots
 from capibara.kernels.pallas.hopper import ProgramsConfig, multiprocessors, refuses_chip
@@ -80,12 +79,12 @@ def _matrices(x: jax.Array, rows: int = SIDE) -> jax.Array:
 
 def spectra(x: jax.Array, *, programs: int, turned: bool = True) -> jax.Array:
     """The spectra, turned or not, of real signals [..., T], as blocks [signals, 8, 64, 64] in bfloat16."""
-    given = _matrices(x)
+    matrices = _matrices(x)
     return run(
-        given,
+        matrices,
         None,
         _constants(1.0, turned),
-        out_struct((given.shape[0], BLOCKS, ROWS, ROWS), BF16, x),
+        out_struct((matrices.shape[0], BLOCKS, ROWS, ROWS), BF16, x),
         programs=programs,
         batch=1,
         conjugate=False,
@@ -94,27 +93,27 @@ def spectra(x: jax.Array, *, programs: int, turned: bool = True) -> jax.Array:
 
 def filtered(x: jax.Array, h: jax.Array, *, programs: int, conjugate: bool, dtype: Any) -> jax.Array:
     """x [B, C, T] through the filters whose turned spectra are h, a channel's or, where there are B·C, a signal's."""
-    given = _matrices(x)
-    out = out_struct(given.shape, dtype, x)
-    made = run(given, h, _constants(1 / SIDE, True), out, programs=programs, batch=x.shape[0], conjugate=conjugate)
-    return made.reshape(*x.shape[:2], LONGEST)[..., : x.shape[2]]
+    matrices = _matrices(x)
+    out = out_struct(matrices.shape, dtype, x)
+    y = run(matrices, h, _constants(1 / SIDE, True), out, programs=programs, batch=x.shape[0], conjugate=conjugate)
+    return y.reshape(*x.shape[:2], LONGEST)[..., : x.shape[2]]
 
 
 def filtered_pairs(x: jax.Array, h: jax.Array, *, programs: int, conjugate: bool) -> jax.Array:
     """x [B, C, T] of up to 8192 numbers, two signals at a time, through the filters whose plain spectra are h."""
-    given = _matrices(x, ROWS)
+    matrices = _matrices(x, ROWS)
     own, inverse = (size.reshape(-1) for size in powers(x.astype(jnp.float32)))
-    made = run(
-        given,
+    y = run(
+        matrices,
         h,
         _constants(1 / SIDE, False),
-        out_struct(given.shape, x.dtype, x),
+        out_struct(matrices.shape, x.dtype, x),
         programs=programs,
         batch=x.shape[0],
         conjugate=conjugate,
         sizes=(inverse, own),
     )
-    return made.reshape(*x.shape[:2], LONGEST // 2)[..., : x.shape[2]]
+    return y.reshape(*x.shape[:2], LONGEST // 2)[..., : x.shape[2]]
 
 
 def _programs(config: ProgramsConfig) -> int:
@@ -122,7 +121,7 @@ def _programs(config: ProgramsConfig) -> int:
 
 
 # Each as one program: partitioning over a mesh takes functions without constants of their own.
-def mosaic_gpu(x: jax.Array, h: jax.Array, *, config: ProgramsConfig, conjugate: bool) -> jax.Array:
+def causal_filter_hopper(x: jax.Array, h: jax.Array, *, config: ProgramsConfig, conjugate: bool) -> jax.Array:
     """The filter or, where `conjugate`, its correlation; see the module's text."""
     programs = _programs(config)
 
@@ -135,7 +134,7 @@ def mosaic_gpu(x: jax.Array, h: jax.Array, *, config: ProgramsConfig, conjugate:
     return jax.jit(whole)(x, h)
 
 
-def mosaic_gpu_taps(flow: jax.Array, x: jax.Array, *, config: ProgramsConfig, taps: int) -> jax.Array:
+def causal_taps_hopper(flow: jax.Array, x: jax.Array, *, config: ProgramsConfig, taps: int) -> jax.Array:
     """The gradient for the filters: each cotangent's correlation with its signal, summed over the batch."""
     programs = _programs(config)
 
@@ -175,5 +174,5 @@ def _implementation(run: Any, rank: Any) -> Implementation:
     )
 
 
-IMPLEMENTATION = _implementation(mosaic_gpu, rank)
-TAPS = _implementation(mosaic_gpu_taps, rank_taps)
+IMPLEMENTATION = _implementation(causal_filter_hopper, rank)
+TAPS_IMPLEMENTATION = _implementation(causal_taps_hopper, rank_taps)

@@ -14,13 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tests.kernels.pallas import hopper_emulator as emulator
 
 from capibara.kernels import explain, fft_convolve, target
-from capibara.kernels.ops.fft.causal import pallas_gpu, pallas_gpu_body, pallas_gpu_products
 from capibara.kernels.ops.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
-from capibara.kernels.ops.fft.causal.pallas_gpu import ProgramsConfig, refuses
-from capibara.kernels.ops.fft.causal.pallas_gpu_fragments import ROWS, places
+from capibara.kernels.ops.fft.causal.hopper import forward, kernel
+from capibara.kernels.ops.fft.causal.hopper.forward import ProgramsConfig, refuses
+from capibara.kernels.ops.fft.causal.hopper.kernel import ROWS, places
 from capibara.kernels.ops.fft.causal.reference import reference, reference_taps
-
-KERNELS = (pallas_gpu_body, pallas_gpu_products)
 
 
 def _load_in_order(ref: Any) -> np.ndarray:
@@ -36,10 +34,10 @@ def _store_in_order(ref: Any, value: np.ndarray) -> None:
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     """The emulator has no registers: blocks in their order are put in a matrix's, and back."""
-    with emulator.emulated(*KERNELS), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pallas_gpu_body, "load_in_order", _load_in_order)
-        patch.setattr(pallas_gpu_body, "store_in_order", _store_in_order)
-        patch.setattr(pallas_gpu_body, "hidden_zero", lambda step, stage: np.int32(0))
+    with emulator.emulated(kernel), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "load_in_order", _load_in_order)
+        patch.setattr(kernel, "store_in_order", _store_in_order)
+        patch.setattr(kernel, "hidden_zero", lambda step, stage: np.int32(0))
         yield
 
 
@@ -70,10 +68,10 @@ def test_filter(batch: int, time: int, taps: int, conjugate: bool, monkeypatch: 
 
     Up to 8192 numbers two signals go together, of three one alone.
     """
-    monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 4)
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: 4)
     x, h = _normal(batch, 3, time) * jnp.array([1e6, 1.0, 1e-6])[:batch, None, None], _normal(3, taps)
     with emulated():
-        got = pallas_gpu.mosaic_gpu(x, h, config=ProgramsConfig(), conjugate=conjugate)
+        got = forward.causal_filter_hopper(x, h, config=ProgramsConfig(), conjugate=conjugate)
         jax.block_until_ready(got)
     bound = BOUND if time > 8192 else BOUND_OF_PAIRS
     assert _errors(got, reference(x, h, conjugate=conjugate)).max() < bound
@@ -81,11 +79,11 @@ def test_filter(batch: int, time: int, taps: int, conjugate: bool, monkeypatch: 
 
 def test_bfloat16_signals_and_their_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read and written as they are; the filters' gradient is float32."""
-    monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 1)
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: 1)
     x, h = _normal(1, 2, 3000).astype("bfloat16"), _normal(2, 40)
     with emulated():
-        got = jax.block_until_ready(pallas_gpu.mosaic_gpu(x, h, config=ProgramsConfig(), conjugate=False))
-        taps = jax.block_until_ready(pallas_gpu.mosaic_gpu_taps(x, x, config=ProgramsConfig(), taps=40))
+        got = jax.block_until_ready(forward.causal_filter_hopper(x, h, config=ProgramsConfig(), conjugate=False))
+        taps = jax.block_until_ready(forward.causal_taps_hopper(x, x, config=ProgramsConfig(), taps=40))
     assert (got.dtype, taps.dtype) == (jnp.bfloat16, jnp.float32)
     assert _errors(got, reference(x.astype("float32"), h)).max() < BOUND
     assert _errors(taps, reference_taps(x, x, taps=40)).max() < BOUND
@@ -94,30 +92,30 @@ def test_bfloat16_signals_and_their_result(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.quick
 def test_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient for the filters: a spectrum for each signal, and a sum over the batch."""
-    monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 1)
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: 1)
     flow, x = _normal(2, 2, 5000), _normal(2, 2, 5000, seed=1)
     with emulated():
-        got = jax.block_until_ready(pallas_gpu.mosaic_gpu_taps(flow, x, config=ProgramsConfig(), taps=700))
+        got = jax.block_until_ready(forward.causal_taps_hopper(flow, x, config=ProgramsConfig(), taps=700))
     assert got.shape == (2, 700)
     assert _errors(got, reference_taps(flow, x, taps=700)).max() < BOUND
 
 
 def test_a_nan_stays_in_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more than 8192 numbers; shorter signals go in pairs, and `fft_convolve` says so."""
-    monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 1)
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: 1)
     x = _normal(2, 1, 8193).at[0, 0, 50].set(jnp.nan)
     with emulated():
-        got = np.asarray(pallas_gpu.mosaic_gpu(x, _normal(1, 9), config=ProgramsConfig(), conjugate=False))
+        got = np.asarray(forward.causal_filter_hopper(x, _normal(1, 9), config=ProgramsConfig(), conjugate=False))
     assert np.isnan(got[0]).any()
     assert np.isfinite(got[1]).all()
 
 
 def test_an_odd_one_out_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three the last goes with the first. It is read again beside the second, whose NaN would show it written."""
-    monkeypatch.setattr(pallas_gpu, "multiprocessors", lambda kind: 1)
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: 1)
     x = _normal(3, 1, 100).at[1, 0, 50].set(jnp.nan)
     with emulated():
-        got = np.asarray(pallas_gpu.mosaic_gpu(x, _normal(1, 9), config=ProgramsConfig(), conjugate=False))
+        got = np.asarray(forward.causal_filter_hopper(x, _normal(1, 9), config=ProgramsConfig(), conjugate=False))
     assert np.isnan(got[1]).any()
     assert np.isfinite(got[[0, 2]]).all()
 

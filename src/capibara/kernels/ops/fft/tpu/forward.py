@@ -28,8 +28,8 @@ from capibara.kernels.ops.fft.matmul import over_axes, stage, transform
 from capibara.kernels.ops.fft.plan import Plan, plan
 from capibara.kernels.ops.fft.twiddles import dft, twiddles
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
-LANES, SUBLANES = 128, 8
 # Matrices of a signal that are alive at once in float32: two planes after each product, and what the products give.
 LIVE = 8
 
@@ -45,11 +45,6 @@ class SignalsConfig:
             raise rule_error("A block has one signal or more", self.block, "use block=8")
 
 
-def _matrix_bytes(rows: int, columns: int) -> int:
-    """A float32 matrix as it lies in VMEM."""
-    return 4 * math.ceil(rows / SUBLANES) * SUBLANES * math.ceil(columns / LANES) * LANES
-
-
 def _plan(call: Call) -> Plan:
     return plan(call.need("re").shape[-1], cast(tuple[int, ...] | None, call.params["factors"]))
 
@@ -63,14 +58,30 @@ def _last_two(call: Call) -> tuple[int, int, int]:
     return math.prod(shape[:-1]) * length // (first * second), first, second
 
 
+def _specs(first: int, second: int, block: int) -> dict[str, Any]:
+    """What `pallas_call` moves, two planes of each: signals, the two matrices, the factors; the result."""
+
+    def whole(rows: int, columns: int) -> pl.BlockSpec:
+        return pl.BlockSpec((rows, columns), lambda i: (0, 0))
+
+    there = pl.BlockSpec((block, first, second), lambda i: (i, 0, 0))
+    back = pl.BlockSpec((block, second, first), lambda i: (i, 0, 0))
+    constants = [whole(first, first), whole(second, second), whole(first, second)]
+    return {"in_specs": [there, there, *(spec for spec in constants for _ in range(2))], "out_specs": [back, back]}
+
+
 def candidates(call: Call) -> Sequence[SignalsConfig]:
-    """Blocks that fit VMEM, the largest first: in and out, two planes each, two of every block."""
+    """Blocks that fit VMEM, the largest first; every number is counted as a float32, bfloat16 constants too."""
     signals, first, second = _last_two(call)
-    there, back = _matrix_bytes(first, second), _matrix_bytes(second, first)
-    resident = 2 * 2 * (_matrix_bytes(first, first) + _matrix_bytes(second, second) + there)
-    free = vmem.limit(call) - resident - LIVE * max(there, back)
-    most = free // (4 * (there + back))
-    return [SignalsConfig(b) for b in (32, 16, 8, 4, 2, 1) if b <= most and (b == 1 or b <= signals)]
+    shapes = (first, second), (second, first)
+    live = max(vmem_bytes((), [pltpu.VMEM(shape, jnp.float32)] * LIVE) for shape in shapes)
+
+    def fits(block: int) -> bool:
+        specs = _specs(first, second, block)
+        moved = ((spec, jnp.float32) for spec in (*specs["in_specs"], *specs["out_specs"]))
+        return vmem_bytes(moved) + live <= vmem.limit(call)
+
+    return [SignalsConfig(b) for b in (32, 16, 8, 4, 2, 1) if (b == 1 or b <= signals) and fits(b)]
 
 
 def refuses(call: Call) -> str | None:
@@ -102,7 +113,7 @@ def _body(
     fr, fi, gr, gi = fr_ref[...], fi_ref[...], gr_ref[...], gi_ref[...]
     wr, wi = wr_ref[...], wi_ref[...]
 
-    def one(signal: Any, carry: None) -> None:
+    def transform_signal(signal: Any, carry: None) -> None:
         re, im = re_ref[signal].astype(operand), im_ref[signal].astype(operand)
         yr = from_left(fr, re) - from_left(fi, im)
         yi = from_left(fr, im) + from_left(fi, re)
@@ -111,29 +122,23 @@ def _body(
         out_im_ref[signal] = transposing(gr, zi) + transposing(gi, zr)
         return carry
 
-    lax.fori_loop(0, re_ref.shape[0], one, None)
+    lax.fori_loop(0, re_ref.shape[0], transform_signal, None)
 
 
 def two_radices(x: jax.Array, first: int, second: int, inverse: bool, precision: str, block: int) -> jax.Array:
     """The transform of planes [2, signals, first · second] by the kernel, without a scale."""
     _, signals, n = x.shape
-    kind = jnp.bfloat16 if precision == "bfloat16" else jnp.float32
+    dtype = jnp.bfloat16 if precision == "bfloat16" else jnp.float32
     # Past the last signal a block reads and writes nothing that is kept.
-    matrices = [jnp.asarray(plane, kind) for radix in (first, second) for plane in dft(radix, inverse)]
+    matrices = [jnp.asarray(plane, dtype) for radix in (first, second) for plane in dft(radix, inverse)]
     factors = [jnp.asarray(plane, jnp.float32) for plane in twiddles(n, first, second, inverse)]
     constants = [*matrices, *factors]
 
-    def whole(array: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(array.shape, lambda i: (0, 0))
-
-    there = pl.BlockSpec((block, first, second), lambda i: (i, 0, 0))
-    back = pl.BlockSpec((block, second, first), lambda i: (i, 0, 0))
     re, im = pl.pallas_call(
         functools.partial(_body, precision=precision),
         out_shape=[out_struct((signals, second, first), jnp.float32, x)] * 2,
         grid=(math.ceil(signals / block),),
-        in_specs=[there, there, *map(whole, constants)],
-        out_specs=[back, back],
+        **_specs(first, second, block),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         cost_estimate=pl.CostEstimate(
             flops=8 * signals * n * (first + second), bytes_accessed=16 * signals * n, transcendentals=0
@@ -157,20 +162,20 @@ def _smooth(x: jax.Array, factors: tuple[int, ...], inverse: bool, precision: st
     return jnp.moveaxis(y.reshape(2, batch, done, first * second), -2, -1).reshape(x.shape)
 
 
-def pallas_tpu(
+def fft_tpu(
     re: jax.Array, im: jax.Array, *, config: SignalsConfig, inverse: bool, norm: str, precision: str, axes: int,
     factors: tuple[int, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The transform of the last axis; see the module's text."""
     smooth = functools.partial(_smooth, block=config.block)
-    one = functools.partial(transform, inverse=inverse, precision=precision, factors=factors, smooth=smooth)
+    transform_axis = functools.partial(transform, inverse=inverse, precision=precision, factors=factors, smooth=smooth)
     # As one program: partitioning over a mesh takes functions without constants of their own.
-    return jax.jit(lambda re, im: over_axes(re, im, axes, norm, inverse, one))(re, im)
+    return jax.jit(lambda re, im: over_axes(re, im, axes, norm, inverse, transform_axis))(re, im)
 
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    fft_tpu,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 2,  # below the products in XLA until it has been timed on a TPU

@@ -13,27 +13,19 @@ import pytest
 from tests.kernels.pallas import hopper_emulator as emulator
 
 from capibara.kernels import explain, fft, fft_planes, target
-from capibara.kernels.ops.fft import (
-    pallas_gpu_long,
-    pallas_gpu_long_body,
-    pallas_gpu_long_first,
-    pallas_gpu_long_second,
-)
 from capibara.kernels.ops.fft.api import FFT
-from capibara.kernels.ops.fft.pallas_gpu_long import (
+from capibara.kernels.ops.fft.hopper import long, long_passes
+from capibara.kernels.ops.fft.hopper.long import (
     RADICES,
     ProgramsConfig,
-    mosaic_gpu_long,
+    fft_hopper_long,
     refuses,
     refuses_pairs,
     two_passes,
     two_passes_of_pairs,
 )
-from capibara.kernels.ops.fft.pallas_gpu_moves import QUADS, exchanged_offset, operand_offset, result_offset
-from capibara.kernels.ops.fft.pallas_gpu_pairs import TURNS
+from capibara.kernels.ops.fft.hopper.moves import QUADS, TURNS, exchanged_offset, operand_offset, result_offset
 from capibara.kernels.ops.fft.rules import tolerance_of
-
-KERNELS = (pallas_gpu_long_body, pallas_gpu_long_first, pallas_gpu_long_second)
 
 
 def _keep_operand(ref: Any, value: Any) -> None:
@@ -72,20 +64,15 @@ def _split(value: Any) -> tuple[Any, Any]:
 
 
 STAND_INS = {
-    pallas_gpu_long_first: {
-        "keep_operand": _keep_operand, "keep_exchanged": _keep_exchanged, "split_pairs": _split,
-    },
-    pallas_gpu_long_second: {
-        "keep_result": _keep_result, "store_quads": _store_quads, "store_pairs": _store_pairs,
-    },
+    "keep_operand": _keep_operand, "keep_exchanged": _keep_exchanged, "split_pairs": _split,
+    "keep_result": _keep_result, "store_quads": _store_quads, "store_pairs": _store_pairs,
 }  # fmt: skip
 
 
 def _emulated(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> Any:
-    for module, stand_ins in STAND_INS.items():
-        for name, stand_in in stand_ins.items():
-            monkeypatch.setattr(module, name, stand_in)
-    with emulator.emulated(*KERNELS):
+    for name, stand_in in STAND_INS.items():
+        monkeypatch.setattr(long_passes, name, stand_in)
+    with emulator.emulated(long_passes):
         re, im = jax.block_until_ready(kernel())
     return np.asarray(re, "float32") + 1j * np.asarray(im, "float32")
 
@@ -165,13 +152,13 @@ def test_two_passes(
 
 
 def test_the_scale_is_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pallas_gpu_long, "multiprocessors", lambda kind: 5)
+    monkeypatch.setattr(long, "multiprocessors", lambda kind: 5)
     n = 1 << 14
     re, im = jnp.asarray(np.random.default_rng(1).standard_normal((2, 1, 2, n)), "float32")
     how: dict[str, Any] = {"precision": "bfloat16", "axes": 1, "factors": None}
 
     def kernel() -> Any:
-        return mosaic_gpu_long(re, im, config=ProgramsConfig(), inverse=True, norm="ortho", **how)
+        return fft_hopper_long(re, im, config=ProgramsConfig(), inverse=True, norm="ortho", **how)
 
     wanted = np.fft.ifft(np.asarray(re, "float64") + 1j * np.asarray(im), norm="ortho")
     assert _error(_emulated(monkeypatch, kernel), wanted) < tolerance_of((n,), "bfloat16") / 2
@@ -181,7 +168,7 @@ def test_the_scale_is_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("n", "signals", "inverse"), [(1 << 14, 3, True), (1 << 17, 1, False)])
 def test_pairs(n: int, signals: int, inverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Complex numbers as they lie in memory; two parts and four in the second pass."""
-    monkeypatch.setattr(pallas_gpu_long, "call_viewed", _view)
+    monkeypatch.setattr(long, "call_viewed", _view)
     x = np.random.default_rng(n).standard_normal((2, signals, n)).astype("float32")
     z = jnp.asarray(x[0] + 1j * x[1])
 

@@ -3,7 +3,7 @@
 A length of q · 4096 has its radix q done by XLA on the way in and out, elementwise, and only on the numbers that are
 there: what a longer length is padded with is never stored. Between them each residue of the frequencies by q is a
 batch of 4096-point transforms, which stay in shared memory with the product of spectra. The transform back is the
-transform of the conjugate, so both go by the same steps; see `capibara.kernels.ops.fft.pallas_gpu`.
+transform of the conjugate, so both go by the same steps; see `capibara.kernels.ops.fft.hopper`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.fft.pallas_gpu import LAYOUT, SIDE, TILE, complex_product
+from capibara.kernels.ops.fft.hopper.forward import LAYOUT, SIDE, TILE, complex_product
 from capibara.kernels.ops.fft.twiddles import dft, twiddles
 from capibara.kernels.pallas.hopper import ProgramsConfig, load, multiprocessors, refuses_chip, swizzled
 
@@ -45,7 +45,7 @@ def refuses(call: Call) -> str | None:
 
 
 def _program(
-    re_hbm: Any, im_hbm: Any, h_re_hbm: Any, h_im_hbm: Any, turn_hbm: Any, matrices_hbm: Any, factors_hbm: Any,
+    re_hbm: Any, im_hbm: Any, h_re_hbm: Any, h_im_hbm: Any, turn_hbm: Any, roots_hbm: Any, factors_hbm: Any,
     out_re_hbm: Any, out_im_hbm: Any, *, programs: int, conjugate: bool,
 ) -> None:  # fmt: skip
     tiles, channels = re_hbm.shape[0], h_re_hbm.shape[0]
@@ -54,21 +54,21 @@ def _program(
 
     @functools.partial(
         pl.run_scoped,
-        given=planes,
+        in_smem=planes,
         spectrum=planes,
-        between=planes,
-        made=planes,
-        matrices=plgpu.SMEM((2, SIDE, SIDE), BF16, transforms=swizzled(BF16)),
-        factors=plgpu.SMEM((2, SIDE, SIDE), jnp.float32, transforms=swizzled(jnp.float32)),
-        turn=plgpu.SMEM((2, SIDE, SIDE), jnp.float32, transforms=swizzled(jnp.float32)),
+        between_smem=planes,
+        out_smem=planes,
+        roots_smem=plgpu.SMEM((2, SIDE, SIDE), BF16, transforms=swizzled(BF16)),
+        factors_smem=plgpu.SMEM((2, SIDE, SIDE), jnp.float32, transforms=swizzled(jnp.float32)),
+        turn_smem=plgpu.SMEM((2, SIDE, SIDE), jnp.float32, transforms=swizzled(jnp.float32)),
         constants_arrived=plgpu.Barrier(num_arrivals=3),
         arrived=plgpu.Barrier(num_arrivals=2, num_barriers=2),  # a tile's two planes, for each warpgroup
         spectrum_arrived=plgpu.Barrier(num_arrivals=2, num_barriers=2),
         collective_axes="warpgroup",
     )
     def _scoped(
-        given: Any, spectrum: Any, between: Any, made: Any, matrices: Any, factors: Any, turn: Any,
-        constants_arrived: Any, arrived: Any, spectrum_arrived: Any,
+        in_smem: Any, spectrum: Any, between_smem: Any, out_smem: Any, roots_smem: Any, factors_smem: Any,
+        turn_smem: Any, constants_arrived: Any, arrived: Any, spectrum_arrived: Any,
     ) -> None:  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         first = lax.axis_index("program") * 2 + warpgroup
@@ -77,7 +77,7 @@ def _program(
         def fetch(step: Any) -> None:
             for plane, hbm in enumerate((re_hbm, im_hbm)):
                 tile = hbm.at[first + step * stride]
-                plgpu.copy_gmem_to_smem(tile, given.at[warpgroup, plane], arrived.at[warpgroup])
+                plgpu.copy_gmem_to_smem(tile, in_smem.at[warpgroup, plane], arrived.at[warpgroup])
 
         def fetch_spectrum(step: Any) -> None:
             for plane, hbm in enumerate((h_re_hbm, h_im_hbm)):
@@ -86,9 +86,9 @@ def _program(
 
         @pl.when(warpgroup == 0)
         def _() -> None:
-            plgpu.copy_gmem_to_smem(matrices_hbm, matrices, constants_arrived)
-            plgpu.copy_gmem_to_smem(factors_hbm, factors, constants_arrived)
-            plgpu.copy_gmem_to_smem(turn_hbm, turn, constants_arrived)
+            plgpu.copy_gmem_to_smem(roots_hbm, roots_smem, constants_arrived)
+            plgpu.copy_gmem_to_smem(factors_hbm, factors_smem, constants_arrived)
+            plgpu.copy_gmem_to_smem(turn_hbm, turn_smem, constants_arrived)
 
         @pl.when(count > 0)
         def _() -> None:
@@ -105,12 +105,12 @@ def _program(
 
         def transform(source: Any, release: Any) -> tuple[Any, Any]:
             """The transform of a tile in shared memory; `release` is called when the tile has been read."""
-            yr, yi = complex_product(matrices, 0, source.at[warpgroup, 0], source.at[warpgroup, 1])
+            yr, yi = complex_product(roots_smem, 0, source.at[warpgroup, 0], source.at[warpgroup, 1])
             release()
-            wr, wi = load(factors.at[0], LAYOUT), load(factors.at[1], LAYOUT)
-            keep(between, yr * wr - yi * wi, yr * wi + yi * wr)
-            halves = (plgpu.transpose_ref(between.at[warpgroup, plane], (1, 0)) for plane in range(2))
-            return complex_product(matrices, 0, *halves)
+            wr, wi = load(factors_smem.at[0], LAYOUT), load(factors_smem.at[1], LAYOUT)
+            keep(between_smem, yr * wr - yi * wi, yr * wi + yi * wr)
+            halves = (plgpu.transpose_ref(between_smem.at[warpgroup, plane], (1, 0)) for plane in range(2))
+            return complex_product(roots_smem, 0, *halves)
 
         @pl.loop(0, count)
         def _tile(step: Any) -> None:
@@ -119,20 +119,20 @@ def _program(
                 pl.when(step + 1 < count)(functools.partial(ask, step + 1))
 
             plgpu.barrier_wait(arrived.at[warpgroup])
-            zr, zi = transform(given, functools.partial(next_after, fetch))
+            zr, zi = transform(in_smem, functools.partial(next_after, fetch))
             plgpu.barrier_wait(spectrum_arrived.at[warpgroup])
             hr, hi = (load(spectrum.at[warpgroup, plane], LAYOUT).astype(jnp.float32) for plane in range(2))
             if conjugate:
                 hi = -hi
             # The conjugate, whose transform is the conjugate of the transform back.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
-            keep(made, zr * hr - zi * hi, -(zr * hi + zi * hr))
+            keep(out_smem, zr * hr - zi * hi, -(zr * hi + zi * hr))
             next_after(fetch_spectrum)
-            yr, yi = transform(made, lambda: None)
-            tr, ti = load(turn.at[0], LAYOUT), load(turn.at[1], LAYOUT)
-            keep(made, yr * tr + yi * ti, yr * ti - yi * tr)
+            yr, yi = transform(out_smem, lambda: None)
+            tr, ti = load(turn_smem.at[0], LAYOUT), load(turn_smem.at[1], LAYOUT)
+            keep(out_smem, yr * tr + yi * ti, yr * ti - yi * tr)
             for plane, hbm in enumerate((out_re_hbm, out_im_hbm)):
-                plgpu.copy_smem_to_gmem(made.at[warpgroup, plane], hbm.at[first + step * stride])
+                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, plane], hbm.at[first + step * stride])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -156,8 +156,8 @@ def filter_tiles(
         num_threads=2,
         thread_name="warpgroup",
     )
-    made = kernel(re, im, h_re, h_im, turn, matrices, factors)
-    return made[0], made[1]
+    real, imag = kernel(re, im, h_re, h_im, turn, matrices, factors)
+    return real, imag
 
 
 def _pieces(plane: jax.Array) -> list[jax.Array]:
@@ -171,7 +171,7 @@ def _rotated(re: Any, im: Any, cosine: Any, sine: Any) -> tuple[Any, Any]:
     return re * cosine - im * sine, re * sine + im * cosine
 
 
-def mosaic_gpu(
+def fft_filter_hopper(
     re: jax.Array, im: jax.Array, h_re: jax.Array, h_im: jax.Array, *, config: ProgramsConfig, conjugate: bool,
     precision: str,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -190,11 +190,11 @@ def mosaic_gpu(
         for k in range(q):  # frequencies k, k + q, ...
             parts = [_rotated(a, b, cosine[k, j], sine[k, j]) for j, (a, b) in enumerate(zip(xr, xi, strict=True))]
             summed = (sum(part[0] for part in parts), sum(part[1] for part in parts))
-            given = [x.astype(BF16).reshape(-1, SIDE, SIDE) for x in _rotated(*summed, turn[0, k], turn[1, k])]
+            tiles = [x.astype(BF16).reshape(-1, SIDE, SIDE) for x in _rotated(*summed, turn[0, k], turn[1, k])]
             own = [h.reshape(channels, TILE, q)[..., k].astype(BF16).reshape(-1, SIDE, SIDE) for h in (h_re, h_im)]
             back = (turn[:, k] / n * np.array([[1.0], [-1.0]], "float32")).reshape(2, SIDE, SIDE)
-            made = filter_tiles(*given, *own, jnp.asarray(back), programs=programs, conjugate=conjugate)
-            filtered.append([x.reshape(pairs, channels, TILE).astype(jnp.float32) for x in made])
+            planes = filter_tiles(*tiles, *own, jnp.asarray(back), programs=programs, conjugate=conjugate)
+            filtered.append([x.reshape(pairs, channels, TILE).astype(jnp.float32) for x in planes])
         results = []
         for j in range(math.ceil(time / TILE)):
             parts = [_rotated(a, b, cosine[j, k], -sine[j, k]) for k, (a, b) in enumerate(filtered)]
@@ -208,7 +208,7 @@ def mosaic_gpu(
 
 IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu,
+    fft_filter_hopper,
     platforms=("gpu",),
     refuses=refuses,
     rank=lambda call: 20,  # on an H200 1.4 (16k) and 2.2 (4k) times as fast as cuFFT's transforms and a product

@@ -25,12 +25,9 @@ from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.fft.complex_view import as_numbers, call_viewed
-from capibara.kernels.ops.fft.pallas_gpu import refuses_form
-from capibara.kernels.ops.fft.pallas_gpu_long_body import BF16, ROWS
-from capibara.kernels.ops.fft.pallas_gpu_long_first import WIDE, first_pass
-from capibara.kernels.ops.fft.pallas_gpu_long_second import second_pass
-from capibara.kernels.ops.fft.pallas_gpu_moves import QUADS
-from capibara.kernels.ops.fft.pallas_gpu_pairs import TURNS
+from capibara.kernels.ops.fft.hopper.forward import refuses_form
+from capibara.kernels.ops.fft.hopper.long_passes import BF16, ROWS, WIDE, first_pass, second_pass
+from capibara.kernels.ops.fft.hopper.moves import QUADS, TURNS
 from capibara.kernels.ops.fft.rules import scale_of
 from capibara.kernels.ops.fft.twiddles import dft, twiddles
 from capibara.kernels.pallas.hopper import ProgramsConfig, multiprocessors
@@ -120,8 +117,8 @@ def two_passes(
     between = [out_struct(_between(n, signals), BF16, re)] * 2
     middle = first_pass(*planes, *constants, out=between, radix=radix1, next_radix=radix2, **how)
     out = [out_struct((signals * n2, n1), re.dtype, re)] * 2
-    made = second_pass(*_second_operands(middle, n, inverse), out=out, radix=radix2, **how)
-    return made[0].reshape(re.shape), made[1].reshape(re.shape)
+    real, imag = second_pass(*_second_operands(middle, n, inverse), out=out, radix=radix2, **how)
+    return real.reshape(re.shape), imag.reshape(re.shape)
 
 
 def two_passes_of_pairs(x: jax.Array, *, programs: int, inverse: bool, scale: float) -> jax.Array:
@@ -135,12 +132,12 @@ def two_passes_of_pairs(x: jax.Array, *, programs: int, inverse: bool, scale: fl
     between = [jax.ShapeDtypeStruct(_between(n, signals), BF16)] * 2
     first = functools.partial(first_pass, out=between, radix=radix1, next_radix=radix2, pairs=True, **how)
     middle = call_viewed(first, [x.reshape(signals * ROWS, radix1 * n2), *constants], between)
-    made = jax.ShapeDtypeStruct((signals * n2, n1), jnp.complex64)
-    second = functools.partial(second_pass, out=[as_numbers(made)], radix=radix2, **how)
-    return call_viewed(second, _second_operands(middle, n, inverse), [made])[0].reshape(x.shape)
+    out = jax.ShapeDtypeStruct((signals * n2, n1), jnp.complex64)
+    second = functools.partial(second_pass, out=[as_numbers(out)], radix=radix2, **how)
+    return call_viewed(second, _second_operands(middle, n, inverse), [out])[0].reshape(x.shape)
 
 
-def mosaic_gpu_long(
+def fft_hopper_long(
     re: jax.Array, im: jax.Array, *, config: ProgramsConfig, inverse: bool, norm: str, precision: str, axes: int,
     factors: None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -156,7 +153,7 @@ def mosaic_gpu_long(
     return jax.jit(whole)(re, im)
 
 
-def mosaic_gpu_pairs(
+def fft_hopper_pairs(
     re: jax.Array, im: jax.Array, *, config: ProgramsConfig, inverse: bool, norm: str, precision: str, axes: int,
     factors: None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -166,8 +163,8 @@ def mosaic_gpu_pairs(
     programs = config.programs * multiprocessors(current_target().device_kind)
 
     def whole(re: jax.Array, im: jax.Array) -> tuple[jax.Array, jax.Array]:
-        made = two_passes_of_pairs(lax.complex(re, im), programs=programs, inverse=inverse, scale=scale)
-        return made.real, made.imag
+        z = two_passes_of_pairs(lax.complex(re, im), programs=programs, inverse=inverse, scale=scale)
+        return z.real, z.imag
 
     return jax.jit(whole)(re, im)
 
@@ -207,5 +204,5 @@ def _implementation(name: str, run: Any, refuses: Any, rank: Any) -> Implementat
     )
 
 
-IMPLEMENTATION = _implementation("hopper_long", mosaic_gpu_long, refuses, _rank)
-PAIRS = _implementation("hopper_pairs", mosaic_gpu_pairs, refuses_pairs, _rank_pairs)
+LONG_IMPLEMENTATION = _implementation("hopper_long", fft_hopper_long, refuses, _rank)
+PAIRS_IMPLEMENTATION = _implementation("hopper_pairs", fft_hopper_pairs, refuses_pairs, _rank_pairs)

@@ -1,4 +1,8 @@
-"""How tiles of a long transform leave a Hopper warpgroup's registers; see `pallas_gpu_long`.
+"""How tiles of a long transform come apart in a Hopper warpgroup's registers, and how they leave them; see `long`.
+
+A complex array has real and imaginary numbers by turns, and a thread of the warpgroup has pairs of neighbours: a
+number's real and imaginary part. So nothing moves between threads to take them apart; the columns come out in another
+order, TURNS, which the constants of a transform can follow.
 
 Pallas stores what lies in the layout of a product's sum in pieces of four bytes, and transposes by exchanging numbers
 between threads. The chip has an instruction for both, which moves four blocks of 8 x 8 at once. In that layout a warp
@@ -10,14 +14,41 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels.ops.fft.pallas_gpu_pairs import TURNS
 from capibara.kernels.pallas.hopper import swizzled
 
 LAYOUT = plgpu.Layout.WGMMA
+TURNS = (0, 4, 1, 5, 2, 6, 3, 7)  # column s of eight in registers is column TURNS[s] in memory
 # Column n of 16 in registers is column QUADS[n] in memory: a thread then has four columns that lie side by side.
 QUADS = tuple(4 * (n % 8 // 2) + 2 * (n // 8) + n % 2 for n in range(16))
+
+
+def split_pairs(value: Any) -> tuple[Any, Any]:
+    """Real and imaginary numbers by turns, [64, 2 n], as two planes [64, n]; column s of each eight is TURNS[s]."""
+    from jax.experimental.mosaic.gpu import FragmentedArray
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    rows, columns = value.shape
+    plane = plgpu.ShapeDtypeStruct((rows, columns // 2), jnp.float32, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=(plane, plane))
+    def split(_: Any, both: Any) -> Any:
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        planes = []
+        for which in range(2):
+            registers = np.empty(both.registers[:, 0::2].shape, object)
+            for at in np.ndindex(registers.shape):
+                own = (at[0], slice(2 * at[1], 2 * at[1] + 2), *at[2:])
+                numbers = [vector.extract(v, dynamic_position=[], static_position=[which]) for v in both.registers[own]]
+                registers[at] = vector.from_elements(pair, numbers)
+            planes.append(FragmentedArray(_registers=registers, _layout=both.layout, _is_signed=None))
+        return tuple(planes)
+
+    return split(value)
 
 
 class _Index:

@@ -1,0 +1,406 @@
+"""The program of a Hopper multiprocessor for long causal filters; `forward` beside this says what it computes.
+
+Rows stay with their warpgroup: a product's result is rounded and multiplied in registers, and from there is the left
+operand of the next, so that only X and W, which both warpgroups read, go through shared memory. While the matrix units
+make one half of the columns, the threads work on the other.
+
+In WGMMA's layout a thread has pairs of neighbouring numbers; read one by one from a matrix they are 4 bytes each. What
+only this kernel reads, spectra and factors, lies in memory as the registers have it: 16 bytes a thread, and a warp's in
+a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from capibara.kernels.pallas.hopper import hidden_zero, load, store_to_memory, swizzled
+
+ROWS = 64  # of one wgmma, and of a block
+SIDE = 2 * ROWS
+LONGEST = SIDE * SIDE
+BLOCKS = 8  # of 64 x 64 in two planes of 128 x 128; see `_block`
+BF16 = jnp.bfloat16
+# Pallas lets the whole warpgroup meet around every store. The program says itself where threads must; without those
+# barriers it ran right on an H200 and hardly faster (0.654 ms against 0.665), so they stay.
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=False)
+# A signal's numbers as they come from memory: a warp has two rows of 64, a thread four neighbours.
+_LINES_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, ROWS), (2, ROWS), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+LAYOUT = plgpu.Layout.WGMMA
+_THREADS = 128
+_VECTOR = 8  # bfloat16 numbers in 16 bytes
+_PAIRS = _VECTOR // 2
+_IN_ORDER_LAYOUT = plgpu.Layout.WG_STRIDED((ROWS, ROWS), vec_size=_VECTOR)
+HALVES = (0, 1)
+COSINE, SINE, MINUS_SINE = range(3)  # the planes of the matrix
+PRODUCTS = 4  # that each function of products here starts, and does not wait for
+
+
+def run(
+    x: jax.Array, h: jax.Array | None, constants: tuple[jax.Array, jax.Array], out: Any, *, programs: int, batch: int,
+    conjugate: bool, sizes: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:  # fmt: skip
+    """Matrices x [signals, 128, 128] by the spectra h, [filters, 8, 64, 64], or, without h, their spectra.
+
+    With `sizes`, what each signal is multiplied by and its result: x [signals, 64, 128], two signals at a time.
+    """
+    how = {"conjugate": conjugate, "filters": h is not None, "pairs": sizes is not None}
+    kernel = plgpu.kernel(
+        functools.partial(_program, programs=programs, batch=batch, **how),
+        out_type=[out],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=COMPILER_PARAMS,
+    )
+    return kernel(x, *([] if h is None else [h]), *(sizes or ()), *constants)[0]
+
+
+def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, conjugate: bool, filters: bool, pairs: bool) -> None:
+    """Signals by the filters' spectra, or, where `filters` is False, the spectra of the signals.
+
+    Turn t of all turns is signal (t mod batch, t // batch) of [batch, channels]: those of one channel run side by
+    side, and its spectrum is read from memory once. Where `pairs`, it is two signals of a channel, half a batch apart,
+    a warpgroup each, as the planes of one of 64 rows; of an odd batch the last is also read in the place of the one
+    that is not there.
+    """
+    h_hbm: Any = rest[0] if filters else None
+    inverses_hbm, sizes_hbm = rest[1:3] if pairs else (None, None)
+    matrix_hbm, factors_hbm, out_hbm = rest[-3:]
+    channels = x_hbm.shape[0] // batch
+    turns = (batch + 1) // 2 if pairs else batch  # of a channel
+
+    @functools.partial(
+        pl.run_scoped,
+        shared=plgpu.SMEM((BLOCKS, ROWS, ROWS), BF16, transforms=swizzled(BF16)),  # X in its first half, then W
+        matrix=plgpu.SMEM((3 * BLOCKS // 2, ROWS, ROWS), BF16, transforms=swizzled(BF16)),
+        factors=plgpu.SMEM((BLOCKS, ROWS, ROWS), BF16),
+        constants_arrived=plgpu.Barrier(num_arrivals=2),
+        # By both warpgroups:
+        x_kept=plgpu.Barrier(num_arrivals=2),
+        x_read=plgpu.Barrier(num_arrivals=2),
+        w_kept=plgpu.Barrier(num_arrivals=2),
+        w_read=plgpu.Barrier(num_arrivals=2),
+        collective_axes="warpgroup",
+    )
+    def _scoped(
+        shared: Any, matrix: Any, factors: Any, constants_arrived: Any, x_kept: Any, x_read: Any, w_kept: Any,
+        w_read: Any,
+    ) -> None:  # fmt: skip
+        half = lax.axis_index("warpgroup")
+        first = lax.axis_index("program")
+        count = lax.div(turns * channels - first + programs - 1, programs)
+
+        def element(step: Any) -> Any:
+            """The turn's element of the batch; beyond it where there is none for this warpgroup."""
+            own = lax.rem(first + step * programs, turns)
+            return own + half * turns if pairs else own
+
+        def signal(step: Any) -> Any:
+            return lax.min(element(step), batch - 1) * channels + lax.div(first + step * programs, turns)
+
+        def part(step: Any, column: int) -> tuple[Any, ...]:
+            return signal(step), pl.ds(0 if pairs else half * ROWS, ROWS), pl.ds(column * ROWS, ROWS)
+
+        def fetched(step: Any) -> list[Any]:
+            """This warpgroup's rows of a signal, in registers."""
+            rows = [load(x_hbm.at[part(step, column)], _LINES_LAYOUT, optimized=False) for column in HALVES]
+            if not pairs:
+                return rows
+            inverse = inverses_hbm[signal(step)]
+            return [value.astype(jnp.float32) * inverse for value in rows]
+
+        def keep_signal(columns: list[Any]) -> None:
+            for column, value in enumerate(columns):
+                shared[_block(0, half, column)] = value.astype(BF16)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(x_kept)
+
+        def factor(column: int) -> tuple[Any, Any]:
+            re, im = (_wide(factors.at[_block(plane, half, column)]) for plane in range(2))
+            return re, im
+
+        def spectrum(step: Any, column: int) -> list[Any]:
+            if not filters:
+                return []
+            own = h_hbm.at[lax.rem(signal(step), h_hbm.shape[0])]
+            return [load_in_order(own.at[_block(plane, half, column)]) for plane in range(2)]
+
+        def filtered(z: tuple[Any, Any], h: list[Any]) -> tuple[Any, Any]:
+            re, im = (plane.astype(jnp.float32) for plane in h)
+            return (_times_conjugate if conjugate else _times)(z, re, im)
+
+        @pl.when(jnp.logical_and(half == 0, count > 0))
+        def _() -> None:
+            plgpu.copy_gmem_to_smem(matrix_hbm, matrix, constants_arrived)
+            plgpu.copy_gmem_to_smem(factors_hbm, factors, constants_arrived)
+
+        @pl.when(count > 0)
+        def _() -> None:
+            keep_signal(fetched(0))
+            plgpu.barrier_wait(constants_arrived)
+
+        def blocks(step: Any, stage: int) -> tuple[_Blocks, _Blocks]:
+            zero = hidden_zero(step, stage)
+            return _Blocks(matrix, zero), _Blocks(shared, zero)
+
+        def forward(step: Any) -> Any:
+            """The two halves of Z's columns, or, with filters, V's first, the filter for the other, and Z's other."""
+
+            def of_x(*accs: Any) -> Any:
+                left, right = accs[:2], accs[2:]
+                a, x = blocks(step, 0)
+                for column, planes in enumerate((left, right)):
+                    (_first_of_pair if pairs else _first)(planes, a, x, half, column)
+                u_left = _times(_after(left, PRODUCTS), *factor(0))
+
+                def of_u_left(*z_left: Any) -> Any:
+                    a, _ = blocks(step, 1)
+                    _second(z_left, a, u_left, 0, 0)
+                    u_right = _times(_after(right, PRODUCTS), *factor(1))
+                    plgpu.barrier_arrive(x_read)
+                    h = spectrum(step, 0)
+                    _second(z_left, a, u_right, 1, 0)
+
+                    def of_u(*z_right: Any) -> Any:
+                        a, _ = blocks(step, 2)
+                        _second(z_right, a, u_left, 0, 1)
+                        _second(z_right, a, u_right, 1, 1)
+                        left = _after(z_left, 2 * PRODUCTS)
+                        if not filters:
+                            return left, _after(z_right, 0)
+                        return filtered(left, h), spectrum(step, 1), _after(z_right, 0)
+
+                    return _with_accs(of_u, 2)
+
+                return _with_accs(of_u_left, 2)
+
+            return _with_accs(of_x, 4)
+
+        def keep_spectrum(step: Any, column: int, z: tuple[Any, Any]) -> None:
+            for plane, value in enumerate(_rounded(*z)):
+                store_in_order(out_hbm.at[signal(step), _block(plane, half, column)], value)
+
+        def keep_w(column: int, y: tuple[Any, Any]) -> None:
+            for plane, value in enumerate(_times_conjugate(y, *factor(column))):
+                shared[_block(plane, half, column)] = value
+
+        def back(step: Any, v_left: Any, h: list[Any], z_right: Any, following: Any) -> list[Any]:
+            """W to shared memory, and the next signal's numbers, asked for meanwhile."""
+
+            def of_v_left(*y_left: Any) -> Any:
+                a, _ = blocks(step, 3)
+                _third(y_left, a, v_left, 0, 0)
+                v_right = filtered(z_right, h)
+                _third(y_left, a, v_right, 1, 0)
+
+                def of_v(*y_right: Any) -> Any:
+                    a, _ = blocks(step, 4)
+                    _third(y_right, a, v_left, 0, 1)
+                    _third(y_right, a, v_right, 1, 1)
+                    plgpu.barrier_wait(x_read)
+                    keep_w(0, _after(y_left, 2 * PRODUCTS))
+                    coming = fetched(following)
+                    keep_w(1, _after(y_right, 0))
+                    return coming
+
+                return _with_accs(of_v, 2)
+
+            return _with_accs(of_v_left, 2)
+
+        def last(step: Any, coming: list[Any]) -> list[Any]:
+            def of_w(left: Any, right: Any) -> Any:
+                a, w = blocks(step, 5)
+                for column, acc in enumerate((left, right)):
+                    (_last_of_pair if pairs else _last)(acc, a, w, half, column)
+                narrow = [value.astype(BF16) for value in coming]
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(w_read)
+                return narrow, (left[...], right[...])
+
+            return _with_accs(of_w, 2)
+
+        def keep_result(step: Any, columns: Any) -> None:
+            for column, y in enumerate(columns):
+                store_to_memory(out_hbm.at[part(step, column)], y.astype(out_hbm.dtype))
+
+        @pl.loop(0, count)
+        def _signal(step: Any) -> None:
+            following = lax.min(step + 1, count - 1)
+            plgpu.barrier_wait(x_kept)
+            if not filters:
+                halves = forward(step)
+                coming = fetched(following)
+                for column, z in enumerate(halves):
+                    keep_spectrum(step, column, z)
+                plgpu.barrier_wait(x_read)
+                pl.when(step + 1 < count)(lambda: keep_signal(coming))
+                return
+            v_left, h, z_right = forward(step)
+            coming = back(step, v_left, h, z_right, following)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(w_kept)
+            plgpu.barrier_wait(w_kept)
+            narrow, y = last(step, coming)
+            plgpu.barrier_wait(w_read)
+            pl.when(step + 1 < count)(lambda: keep_signal(narrow))
+            if not pairs:
+                keep_result(step, y)
+                return
+            size = sizes_hbm[signal(step)]
+            pl.when(element(step) < batch)(lambda: keep_result(step, [columns * size for columns in y]))
+
+
+def _with_accs(use: Any, count: int) -> Any:
+    """What `use` makes of `count` accs [64, 64]."""
+    return pl.run_scoped(use, *(plgpu.WGMMAAccumulatorRef((ROWS, ROWS), jnp.float32) for _ in range(count)))
+
+
+def _after(accs: tuple[Any, ...], later: int) -> tuple[Any, ...]:
+    """Accumulators, when no more than the `later` last products are under way."""
+    return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=later) for ref in accs)
+
+
+def _wide(ref: Any) -> Any:
+    return load_in_order(ref).astype(jnp.float32)
+
+
+def _rounded(re: Any, im: Any) -> tuple[Any, Any]:
+    return re.astype(BF16), im.astype(BF16)
+
+
+def _times(z: tuple[Any, Any], re: Any, im: Any) -> tuple[Any, Any]:
+    return _rounded(z[0] * re - z[1] * im, z[0] * im + z[1] * re)
+
+
+def _times_conjugate(z: tuple[Any, Any], re: Any, im: Any) -> tuple[Any, Any]:
+    return _rounded(z[0] * re + z[1] * im, z[1] * re - z[0] * im)
+
+
+def _block(plane: Any, row: Any, column: Any) -> Any:
+    """The place of a block among those of its matrix: of a plane, a half of its rows and a half of its columns."""
+    return 4 * plane + 2 * row + column
+
+
+class _Blocks:
+    """Blocks in shared memory at places counted from a zero."""
+
+    def __init__(self, ref: Any, zero: Any) -> None:
+        self.ref, self.zero = ref, zero
+
+    def __call__(self, plane: Any, row: Any, column: Any) -> Any:
+        return self.ref.at[self.zero + _block(plane, row, column)]
+
+
+def _transposed(ref: Any) -> Any:
+    return plgpu.transpose_ref(ref, (1, 0))
+
+
+def _first(accs: Any, matrix: Any, x: Any, half: Any, column: int) -> None:
+    """A X for 64 rows and 64 columns: two planes."""
+    for inner in HALVES:
+        for plane in (COSINE, SINE):
+            plgpu.wgmma(accs[plane], matrix(plane, half, inner), x(0, inner, column))
+
+
+def _first_of_pair(accs: Any, matrix: Any, x: Any, half: Any, column: int) -> None:
+    """The same where X has 64 rows, and the places of the other 64 have its imaginary plane."""
+    re, im = (x(0, plane, column) for plane in range(2))
+    plgpu.wgmma(accs[0], matrix(COSINE, half, 0), re)
+    plgpu.wgmma(accs[1], matrix(SINE, half, 0), re)
+    plgpu.wgmma(accs[0], matrix(MINUS_SINE, half, 0), im)
+    plgpu.wgmma(accs[1], matrix(COSINE, half, 0), im)
+
+
+def _second(accs: Any, matrix: Any, planes: Any, inner: int, column: int) -> None:
+    """What 64 columns of U give of U Aᵀ, for 64 of its columns."""
+    cosine, sine, minus = (_transposed(matrix(plane, column, inner)) for plane in range(3))
+    re, im = planes
+    plgpu.wgmma(accs[0], re, cosine)
+    plgpu.wgmma(accs[1], re, sine)
+    plgpu.wgmma(accs[0], im, minus)
+    plgpu.wgmma(accs[1], im, cosine)
+
+
+def _third(accs: Any, matrix: Any, planes: Any, inner: int, column: int) -> None:
+    """What 64 columns of V give of V conj(A), for 64 of its columns."""
+    cosine, sine, minus = (matrix(plane, inner, column) for plane in range(3))
+    re, im = planes
+    plgpu.wgmma(accs[0], re, cosine)
+    plgpu.wgmma(accs[1], re, minus)
+    plgpu.wgmma(accs[0], im, sine)
+    plgpu.wgmma(accs[1], im, cosine)
+
+
+def _last(acc: Any, matrix: Any, w: Any, half: Any, column: int) -> None:
+    """The real part of A^H W for 64 rows and 64 columns."""
+    for inner in HALVES:
+        for plane in (COSINE, SINE):
+            plgpu.wgmma(acc, _transposed(matrix(plane, inner, half)), w(plane, inner, column))
+
+
+def _last_of_pair(acc: Any, matrix: Any, w: Any, half: Any, column: int) -> None:
+    """Of the first 64 rows of A^H W, the real part by one warpgroup, the imaginary one by the other."""
+    for inner in HALVES:
+        plgpu.wgmma(acc, _transposed(matrix(COSINE, inner, 0)), w(half, inner, column))
+        plgpu.wgmma(acc, _transposed(matrix(SINE + half, inner, 0)), w(1 - half, inner, column))
+
+
+def places() -> np.ndarray:
+    """For each number of a block in memory its place in the matrix, row · 64 + column: [64 · 64]."""
+    part, thread, pair, number = np.indices((ROWS * ROWS // (_THREADS * _VECTOR), _THREADS, _PAIRS, 2))
+    tile, lower = np.divmod(part * _PAIRS + pair, 2)  # WGMMA's registers: 8 columns, their rows 0 to 7 then 8 to 15
+    warp, lane = np.divmod(thread, 32)
+    row = 16 * warp + 8 * lower + lane // 4
+    column = 8 * tile + 2 * (lane % 4) + number
+    return (row * ROWS + column).reshape(-1)
+
+
+def load_in_order(ref: Any) -> Any:
+    """A block [64, 64] of bfloat16 numbers in the registers' order, in WGMMA's layout."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_IN_ORDER_LAYOUT,), return_type=plgpu.ShapeDtypeStruct((ROWS, ROWS), jnp.bfloat16, layout=LAYOUT)
+    )
+    def emit(_: Any, block: Any) -> Any:
+        from jax.experimental.mosaic.gpu import utils
+
+        pairs = [utils.vector_slice(v, slice(2 * i, 2 * i + 2)) for v in block.registers.flat for i in range(_PAIRS)]
+        return _fragments(pairs, LAYOUT.to_mgpu())
+
+    return emit(load(ref, _IN_ORDER_LAYOUT))
+
+
+def store_in_order(ref: Any, value: Any) -> None:
+    """The other way around, to global memory."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT,), return_type=plgpu.ShapeDtypeStruct((ROWS, ROWS), jnp.bfloat16, layout=_IN_ORDER_LAYOUT)
+    )
+    def emit(_: Any, block: Any) -> Any:
+        from jax.experimental.mosaic.gpu import utils
+
+        pairs = list(block.registers.flat)
+        whole = [utils.vector_concat(pairs[i : i + _PAIRS]) for i in range(0, len(pairs), _PAIRS)]
+        return _fragments(whole, _IN_ORDER_LAYOUT.to_mgpu())
+
+    store_to_memory(ref, emit(value))
+
+
+def _fragments(registers: list[Any], layout: Any) -> Any:
+    from jax.experimental.mosaic.gpu import FragmentedArray
+
+    placed = np.empty(len(registers), object)
+    placed[:] = registers
+    shape = layout.registers_shape((ROWS, ROWS))
+    return FragmentedArray(_registers=placed.reshape(shape), _layout=layout, _is_signed=None)
