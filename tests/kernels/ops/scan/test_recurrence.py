@@ -18,9 +18,9 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.lab.check import check
 from capibara.kernels.ops.scan import LINEAR_RECURRENCE, LINEAR_RECURRENCE_GRAD
 from capibara.kernels.ops.scan.recurrence.cases import LOWERED, draw_complex, draw_complex_decay, draw_decay
-from capibara.kernels.ops.scan.recurrence.pallas_gpu_ring import TileConfig, Walk
-from capibara.kernels.ops.scan.recurrence.pallas_tpu_tiles import BlockConfig
+from capibara.kernels.ops.scan.recurrence.hopper.forward import TileConfig, Walk
 from capibara.kernels.ops.scan.recurrence.reference import reference_grad
+from capibara.kernels.ops.scan.recurrence.tpu.forward import BlockConfig
 from capibara.kernels.ops.scan.recurrence.xla import ChunkConfig
 
 EVERYWHERE = ("xla", "pallas_tpu", "reference")

@@ -10,16 +10,7 @@ from jaxtyping import Array, Inexact
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.scan.recurrence import (
-    gradient,
-    mesh,
-    pallas_gpu,
-    pallas_gpu_grad,
-    pallas_tpu,
-    pallas_tpu_grad,
-    rules,
-    xla,
-)
+from capibara.kernels.ops.scan.recurrence import gradient, hopper, mesh, rules, tpu, xla
 from capibara.kernels.ops.scan.recurrence.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.scan.recurrence.layout import read_flag, read_operands
 from capibara.kernels.ops.scan.recurrence.reference import reference, reference_grad
@@ -55,20 +46,20 @@ LINEAR_RECURRENCE = Op(
     cases=CASES,
 )
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1, needs_local_types=True),
 ):
-    LINEAR_RECURRENCE.implement(_made)
-for _made in (
+    LINEAR_RECURRENCE.implement(_implementation)
+for _implementation in (
     xla.GRAD_IMPLEMENTATION,
-    pallas_tpu_grad.IMPLEMENTATION,
-    pallas_gpu_grad.IMPLEMENTATION,
+    tpu.GRAD_IMPLEMENTATION,
+    hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1, needs_local_types=True),
 ):
-    LINEAR_RECURRENCE_GRAD.implement(_made)
+    LINEAR_RECURRENCE_GRAD.implement(_implementation)
 
 
 def linear_recurrence(
@@ -113,12 +104,12 @@ def linear_recurrence(
     [1.75, 1.875]
     """
     a, b, initial, layout = read_operands("linear_recurrence", a, b, initial, axis)
-    given = {"reverse": reverse, "return_final": return_final}
-    flags = {name: read_flag(name, value) for name, value in given.items()}
+    asked = {"reverse": reverse, "return_final": return_final}
+    flags = {name: read_flag(name, value) for name, value in asked.items()}
     params: dict[str, Hashable] = {name: value for name, value in flags.items() if value}
     operands = (layout.flatten(a), layout.flatten(b), layout.flatten_state(initial))
-    made = run(LINEAR_RECURRENCE, operands, params, implementation=implementation, config=config)
-    h, *final = made if return_final else (made,)
+    out = run(LINEAR_RECURRENCE, operands, params, implementation=implementation, config=config)
+    h, *final = out if return_final else (out,)
     return (layout.restore(h), layout.restore_state(final[0])) if return_final else layout.restore(h)
 
 

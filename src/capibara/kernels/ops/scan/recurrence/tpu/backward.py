@@ -21,11 +21,14 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.kernels.core.context import current_interpret
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.scan.recurrence.pallas_tpu_tiles import (
+from capibara.kernels.ops.scan.recurrence.planes import Number, choose, filled, join, split, store
+from capibara.kernels.ops.scan.recurrence.tpu.forward import (
     ROWS,
     BlockConfig,
     Watch,
+    block_specs,
     candidates_for,
+    carry_scratch,
     last_row,
     ordered,
     padded_steps,
@@ -41,20 +44,18 @@ from capibara.kernels.ops.scan.recurrence.pallas_tpu_tiles import (
     stacked,
     state_operand,
 )
-from capibara.kernels.ops.scan.recurrence.planes import Number, choose, filled, join, split, store
 
 
 def candidates(call: Call) -> Sequence[BlockConfig]:
-    return candidates_for(
-        call, sum(2 * call.need(x).dtype.itemsize for x in ("a", "h")) + call.need("d_h").dtype.itemsize
-    )
+    a, h, d_h = (call.need(name) for name in ("a", "h", "d_h"))
+    return candidates_for(call, (a, h, d_h, a, h))
 
 
 def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int, reverse: bool) -> None:
     """`reverse` is the forward pass's; this one runs the other way."""
-    given, made_refs, carried_ref = jax.tree.unflatten(tree, refs)
-    a_ref, h_ref, edge_ref, flow_ref, initial_ref, final_ref = given
-    da_ref, db_ref, start_ref = made_refs
+    operand_refs, result_refs, carried_ref = jax.tree.unflatten(tree, refs)
+    a_ref, h_ref, edge_ref, flow_ref, initial_ref, final_ref = operand_refs
+    da_ref, db_ref, start_ref = result_refs
     turn, turns = pl.program_id(2), pl.num_programs(2)
     block = turn if reverse else turns - 1 - turn
 
@@ -75,7 +76,7 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int,
     pieces = config.chunk // ROWS
     ragged = steps % config.steps != 0
 
-    def operands(number: jax.Array) -> tuple[Any, Number, Number, Number, Number]:
+    def chunk_operands(number: jax.Array) -> tuple[Any, Number, Number, Number, Number]:
         """A chunk's rows, its operands, and the state that its first step took up."""
         at = number if reverse else chunks - 1 - number
         rows = pl.ds(pl.multiple_of(at * config.chunk, config.chunk), config.chunk)
@@ -95,8 +96,8 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int,
 
     def chunk(number: jax.Array, carry: tuple[Number, Watch]) -> tuple[Number, Watch]:
         carried, watch = carry
-        rows, decay, state, flow, first = operands(number)
-        made: list[Any] = [None] * pieces
+        rows, decay, state, flow, first = chunk_operands(number)
+        tiles: list[Any] = [None] * pieces
         for piece in ordered(pieces, not reverse):
             own, values = rows_of(decay, piece), rows_of(state, piece)
             row = row_numbers(own)
@@ -109,13 +110,13 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int,
             neighbour = piece + (1 if reverse else -1)
             taken_up = last_row(rows_of(state, neighbour), reverse) if 0 <= neighbour < pieces else first
             before = choose(row == (ROWS - 1 if reverse else 0), taken_up, roll(values, 1, reverse))
-            made[piece] = (total * before, total)
-        for ref, parts in zip((da_ref, db_ref), zip(*made, strict=True), strict=True):
+            tiles[piece] = (total * before, total)
+        for ref, parts in zip((da_ref, db_ref), zip(*tiles, strict=True), strict=True):
             store(ref, (0, rows), stacked(parts))
         return carried, watch
 
     def row_by_row(number: jax.Array, carried: Number) -> Number:
-        rows, decay, state, flow, first = operands(number)
+        rows, decay, state, flow, first = chunk_operands(number)
         da, db = decay, flow
         for row in ordered(config.chunk, not reverse):
             total = row_at(flow, row) + carried
@@ -129,7 +130,7 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int,
 
     start = jax.tree.map(lambda ref: ref[...], carried_ref)
     carried, watch = lax.fori_loop(0, chunks, chunk, (start, Watch.start(jax.tree.leaves(start)[0])))
-    again = watch.found(pl.program_id(1), channels)
+    again = watch.any(pl.program_id(1), channels)
 
     @pl.when(again)
     def _again() -> None:
@@ -146,7 +147,7 @@ def _body(*refs: Any, tree: Any, config: BlockConfig, steps: int, channels: int,
             store(start_ref, 0, jax.tree.map(lambda ref: ref[...], carried_ref))
 
 
-def pallas_tpu_grad(
+def recurrence_backward(
     a: jax.Array, h: jax.Array, initial: jax.Array | None, d_h: jax.Array, d_final: jax.Array | None = None,
     *, config: BlockConfig, reverse: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
@@ -165,29 +166,27 @@ def pallas_tpu_grad(
     def block(turn: Any) -> Any:
         return turn if reverse else turns - 1 - turn
 
-    def edge(row: Any, column: Any, turn: Any) -> tuple[Any, Any, Any]:
-        beside = (block(turn) + 1) * each if reverse else block(turn) * each - 1
-        return row, jnp.clip(beside, 0, math.ceil(steps / config.chunk) - 1), column
+    def chunk_before(turn: Any) -> Any:
+        before = (block(turn) + 1) * each if reverse else block(turn) * each - 1
+        return jnp.clip(before, 0, math.ceil(steps / config.chunk) - 1)
 
-    moving = pl.BlockSpec((1, config.steps, config.channels), lambda row, column, turn: (row, block(turn), column))
-    beside = pl.BlockSpec((1, config.chunk, config.channels), edge)
-    still = pl.BlockSpec((1, 1, config.channels), lambda row, column, turn: (row, 0, column))
+    moving, beside, still = block_specs(config, block, chunk_before)
     parts = split(h)
-    given = (split(a), parts, parts, split(d_h), state_operand(initial), state_operand(d_final))
-    da, db = (jax.tree.map(lambda plane: out_struct(plane.shape, plane.dtype, plane), given[i]) for i in (0, 1))
+    operands = (split(a), parts, parts, split(d_h), state_operand(initial), state_operand(d_final))
+    da, db = (jax.tree.map(lambda plane: out_struct(plane.shape, plane.dtype, plane), operands[i]) for i in (0, 1))
     start = jax.tree.map(lambda plane: out_struct((batch, 1, channels), jnp.float32, plane), parts)
-    made = (da, db, None if initial is None else start)
-    carried = jax.tree.map(lambda _: pltpu.VMEM((1, config.channels), jnp.float32), parts)
+    results = (da, db, None if initial is None else start)
+    carried = carry_scratch(config, parts)
 
-    results = pl.pallas_call(
+    planes = pl.pallas_call(
         functools.partial(
-            _body, tree=jax.tree.structure((given, made, carried)), config=config, steps=steps, channels=channels,
+            _body, tree=jax.tree.structure((operands, results, carried)), config=config, steps=steps, channels=channels,
             reverse=reverse,
         ),
-        out_shape=jax.tree.leaves(made),
+        out_shape=jax.tree.leaves(results),
         grid=(batch, math.ceil(channels / config.channels), turns),
-        in_specs=specs((moving, moving, beside, moving, still, still), given),
-        out_specs=specs((moving, moving, still), made),
+        in_specs=specs((moving, moving, beside, moving, still, still), operands),
+        out_specs=specs((moving, moving, still), results),
         scratch_shapes=jax.tree.leaves(carried),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
@@ -197,15 +196,15 @@ def pallas_tpu_grad(
         ),
         interpret=current_interpret().pallas_argument(),
         name="capibara_linear_recurrence_grad",
-    )(*jax.tree.leaves(given))  # fmt: skip
-    da, db, start = jax.tree.unflatten(jax.tree.structure(made), results)
+    )(*jax.tree.leaves(operands))  # fmt: skip
+    da, db, start = jax.tree.unflatten(jax.tree.structure(results), planes)
     d_initial = None if initial is None else join(start).reshape(batch, channels).astype(initial.dtype)
     return join(da)[:, :length], join(db)[:, :length], d_initial
 
 
-IMPLEMENTATION = Implementation(
+GRAD_IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu_grad,
+    recurrence_backward,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 20,  # predicted: as compiled for v4 it moves each byte once, XLA's form six times as many

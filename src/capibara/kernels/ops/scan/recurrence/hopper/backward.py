@@ -18,53 +18,45 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.ops.scan.recurrence.pallas_gpu import (
-    in_segments,
-    launch,
-    launch_unless,
-    segment_starts,
-    segments_met,
-    state_struct,
-    whole_struct,
-)
-from capibara.kernels.ops.scan.recurrence.pallas_gpu_ring import (
+from capibara.kernels.ops.scan.recurrence.hopper.forward import (
     OUT_STAGES,
     TileConfig,
     Walk,
     check_config,
     constant,
     fetch_rows,
+    in_segments,
+    launch,
     own_columns,
     read_rows,
     refuses,
     ring_candidates,
-    rings,
+    ring_scratch,
+    segment_starts,
+    segments_met,
     slot_of,
     state_at,
+    state_struct,
     store_rows,
     walk_tiles,
+    whole_struct,
 )
 from capibara.kernels.ops.scan.recurrence.planes import Number, join, split, store
 from capibara.kernels.ops.scan.recurrence.reference import shifted, start_of, state_type
 
 
 def candidates(call: Call) -> Sequence[TileConfig]:
-    kept = sum(call.need(name).dtype.itemsize for name in ("a", "h"))
-    return ring_candidates(call, kept + call.need("d_h").dtype.itemsize, kept)
+    a, d_h, h = (call.need(name) for name in ("a", "d_h", "h"))
+    return ring_candidates(call, (a, d_h, h), (a, h))
 
 
 def _program(*refs: Any, tree: Any, config: TileConfig, walk: Walk) -> None:
     (a_hbm, flow_hbm, h_hbm, initial_hbm, final_hbm), (da_hbm, db_hbm, start_hbm) = jax.tree.unflatten(tree, refs)
     sources, targets = (a_hbm, flow_hbm, h_hbm), (da_hbm, db_hbm)
     stores = len(jax.tree.leaves(targets))
+    scratch = ring_scratch(sources, targets, config, walk.steps)
 
-    @functools.partial(
-        pl.run_scoped,
-        buffers=rings(sources, config.stages, walk, config),
-        made=rings(targets, OUT_STAGES, walk, config),
-        arrived=plgpu.Barrier(num_arrivals=len(jax.tree.leaves(sources)), num_barriers=config.stages),
-    )
-    def _scoped(buffers: Any, made: Any, arrived: Any) -> None:
+    def _scoped(buffers: Any, outs: Any, arrived: Any) -> None:
         batch, columns = lax.axis_index("batch"), own_columns(config)
 
         def end_state(refs: Number) -> Number:
@@ -83,7 +75,7 @@ def _program(*refs: Any, tree: Any, config: TileConfig, walk: Walk) -> None:
             fetch_rows(h_hbm, buffers[2], arrived, slot, batch, first, rows, columns, into)
 
         def tile(turn: Any, slot: Any, rows: int, at_edge: bool, carried: Number) -> Number:
-            out = slot_of(turn, OUT_STAGES)
+            out_slot = slot_of(turn, OUT_STAGES)
             # What these buffers held has left.
             plgpu.wait_smem_to_gmem(stores * (OUT_STAGES - 1), wait_read_only=True)
 
@@ -92,8 +84,8 @@ def _program(*refs: Any, tree: Any, config: TileConfig, walk: Walk) -> None:
                 for row, decay, flow, before in zip(group, decays, flows, befores, strict=True):
                     total = flow + carried
                     carried = decay * total
-                    store(made[0], (out, row), total * before)
-                    store(made[1], (out, row), total)
+                    store(outs[0], (out_slot, row), total * before)
+                    store(outs[1], (out_slot, row), total)
                 return carried
 
             def inside(group: Sequence[Any], carried: Number) -> Number:
@@ -105,7 +97,7 @@ def _program(*refs: Any, tree: Any, config: TileConfig, walk: Walk) -> None:
                 carried = advance([0 if walk.backwards else rows - 1], [end_state(initial_hbm)], carried)
             else:
                 carried = walk.each_row(rows, inside, carried)
-            store_rows(made, targets, out, batch, walk.start(turn), rows, columns)
+            store_rows(outs, targets, out_slot, batch, walk.start(turn), rows, columns)
             return carried
 
         carried = walk_tiles(walk, config, arrived, fetch, tile, end_state(final_hbm))
@@ -113,8 +105,10 @@ def _program(*refs: Any, tree: Any, config: TileConfig, walk: Walk) -> None:
             store(start_hbm, (batch, columns), carried)
         plgpu.wait_smem_to_gmem(0)
 
+    pl.run_scoped(_scoped, **scratch)
 
-def mosaic_gpu_grad(
+
+def recurrence_backward(
     a: jax.Array, h: jax.Array, initial: jax.Array | None, d_h: jax.Array, d_final: jax.Array | None = None,
     *, config: TileConfig, reverse: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
@@ -134,16 +128,15 @@ def mosaic_gpu_grad(
     da, db, carried = _launch(decays, flows, states, starts, endings, config, reverse, True)
     met = segments_met(endings, linked, carried, config.segments, h.shape[1])
     da, db, one_piece = da.reshape(h.shape), db.reshape(h.shape), dataclasses.replace(config, segments=1)
-    if jax.typeof(
-        da
-    ).manual_axis_type.varying:  # no kernel writes into what varies over the mesh of a checked shard_map
-        made = (da, db, None if initial is None else first.astype(initial.dtype))
-        in_one = functools.partial(mosaic_gpu_grad, config=one_piece, reverse=reverse)
-        return lax.cond(met, lambda: made, lambda: in_one(a, h, initial, d_h, d_final))
+    if jax.typeof(da).manual_axis_type.varying:
+        # No kernel writes into what varies over the mesh of a checked shard_map.
+        linked_grads = (da, db, None if initial is None else first.astype(initial.dtype))
+        in_one = functools.partial(recurrence_backward, config=one_piece, reverse=reverse)
+        return lax.cond(met, lambda: linked_grads, lambda: in_one(a, h, initial, d_h, d_final))
     start, ending = (None if x is None else x.astype(wide) for x in (initial, d_final))
     whole = tuple(map(split, (a, d_h, h, start, ending)))
     written = (split(da), split(db), None if initial is None else split(first))
-    d_a, d_b, first_flow = launch_unless(met, _program, whole, written, one_piece, backwards=not reverse, edge=True)
+    d_a, d_b, first_flow = launch(_program, whole, written, one_piece, backwards=not reverse, edge=True, unless=met)
     return join(d_a), join(d_b), None if initial is None else join(first_flow).astype(initial.dtype)
 
 
@@ -151,15 +144,15 @@ def _launch(
     a: jax.Array, d_h: jax.Array, h: jax.Array, start: Any, ending: Any, config: TileConfig, reverse: bool, keep: bool
 ) -> tuple[Any, Any, Any]:
     """(da, db) of each batch, and, to `keep`, what is carried out of its first step."""
-    given = (split(a), split(d_h), split(h), split(start), split(ending))
-    made = (whole_struct(given[0]), whole_struct(given[2]), state_struct(given[2]) if keep else None)
-    da, db, carried = launch(_program, given, made, config, backwards=not reverse, edge=True)
+    operands = (split(a), split(d_h), split(h), split(start), split(ending))
+    results = (whole_struct(operands[0]), whole_struct(operands[2]), state_struct(operands[2]) if keep else None)
+    da, db, carried = launch(_program, operands, results, config, backwards=not reverse, edge=True)
     return join(da), join(db), join(carried) if keep else None
 
 
-IMPLEMENTATION = Implementation(
+GRAD_IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu_grad,
+    recurrence_backward,
     platforms=("gpu",),
     refuses=refuses,
     rank=lambda call: 30,  # on an H200 3.8 TB/s, against 1.1 of XLA's passes

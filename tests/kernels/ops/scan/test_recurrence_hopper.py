@@ -14,9 +14,8 @@ from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.scan import LINEAR_RECURRENCE, LINEAR_RECURRENCE_GRAD
 from capibara.kernels.ops.scan.recurrence.cases import LOWERED, _case, grad_case
-from capibara.kernels.ops.scan.recurrence.pallas_gpu import mosaic_gpu
-from capibara.kernels.ops.scan.recurrence.pallas_gpu_grad import mosaic_gpu_grad
-from capibara.kernels.ops.scan.recurrence.pallas_gpu_ring import TileConfig
+from capibara.kernels.ops.scan.recurrence.hopper.backward import recurrence_backward
+from capibara.kernels.ops.scan.recurrence.hopper.forward import TileConfig, recurrence_forward
 from capibara.kernels.ops.scan.recurrence.reference import reference, reference_grad
 
 pytestmark = pytest.mark.quick
@@ -42,8 +41,8 @@ def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: TileC
         result = check_output(out, expected(op, arrays, case.params))
         assert result.ok, result.why
 
-    right(LINEAR_RECURRENCE, mosaic_gpu, case)
-    right(LINEAR_RECURRENCE_GRAD, mosaic_gpu_grad, grad_case(case))
+    right(LINEAR_RECURRENCE, recurrence_forward, case)
+    right(LINEAR_RECURRENCE_GRAD, recurrence_backward, grad_case(case))
 
 
 @pytest.mark.parametrize("grows", [True, False])
@@ -58,11 +57,11 @@ def test_segments_whose_products_overflow(emulated_hopper: Callable[..., Any], g
     cut = TileConfig(4, 2, segments=3)
     arrays, params = (jnp.asarray(a), jnp.asarray(b)), {"reverse": False, "return_final": True}
     for got, wanted in zip(
-        emulated_hopper(mosaic_gpu, *arrays, config=cut, **params), reference(*arrays, **params), strict=True
+        emulated_hopper(recurrence_forward, *arrays, config=cut, **params), reference(*arrays, **params), strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
     h = reference(*arrays)
     operands = (arrays[0], h, None, arrays[1])
-    got = emulated_hopper(mosaic_gpu_grad, *operands, config=cut, reverse=False)
+    got = emulated_hopper(recurrence_backward, *operands, config=cut, reverse=False)
     for one, wanted in zip(got[:2], reference_grad(*operands)[:2], strict=True):
         np.testing.assert_allclose(one, wanted, rtol=1e-6)
