@@ -15,8 +15,8 @@ from capibara.kernels import explain, interpret, layer_norm, rms_norm, target
 from capibara.kernels.lab.check import check
 from capibara.kernels.ops.layers import NORM, NORM_GRAD
 from capibara.kernels.ops.layers.norm.cases import LOWERED
-from capibara.kernels.ops.layers.norm.pallas_gpu_ring import RingConfig, cut_row
-from capibara.kernels.ops.layers.norm.pallas_tpu import RowsConfig
+from capibara.kernels.ops.layers.norm.hopper.forward import RingConfig, cut_row
+from capibara.kernels.ops.layers.norm.tpu.forward import RowsConfig
 
 EVERYWHERE = ("xla", "pallas_tpu", "reference")
 

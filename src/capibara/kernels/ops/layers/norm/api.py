@@ -13,16 +13,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
-from capibara.kernels.ops.layers.norm import (
-    gradient,
-    mesh,
-    pallas_gpu,
-    pallas_gpu_grad,
-    pallas_tpu,
-    pallas_tpu_grad,
-    rules,
-    xla,
-)
+from capibara.kernels.ops.layers.norm import gradient, hopper, mesh, rules, tpu, xla
 from capibara.kernels.ops.layers.norm.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.norm.efficiency import efficiency
 from capibara.kernels.ops.layers.norm.reference import reference, reference_grad
@@ -63,20 +54,20 @@ NORM = Op(
 )
 
 # An implementation that was asked for by name is asked for backward too.
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    NORM.implement(_made)
-for _made in (
+    NORM.implement(_implementation)
+for _implementation in (
     xla.GRAD_IMPLEMENTATION,
-    pallas_tpu_grad.IMPLEMENTATION,
-    pallas_gpu_grad.IMPLEMENTATION,
+    tpu.GRAD_IMPLEMENTATION,
+    hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1),
 ):
-    NORM_GRAD.implement(_made)
+    NORM_GRAD.implement(_implementation)
 
 
 def layer_norm(
@@ -167,8 +158,8 @@ def _norm(
     params = {name: value for name, value in given.items() if value != NORM.params[name]}
     if return_residual and residual is not None:
         params["return_residual"] = True
-    made = run(NORM, (x, scale, bias, residual), params, implementation=implementation, config=config)
-    return (made, x) if return_residual and residual is None else made
+    out = run(NORM, (x, scale, bias, residual), params, implementation=implementation, config=config)
+    return (out, x) if return_residual and residual is None else out
 
 
 register(NORM_GRAD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from capibara.hardware.facts import Chip
 from capibara.kernels.core.dispatch import select
 from capibara.kernels.core.spec import Call, CallEfficiency
-from capibara.kernels.ops.layers.norm.pallas_gpu_grad import waiting
+from capibara.kernels.ops.layers.norm.hopper.backward import waiting
 
 # Chip -> the longest row that stays on the chip between a norm's two looks at it, and the share of the bandwidth that
 # longer ones reach. h200-layers.json, 2026-11-15: 32768 wide forward 2.08 TB/s, 16384 and 32768 wide backward 2.05 to

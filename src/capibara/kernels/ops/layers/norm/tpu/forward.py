@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,14 +27,13 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.norm.reference import outputs, shrink_of
 from capibara.kernels.ops.layers.norm.rules import MOST_COLUMNS, sizes, sizes_of
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 LANES = 128
 SUBLANES = 8
 CHUNKS = {2: 16, 4: 8}  # rows computed at a time, by bytes of a number: what fills a packed register
 # Copies of a chunk in float32 that may be alive at once: values, their squares or products, the result.
 LIVE = 4
-# Bytes a column of a scale and a bias: float32, two of every block, a row padded to two.
-VECTORS_RESIDENT = 2 * 4 * 2 * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,34 +48,50 @@ class RowsConfig:
             raise rule_error("block is a positive multiple of chunk", self, "use block=256, chunk=16")
 
 
-def padded(columns: int) -> int:
-    """Columns as they lie in VMEM."""
-    return math.ceil(columns / LANES) * LANES
+def rows_spec(block: int, columns: int, at: Callable[..., Any]) -> pl.BlockSpec:
+    """A block of whole rows; `at` gives its place from the grid's indices after the group's."""
+    return pl.BlockSpec((None, block, columns), lambda g, *index: (g, at(*index), 0))
 
 
-def candidates_for(call: Call, moved: int, resident: int) -> Sequence[RowsConfig]:
-    """Blocks that fit VMEM, the largest first: `moved` bytes a number go through it, `resident` bytes a column stay."""
+def vector_spec(columns: int) -> pl.BlockSpec:
+    """A group's scale or bias."""
+    return pl.BlockSpec((None, 1, columns), lambda g, *index: (g, 0, 0))
+
+
+def statistic_scratch(block: int) -> Any:
+    """Where statistics that leave as lanes stand as a column first."""
+    return pltpu.VMEM((block, LANES), jnp.float32)
+
+
+def candidates_for(call: Call, moving: Sequence[Any], sums: Sequence[pl.BlockSpec] = ()) -> Sequence[RowsConfig]:
+    """Blocks that fit VMEM, the largest first: rows of the arrays `moving` go through it, float32 `sums` stay."""
     _, rows, columns = sizes_of(call)
-    width = padded(columns)
+    width = math.ceil(columns / LANES) * LANES
     chunk = CHUNKS[min(x.dtype.itemsize for x in call.args if x is not None and x.shape == call.need("x").shape)]
-    free = vmem.limit(call) - (resident + 4 * LIVE * chunk) * width
-    # Two of every block are kept, and statistics that leave as lanes pass through a scratch of one register a row.
-    most = free // (2 * moved * width + 2 * 4 * LANES)
+
+    def fits(block: int) -> bool:
+        own = rows_spec(block, columns, lambda i: i)
+        blocks = [(own, x.dtype) for x in moving]
+        blocks += [(spec, jnp.float32) for spec in (vector_spec(columns), vector_spec(columns), *sums)]
+        temporaries = 4 * LIVE * chunk * width
+        return vmem_bytes(blocks, [statistic_scratch(block)] * 2) + temporaries <= vmem.limit(call)
+
     if rows < chunk:  # a block of all rows may have any number of them
-        return [RowsConfig(rows, rows)] if chunk <= most else []
+        return [RowsConfig(rows, rows)] if fits(chunk) else []
     blocks = {min(target, rows // chunk * chunk) for target in (1024, 512, 256, 128, 64, 32, 16)}
     # A block is moved while another is computed: past a mebibyte it hides what a step costs, and a smaller one starts
     # sooner and leaves less idle at the end. 128 rows make whole registers of their statistics.
+    moved = sum(x.dtype.itemsize for x in moving)
     enough = {b for b in blocks if b * width * moved >= 1 << 20 and b >= LANES}
     order = sorted(blocks, key=lambda b: (b not in enough, b if b in enough else -b))
-    return [RowsConfig(block, chunk) for block in order if block <= most]
+    return [RowsConfig(block, chunk) for block in order if fits(block)]
 
 
 def refuses_shape(call: Call) -> str | None:
     dtype = np.dtype(call.need("x").dtype).name
-    for name, given in zip(call.op.operands, call.args, strict=True):
-        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float32"):
-            return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
+    for name, x in zip(call.op.operands, call.args, strict=True):
+        if x is not None and np.dtype(x.dtype).name not in ("bfloat16", "float32"):
+            return f"a TPU's vector units take bfloat16 and float32; {name} is {x.dtype.name}"
     groups, rows, columns = sizes_of(call)
     if 0 in (groups, rows):
         return "x is empty"
@@ -89,10 +104,8 @@ def refuses_shape(call: Call) -> str | None:
 
 def candidates(call: Call) -> Sequence[RowsConfig]:
     x, residual = call.need("x"), call["residual"]
-    moved = 2 * x.dtype.itemsize  # x, and y
-    if residual is not None:
-        moved += residual.dtype.itemsize + x.dtype.itemsize  # and the sum, which training returns
-    return candidates_for(call, moved, resident=VECTORS_RESIDENT)
+    # x and y; with a residual also the sum, which training returns.
+    return candidates_for(call, [x, x] if residual is None else [x, x, residual, x])
 
 
 def vector_rows(vector: jax.Array, groups: int) -> jax.Array:
@@ -115,7 +128,7 @@ def _body(
     summed: bool, stats: int, as_lanes: bool,
 ) -> None:  # fmt: skip
     x_ref, *rest = refs
-    scale_ref, bias_ref, residual_ref = (rest.pop(0) if given else None for given in has)
+    scale_ref, bias_ref, residual_ref = (rest.pop(0) if present else None for present in has)
     y_ref = rest.pop(0)
     sum_ref = rest.pop(0) if summed else None
     stat_refs, columns_of = rest[:stats], rest[stats:]
@@ -147,7 +160,7 @@ def _body(
             ref[...] = column[...].T[:1, :]
 
 
-def pallas_tpu(
+def norm_forward(
     x: jax.Array, scale: jax.Array | None = None, bias: jax.Array | None = None, residual: jax.Array | None = None,
     *, config: RowsConfig, kind: str, eps: float, offset: float, return_residual: bool, return_stats: bool,
 ) -> Any:  # fmt: skip
@@ -156,28 +169,27 @@ def pallas_tpu(
     lead = x.shape[:-1]
     block = config.block
     flat = x.reshape(n.groups, n.rows, n.columns)
-    rows_spec = pl.BlockSpec((None, block, n.columns), lambda g, i: (g, i, 0))
-    vector_spec = pl.BlockSpec((None, 1, n.columns), lambda g, i: (g, 0, 0))
-    operands, specs = [flat], [rows_spec]
+    rows = rows_spec(block, n.columns, lambda i: i)
+    operands, specs = [flat], [rows]
     for vector in (scale, bias):
         if vector is not None:
             operands.append(vector_rows(vector, n.groups))
-            specs.append(vector_spec)
+            specs.append(vector_spec(n.columns))
     if residual is not None:
         operands.append(residual.reshape(flat.shape))
-        specs.append(rows_spec)
+        specs.append(rows)
 
     stats = (2 if kind == "layer" else 1) if return_stats else 0
     # A block of statistics is [1, block] in lanes, which are whole registers or the whole array.
     as_lanes = stats > 0 and block % LANES == 0
-    made, made_specs = [out_struct(flat.shape, x.dtype, x)], [rows_spec]
+    outs, out_specs = [out_struct(flat.shape, x.dtype, x)], [rows]
     if return_residual:
-        made.append(made[0])
-        made_specs.append(rows_spec)
+        outs.append(outs[0])
+        out_specs.append(rows)
     for _ in range(stats):
         shape = (n.groups, 1, n.rows) if as_lanes else (n.groups, n.rows, 1)
-        made.append(out_struct(shape, jnp.float32, x))
-        made_specs.append(
+        outs.append(out_struct(shape, jnp.float32, x))
+        out_specs.append(
             pl.BlockSpec((None, 1, block), lambda g, i: (g, 0, i))
             if as_lanes
             else pl.BlockSpec((None, block, 1), lambda g, i: (g, i, 0))
@@ -188,16 +200,16 @@ def pallas_tpu(
             has=(scale is not None, bias is not None, residual is not None), summed=return_residual, stats=stats,
             as_lanes=as_lanes,
         ),
-        out_shape=made,
+        out_shape=outs,
         grid=(n.groups, math.ceil(n.rows / block)),
         in_specs=specs,
-        out_specs=made_specs,
-        scratch_shapes=[pltpu.VMEM((block, LANES), jnp.float32)] * (stats if as_lanes else 0),
+        out_specs=out_specs,
+        scratch_shapes=[statistic_scratch(block)] * (stats if as_lanes else 0),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
             flops=8 * x.size,
             bytes_accessed=sum(v.size * v.dtype.itemsize for v in operands)
-            + sum(math.prod(v.shape) * v.dtype.itemsize for v in made),
+            + sum(math.prod(v.shape) * v.dtype.itemsize for v in outs),
             transcendentals=math.prod(lead),
         ),
         interpret=current_interpret().pallas_argument(),
@@ -212,7 +224,7 @@ def pallas_tpu(
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    norm_forward,
     platforms=("tpu",),
     refuses=refuses_shape,
     rank=lambda call: 5,  # below XLA until it has been timed on a TPU

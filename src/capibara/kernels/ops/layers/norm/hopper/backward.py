@@ -18,9 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.layers.norm.pallas_gpu_ring import (
+from capibara.kernels.ops.layers.norm.hopper.forward import (
     COMPILER_PARAMS,
-    HELD_COLUMNS,
+    REGISTER_COLUMNS,
     THREADS,
     Cut,
     RingConfig,
@@ -29,7 +29,7 @@ from capibara.kernels.ops.layers.norm.pallas_gpu_ring import (
     refuses_shape,
     ring,
     ring_candidates,
-    row_bytes,
+    ring_scratch,
     vector_pieces,
 )
 from capibara.kernels.ops.layers.norm.rules import sizes, sizes_of
@@ -44,8 +44,7 @@ def candidates(call: Call) -> Sequence[RingConfig]:
     columns = sizes_of(call).columns
     # Each program writes its sums once, so few of them, with long rings.
     first = 6 if columns <= 1024 else 4 if columns <= 2048 else 2 if columns <= 8192 else 1
-    fetched = row_bytes(call, ("x", "d_out", "d_sum"))
-    return ring_candidates(call, fetched, (first, first + 1, 2 * first, max(1, first // 2), 1))
+    return ring_candidates(call, ("x", "d_out", "d_sum"), (first, first + 1, 2 * first, max(1, first // 2), 1))
 
 
 def refuses(call: Call) -> str | None:
@@ -64,7 +63,7 @@ def waiting(call: Call) -> float:
     """How much longer a row takes for want of registers; 1 where there are enough. Predicted.
 
     A row is looked at twice, once for the two sums along it and once for dx. A look keeps the memory busy when a piece
-    of each operand can be on its way in registers, beside what stays in them: the sums over rows, a scale that is held,
+    of each operand can be on its way in registers, beside what stays in them: the sums over rows, a scale that is kept,
     and, in the first look, the sums along the row. With fewer it waits for the rest. Inferred from what was measured on
     an H200, not seen in a compiled kernel: layer norm has twice RMS norm's sums and partial sums, which costs it 2 % at
     4096 columns, where registers are left over, and 26 % at 8192, where they are not.
@@ -76,8 +75,8 @@ def waiting(call: Call) -> float:
     piece = each / cut.pieces
     sums = each * sum(call[name] is not None for name in ("scale", "bias"))
     scale = call["scale"]
-    held = each * scale.dtype.itemsize / 4 if scale is not None and cut.columns <= HELD_COLUMNS else 0.0
-    free = REGISTERS - OTHER_REGISTERS - sums - held
+    kept = each * scale.dtype.itemsize / 4 if scale is not None and cut.columns <= REGISTER_COLUMNS else 0.0
+    free = REGISTERS - OTHER_REGISTERS - sums - kept
     along = piece * (2 if call.params["kind"] == "layer" else 1)
     first = 2 * piece / max(free - along, 1.0)
     second = (2 if call["d_sum"] is None else 3) * piece / max(free, 1.0)
@@ -95,12 +94,8 @@ def _program(
     sources = [x_hbm, flow_hbm, *([rest.pop(0)] if has_sum else [])]
     dx_hbm, *sum_hbm = rest
     pieces = range(cut.pieces)
+    scratch = ring_scratch(sources, cut, config.stages)
 
-    @functools.partial(
-        pl.run_scoped,
-        buffers=[plgpu.SMEM((config.stages, cut.lines, cut.width), s.dtype) for s in sources],
-        arrived=plgpu.Barrier(num_arrivals=len(sources), num_barriers=config.stages),
-    )
     def _scoped(buffers: Any, arrived: Any) -> None:
         group, program = lax.axis_index("group"), lax.axis_index("program")
         first = group * rows + program
@@ -143,7 +138,7 @@ def _program(
             along = jnp.sum(along) * (1 / cut.columns)
             across = jnp.sum(across) * (1 / cut.columns) if mean else None
 
-            made = []
+            totals = []
             for number in pieces:
                 flow, unit = value(1, number), normal(number)
                 dx = weighted(flow, number) - unit * along
@@ -155,9 +150,9 @@ def _program(
                 dx_hbm.at[row_of(turn), cut.at(number)][...] = dx.astype(dx_hbm.dtype)
                 before = added[number]
                 summands = [term for term, wanted in zip((flow * unit, flow), sums, strict=True) if wanted]
-                made.append(tuple(b + s for b, s in zip(before, summands, strict=True)))
+                totals.append(tuple(b + s for b, s in zip(before, summands, strict=True)))
             release(turn)
-            return following, tuple(made)
+            return following, tuple(totals)
 
         start = tuple(tuple(nothing() for _ in sum_hbm) for _ in pieces)
         _, added = lax.fori_loop(0, count, step, (statistics(jnp.int32(0)), start))
@@ -165,8 +160,10 @@ def _program(
             for ref, total in zip(sum_hbm, added[number], strict=True):
                 ref.at[group, program, cut.at(number)][...] = total
 
+    pl.run_scoped(_scoped, **scratch)
 
-def mosaic_gpu_grad(
+
+def norm_backward(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, mean: jax.Array | None, rstd: jax.Array,
     d_out: jax.Array, d_sum: jax.Array | None = None, *, config: RingConfig, kind: str, eps: float, offset: float,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
@@ -199,9 +196,9 @@ def mosaic_gpu_grad(
     return dx.reshape(x.shape), dscale, dbias
 
 
-IMPLEMENTATION = Implementation(
+GRAD_IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu_grad,
+    norm_backward,
     platforms=("gpu",),
     refuses=refuses,
     # On an H200 1.4 to 1.9 times xla's speed up to 8192 columns, and 0.9 at 16384.

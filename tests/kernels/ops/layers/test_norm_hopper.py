@@ -13,9 +13,8 @@ from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.layers import NORM, NORM_GRAD
 from capibara.kernels.ops.layers.norm.cases import grad_case
-from capibara.kernels.ops.layers.norm.pallas_gpu import mosaic_gpu
-from capibara.kernels.ops.layers.norm.pallas_gpu_grad import mosaic_gpu_grad
-from capibara.kernels.ops.layers.norm.pallas_gpu_ring import RingConfig
+from capibara.kernels.ops.layers.norm.hopper.backward import norm_backward
+from capibara.kernels.ops.layers.norm.hopper.forward import RingConfig, norm_forward
 
 pytestmark = pytest.mark.quick
 
@@ -50,5 +49,5 @@ def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: RingC
         result = check_output(out, expected(op, arrays, case.params))
         assert result.ok, result.why
 
-    right(NORM, mosaic_gpu, case)
-    right(NORM_GRAD, mosaic_gpu_grad, grad_case(case))
+    right(NORM, norm_forward, case)
+    right(NORM_GRAD, norm_backward, grad_case(case))

@@ -22,25 +22,30 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.kernels.core.context import current_interpret
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.layers.norm.pallas_tpu import (
+from capibara.kernels.ops.layers.norm.rules import sizes
+from capibara.kernels.ops.layers.norm.tpu.forward import (
     SUBLANES,
-    VECTORS_RESIDENT,
     RowsConfig,
     candidates_for,
     refuses_shape,
+    rows_spec,
     statistics,
     vector_rows,
+    vector_spec,
 )
-from capibara.kernels.ops.layers.norm.rules import sizes
 
 PARTS = 2  # cores of a chip; with one core, its two halves one after the other
 
 
 def candidates(call: Call) -> Sequence[RowsConfig]:
     x, d_out, d_sum = call.need("x"), call.need("d_out"), call["d_sum"]
-    moved = 2 * x.dtype.itemsize + d_out.dtype.itemsize + (0 if d_sum is None else d_sum.dtype.itemsize)
-    sums = sum(call[name] is not None for name in ("scale", "bias"))
-    return candidates_for(call, moved, resident=VECTORS_RESIDENT + 2 * 4 * SUBLANES * sums)
+    sums = [partial_spec(SUBLANES, x.shape[-1]) for name in ("scale", "bias") if call[name] is not None]
+    return candidates_for(call, [x, x, d_out] if d_sum is None else [x, x, d_out, d_sum], sums)
+
+
+def partial_spec(rows: int, columns: int) -> pl.BlockSpec:
+    """A part's partial sums for dscale or dbias."""
+    return pl.BlockSpec((None, None, rows, columns), lambda g, p, s: (g, p, 0, 0))
 
 
 def _body(
@@ -100,7 +105,7 @@ def _body(
         lax.fori_loop(0, config.block // chunk, step, None)
 
 
-def pallas_tpu_grad(
+def norm_backward(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, mean: jax.Array | None, rstd: jax.Array,
     d_out: jax.Array, d_sum: jax.Array | None = None, *, config: RowsConfig, kind: str, eps: float, offset: float,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
@@ -112,34 +117,33 @@ def pallas_tpu_grad(
     parts = min(PARTS, blocks)
     steps = math.ceil(blocks / parts)
     # The last part may be a block short: it then stays where it is, and nothing is computed or written twice.
-    rows_spec = pl.BlockSpec((None, block, n.columns), lambda g, p, s: (g, jnp.minimum(p * steps + s, blocks - 1), 0))
-    operands, specs = [flat], [rows_spec]
+    rows = rows_spec(block, n.columns, lambda p, s: jnp.minimum(p * steps + s, blocks - 1))
+    operands, specs = [flat], [rows]
     if scale is not None:
         operands.append(vector_rows(scale, n.groups))
-        specs.append(pl.BlockSpec((None, 1, n.columns), lambda g, p, s: (g, 0, 0)))
+        specs.append(vector_spec(n.columns))
     for rowwise in (d_out, d_sum):
         if rowwise is not None:
             operands.append(rowwise.reshape(flat.shape))
-            specs.append(rows_spec)
+            specs.append(rows)
     sums = (scale is not None, bias is not None)
     kept = SUBLANES if config.chunk % SUBLANES == 0 else 1
     partial_sums = out_struct((n.groups, parts, kept, n.columns), jnp.float32, x)
-    partial_spec = pl.BlockSpec((None, None, kept, n.columns), lambda g, p, s: (g, p, 0, 0))
-    made = [out_struct(flat.shape, x.dtype, x)] + [partial_sums] * sum(sums)
+    outs = [out_struct(flat.shape, x.dtype, x)] + [partial_sums] * sum(sums)
     dx, *rest = pl.pallas_call(
         functools.partial(
             _body, config=config, kind=kind, eps=eps, offset=offset, has_scale=scale is not None,
             has_sum=d_sum is not None, sums=sums, rows=n.rows, blocks=blocks, steps=steps,
         ),
-        out_shape=made,
+        out_shape=outs,
         grid=(n.groups, parts, steps),
         in_specs=specs,
-        out_specs=[rows_spec] + [partial_spec] * sum(sums),
+        out_specs=[rows] + [partial_spec(kept, n.columns)] * sum(sums),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=16 * x.size,
             bytes_accessed=sum(v.size * v.dtype.itemsize for v in operands)
-            + sum(math.prod(v.shape) * v.dtype.itemsize for v in made),
+            + sum(math.prod(v.shape) * v.dtype.itemsize for v in outs),
             transcendentals=n.groups * n.rows,
         ),
         interpret=current_interpret().pallas_argument(),
@@ -152,9 +156,9 @@ def pallas_tpu_grad(
     return dx.reshape(x.shape), dscale, dbias
 
 
-IMPLEMENTATION = Implementation(
+GRAD_IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu_grad,
+    norm_backward,
     platforms=("tpu",),
     refuses=refuses_shape,
     rank=lambda call: 5,  # below XLA until it has been timed on a TPU
