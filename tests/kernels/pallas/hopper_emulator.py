@@ -67,6 +67,16 @@ class _Shim:
         return getattr(self._module, name)
 
 
+class _Inside:
+    """One module for the threads of an emulated program, another for what is around it: a launch is XLA's work."""
+
+    def __init__(self, inside: Any, outside: Any) -> None:
+        self._inside, self._outside = inside, outside
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside if hasattr(_here, "program") else self._outside, name)
+
+
 class Ref:
     """A part of an array: for each axis of the array an int, or (start, size)."""
 
@@ -439,11 +449,10 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
         broadcast_in_dim=_broadcast_in_dim,
     )  # fmt: skip
     cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
+    around = {"pl": (cpu_pl, pl), "lax": (cpu_lax, lax), "jnp": (cpu_jnp, jnp)}
+    inside = {"plgpu": gpu, **{name: _Inside(*modules) for name, modules in around.items()}}
     changes = [
-        (module, name, shim)
-        for module in kernels or KERNELS
-        for name, shim in (("plgpu", gpu), ("pl", cpu_pl), ("lax", cpu_lax), ("jnp", cpu_jnp))
-        if hasattr(module, name)
+        (module, name, shim) for module in kernels or KERNELS for name, shim in inside.items() if hasattr(module, name)
     ]
     # The wrappers around the kernels are XLA's work, and stay JAX.
     changes += [

@@ -17,12 +17,12 @@ from tests.kernels.pallas import hopper_emulator as emulator
 
 from capibara.kernels import interpret
 from capibara.kernels.ops.scan import SSD
-from capibara.kernels.ops.scan.ssd import pallas_gpu_body, pallas_gpu_grad_body, pallas_gpu_states
 from capibara.kernels.ops.scan.ssd.api import SSD_GRAD
-from capibara.kernels.ops.scan.ssd.pallas_gpu import ChunksConfig, mosaic_gpu
-from capibara.kernels.ops.scan.ssd.pallas_gpu_grad import GradConfig, mosaic_gpu_grad
+from capibara.kernels.ops.scan.ssd.hopper import backward, forward, states
+from capibara.kernels.ops.scan.ssd.hopper.backward import GradConfig, ssd_backward
+from capibara.kernels.ops.scan.ssd.hopper.forward import ChunksConfig, ssd_forward
 
-HOPPER = (pallas_gpu_body, pallas_gpu_states, pallas_gpu_grad_body)
+HOPPER = (forward, states, backward)
 
 TIME, HEADS, SIZE = 137, 2, 64  # three chunks of 64 and two of 128; columns and states
 UNIT = 2.0**-8  # the largest error of rounding to bfloat16
@@ -34,7 +34,7 @@ def _forward(name: str, *arrays: Any) -> Any:
         with interpret("hlo"):
             return SSD(*arrays, implementation=name)
     with emulator.emulated(*HOPPER):
-        run = jax.jit(lambda *given: mosaic_gpu(*given, config=ChunksConfig(2), return_final_state=False))
+        run = jax.jit(lambda *given: ssd_forward(*given, config=ChunksConfig(2), return_final_state=False))
         return jax.block_until_ready(run(*arrays))
 
 
@@ -43,7 +43,7 @@ def _gradient(name: str, *arrays: Any) -> Any:
         with interpret("hlo"):
             return SSD_GRAD(*arrays, implementation=name)
     with emulator.emulated(*HOPPER):
-        run = jax.jit(lambda *given: mosaic_gpu_grad(*given, config=GradConfig(2, 1)))
+        run = jax.jit(lambda *given: ssd_backward(*given, config=GradConfig(2, 1)))
         return jax.block_until_ready(run(*arrays))
 
 

@@ -14,13 +14,13 @@ from capibara.kernels import target
 from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.scan import SSD
-from capibara.kernels.ops.scan.ssd import pallas_gpu_body, pallas_gpu_grad, pallas_gpu_grad_body, pallas_gpu_states
 from capibara.kernels.ops.scan.ssd.api import SSD_GRAD
 from capibara.kernels.ops.scan.ssd.cases import ALL, grad_case, make_case
-from capibara.kernels.ops.scan.ssd.pallas_gpu import ChunksConfig, mosaic_gpu, refuses
-from capibara.kernels.ops.scan.ssd.pallas_gpu_grad import GradConfig, mosaic_gpu_grad
+from capibara.kernels.ops.scan.ssd.hopper import backward, forward, states
+from capibara.kernels.ops.scan.ssd.hopper.backward import GradConfig, ssd_backward
+from capibara.kernels.ops.scan.ssd.hopper.forward import ChunksConfig, refuses, ssd_forward
 
-KERNELS = (pallas_gpu_body, pallas_gpu_states, pallas_gpu_grad_body)
+KERNELS = (forward, states, backward)
 
 NONE: frozenset[str] = frozenset()
 CASES = [
@@ -37,7 +37,7 @@ def test_emulated(case: Case, config: ChunksConfig) -> None:
     arrays = case.arrays()
     params = {**SSD.params, **case.params}
     with emulator.emulated(*KERNELS):
-        out = jax.jit(lambda *given: mosaic_gpu(*given, config=config, **params))(*arrays)
+        out = jax.jit(lambda *given: ssd_forward(*given, config=config, **params))(*arrays)
         jax.block_until_ready(out)
     result = check_output(out, expected(SSD, arrays, case.params))
     assert result.ok, result.why
@@ -58,7 +58,7 @@ def test_gradient_emulated(case: Case, config: GradConfig) -> None:
     case = grad_case(case)
     arrays = case.arrays()
     with emulator.emulated(*KERNELS):
-        out = jax.jit(lambda *given: mosaic_gpu_grad(*given, config=config))(*arrays)
+        out = jax.jit(lambda *given: ssd_backward(*given, config=config))(*arrays)
         jax.block_until_ready(out)
     result = check_output(out, expected(SSD_GRAD, arrays, case.params))
     assert result.ok, result.why
@@ -86,20 +86,20 @@ def test_gradient_lowers_on_explicit_axes() -> None:
 def test_gradient_says_why_not() -> None:
     case = grad_case(make_case("no", 1, 64, 2, 64, 1, 64, NONE, dtype="float16"))
     with target("gpu", "NVIDIA H200"):
-        assert "float16's range" in str(pallas_gpu_grad.refuses(SSD_GRAD.call(*case.args())))
+        assert "float16's range" in str(backward.refuses(SSD_GRAD.call(*case.args())))
         right = grad_case(make_case("yes", 1, 64, 2, 64, 1, 64, NONE))
-        assert pallas_gpu_grad.refuses(SSD_GRAD.call(*right.args())) is None
+        assert backward.refuses(SSD_GRAD.call(*right.args())) is None
     with pytest.raises(ValueError, match="stages and parts are 1 or more"):
         GradConfig(2, 0)
     with pytest.raises(ValueError, match="parts divides the 2 slices of a group"):
-        mosaic_gpu_grad(*right.arrays(), config=GradConfig(2, 3))
+        ssd_backward(*right.arrays(), config=GradConfig(2, 3))
 
 
 def test_gradient_parts_fill_the_chip() -> None:
     """A batch of one has its heads in parts, and no part that a tuner tries leaves a slice out."""
     case = grad_case(make_case("few", 1, 512, 12, 64, 1, 128, NONE))
     with target("gpu", "NVIDIA H200"):
-        found = pallas_gpu_grad.candidates(SSD_GRAD.call(*case.args()))
+        found = backward.candidates(SSD_GRAD.call(*case.args()))
     assert found[0] == GradConfig(2, 12)  # 8 chunks: not even all 12 slices apart make 132 programs
     assert all(12 % config.parts == 0 for config in found)
 

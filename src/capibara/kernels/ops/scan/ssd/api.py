@@ -14,16 +14,7 @@ from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
 from capibara.kernels.ops.scan.selective.reference import wide_type
 from capibara.kernels.ops.scan.selective.rules import check_floats, flag
-from capibara.kernels.ops.scan.ssd import (
-    gradient,
-    mesh,
-    pallas_gpu,
-    pallas_gpu_grad,
-    pallas_tpu,
-    pallas_tpu_grad,
-    rules,
-    xla,
-)
+from capibara.kernels.ops.scan.ssd import gradient, hopper, mesh, rules, tpu, xla
 from capibara.kernels.ops.scan.ssd.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.scan.ssd.decays import bounded
 from capibara.kernels.ops.scan.ssd.reference import advance, per_head, reference, reference_grad, with_input
@@ -62,20 +53,20 @@ SSD = Op(
     cases=CASES,
 )
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1, needs_local_types=True),
 ):
-    SSD.implement(_made)
-for _made in (
+    SSD.implement(_implementation)
+for _implementation in (
     xla.GRAD_IMPLEMENTATION,
-    pallas_tpu_grad.IMPLEMENTATION,
-    pallas_gpu_grad.IMPLEMENTATION,
+    tpu.GRAD_IMPLEMENTATION,
+    hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1, needs_local_types=True),
 ):
-    SSD_GRAD.implement(_made)
+    SSD_GRAD.implement(_implementation)
 
 
 def state_space_dual(

@@ -1,25 +1,34 @@
-"""The body of the Hopper kernel of state space duality: three warpgroups on two neighbouring slices of 64 columns.
+"""State space duality for Hopper, in Pallas (Mosaic GPU): three warpgroups on two neighbouring slices of 64 columns.
 
 A head's columns do not meet, so a wide head is several slices of 64, and two slices of one group share its B and C.
 One warpgroup streams chunks of 64 steps by TMA into a ring; two compute a slice each, the state of the slice in the
 accumulators of its warpgroup from the first chunk to the last. A chunk is four products: the scores C·Bᵀ, C on the
-state so far, the scores with their decays on x, and Bᵀ on weighted x into the state. Running sums of log_decay come
-ready made, so the only exponentials here are those of pairs, of differences that are never positive.
+state so far, the scores with their decays on x, and Bᵀ on weighted x into the state. XLA prepares the running sums of
+log_decay, so the only exponentials in the kernel are those of pairs, of differences that are never positive.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels.pallas.hopper import load, swizzled
+from capibara.errors import rule_error
+from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.varying import out_struct, vary_alike
+from capibara.kernels.ops.scan.ssd.decays import running_sums
+from capibara.kernels.ops.scan.ssd.rules import sizes_of
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, swizzled
+from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
 
 CHUNK = 64
 SLICE = 64  # columns of x a warpgroup holds
@@ -29,6 +38,68 @@ UNSEEN = -1e30  # an exponent whose power is 0
 # The vectors of a chunk and head: running sums (of log2), their powers, dt with the decay to the chunk's end, dt, and
 # the sums again: two loads of one place, for rows and for columns, would become one, which has one layout.
 SUMS, POWERS, TO_END, STEPS, COLUMN_SUMS, VECTORS = 0, 1, 2, 3, 4, 5
+
+
+STATES = (64, 128)  # N: rows of whole products, whose accumulators fit beside the others
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunksConfig:
+    """How many chunks are on their way or in use at a time."""
+
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise rule_error("stages is 1 or more", self, "use stages=2")
+
+
+def _scratch(dtype: Any, states: int, stages: int) -> dict[str, Any]:
+    """Shared memory and barriers by name: a ring of operands, and for each computing warpgroup what it writes."""
+
+    def tiles(*shape: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))
+
+    return {
+        "B": tiles(stages, CHUNK, states),
+        "C": tiles(stages, CHUNK, states),
+        "x": tiles(stages, 2, CHUNK, SLICE),
+        "vectors": plgpu.SMEM((stages, 2, VECTORS, CHUNK), jnp.float32),
+        "state": tiles(2, states, SLICE),
+        "weighted": tiles(2, CHUNK, SLICE),
+        "out": tiles(2, CHUNK, SLICE),
+        "arrived": plgpu.Barrier(num_arrivals=6, num_barriers=stages),
+        "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    }
+
+
+def candidates(call: Call) -> Sequence[ChunksConfig]:
+    dtype, states = call.need("x").dtype, sizes_of(call).states
+    limit = SMEM_BYTES - SMEM_RESERVED_BYTES
+    return [ChunksConfig(n) for n in (3, 2, 4) if scratch_bytes(_scratch(dtype, states, n)) <= limit]
+
+
+def refuses(call: Call) -> str | None:
+    chip = refuses_chip(call.target.device_kind)
+    if chip is not None:
+        return chip
+    n = sizes_of(call)
+    if 0 in (n.batch, n.time):
+        return "x is empty"
+    kinds = {np.dtype(call.need(name).dtype).name for name in ("x", "B", "C")}
+    if len(kinds) > 1 or not kinds <= {"bfloat16", "float16"}:
+        return f"x, B and C are all bfloat16 or all float16, not {', '.join(sorted(kinds))}"
+    if any(x is not None and x.dtype.itemsize > 4 for x in call.args):
+        return "it sums in float32"
+    if n.states not in STATES:
+        return f"N is {' or '.join(map(str, STATES))}, not {n.states}"
+    if n.width % SLICE:
+        return f"P is a multiple of {SLICE}, not {n.width}"
+    if n.heads // n.groups * (n.width // SLICE) % 2:
+        return f"two warpgroups share B and C; a group of {n.heads // n.groups} heads has no pairs of {SLICE} columns"
+    if call.params["chunk"] not in (None, CHUNK):
+        return f"its chunks are {CHUNK} steps, not {call.params['chunk']}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +116,16 @@ class Plan:
     has_steps: bool
 
 
-def program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
+def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
     """Set up shared memory and barriers, then run the three warpgroups."""
-    refs = dict(zip(names, given, strict=True))
-    dtype, stages, states = refs["x"].dtype, plan.stages, plan.states
-
-    def tiles(count: int, rows: int, columns: int) -> Any:
-        return plgpu.SMEM((count, rows, columns), dtype, transforms=swizzled(dtype))
-
-    scratch = {
-        "B": tiles(stages, CHUNK, states),
-        "C": tiles(stages, CHUNK, states),
-        "x": plgpu.SMEM((stages, 2, CHUNK, SLICE), dtype, transforms=swizzled(dtype)),
-        "vectors": plgpu.SMEM((stages, 2, VECTORS, CHUNK), jnp.float32),
-        "state": tiles(2, states, SLICE),
-        "weighted": tiles(2, CHUNK, SLICE),
-        "out": tiles(2, CHUNK, SLICE),
-        "arrived": plgpu.Barrier(num_arrivals=6, num_barriers=stages),
-        "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    }
+    refs = dict(zip(names, args, strict=True))
 
     def compute(smem: dict[str, Any], warpgroup: Any) -> None:
         small = plgpu.WGMMAAccumulatorRef((CHUNK, SLICE), jnp.float32)
-        state = plgpu.WGMMAAccumulatorRef((states, SLICE), jnp.float32)
+        state = plgpu.WGMMAAccumulatorRef((plan.states, SLICE), jnp.float32)
         pl.run_scoped(functools.partial(_compute, plan, refs, smem, warpgroup), small, small, state)
 
+    scratch = _scratch(refs["x"].dtype, plan.states, plan.stages)
     fetch_and_compute(scratch, functools.partial(_fetch, plan, refs), compute)
 
 
@@ -78,8 +134,8 @@ def fetch_and_compute(
 ) -> None:
     """With shared memory by name: `compute` by the first two warpgroups, told which it is, and `fetch` by the third."""
 
-    def scoped(*made: Any) -> None:
-        smem = dict(zip(scratch, made, strict=True))
+    def scoped(*allocated: Any) -> None:
+        smem = dict(zip(scratch, allocated, strict=True))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 2)
@@ -189,11 +245,6 @@ def _compute(
         refs["final"].at[batch, head, :, columns][...] = state[...]
 
 
-def launch(operands: dict[str, Any], outs: dict[str, Any], plan: Plan) -> list[Any]:
-    """The kernel over (batch, pairs of slices)."""
-    return launch_over({"batch": plan.batch, "pair": plan.slices // 2}, program, operands, outs, plan)
-
-
 def launch_over(
     grid: dict[str, int], body: Callable[..., None], operands: dict[str, Any], outs: dict[str, Any], plan: Any
 ) -> list[Any]:
@@ -208,3 +259,78 @@ def launch_over(
         # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*operands.values())
+
+
+def by_chunk(v: jax.Array, chunks: int) -> jax.Array:
+    """[batch, time, heads] as [batch, heads, chunks, steps] in float32; zeros past the end."""
+    padded = jnp.pad(v.astype(jnp.float32), ((0, 0), (0, chunks * CHUNK - v.shape[1]), (0, 0)))
+    return padded.mT.reshape(v.shape[0], v.shape[2], chunks, CHUNK)
+
+
+def _vectors(log_decay: jax.Array, dt: jax.Array | None, chunks: int) -> jax.Array:
+    """[batch, heads, chunks, 5, steps]: what the kernel names SUMS, POWERS, TO_END, STEPS, COLUMN_SUMS."""
+
+    wholes, parts = running_sums(by_chunk(log_decay, chunks) * LOG2E, -1)
+    sums, after = wholes + parts, (wholes[..., -1:] - wholes) + (parts[..., -1:] - parts)
+    steps = jnp.ones_like(sums) if dt is None else by_chunk(dt, chunks)
+    return jnp.stack([sums, jnp.exp2(sums), jnp.exp2(after) * steps, steps, sums], -2)
+
+
+def ssd_forward(
+    x: jax.Array, log_decay: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array | None = None,
+    D: jax.Array | None = None, initial_state: jax.Array | None = None, *, config: ChunksConfig,
+    return_final_state: bool, chunk: int | None = None,
+) -> Any:  # fmt: skip
+    """The forward pass as one kernel over (batch, pairs of 64 columns); see the module's text."""
+    assert chunk in (None, CHUNK)  # `refuses` has seen to it
+    batch, time, heads, width = x.shape
+    groups, states = B.shape[2:]
+    each = width // SLICE
+    # TMA takes lengths in multiples of 8, and an axis of a single tile would not be clipped.
+    length = max(CHUNK, math.ceil(time / 8) * 8)
+    chunks = math.ceil(length / CHUNK)
+
+    def over_time(v: jax.Array) -> jax.Array:
+        return jnp.pad(v, ((0, 0), (0, length - time), *((0, 0),) * (v.ndim - 2))) if length > time else v
+
+    operands = {
+        "x": over_time(x).reshape(batch, length, heads * each, SLICE),
+        "B": over_time(B),
+        "C": over_time(C),
+        "vectors": _vectors(log_decay, dt, chunks),
+    }
+    if D is not None:
+        operands["D"] = D.astype(jnp.float32)
+    if initial_state is not None:
+        operands["initial_state"] = initial_state.astype(jnp.float32)
+    operands = dict(zip(operands, vary_alike(tuple(operands.values())), strict=True))
+    outs = {"y": out_struct(operands["x"].shape, x.dtype, x)}
+    if return_final_state:
+        outs["final"] = out_struct((batch, heads, states, width), jnp.float32, x)
+    plan = Plan(
+        batch=batch,
+        chunks=chunks,
+        slices=heads * each,
+        slices_of_head=each,
+        slices_of_group=heads // groups * each,
+        states=states,
+        stages=config.stages,
+        has_steps=dt is not None,
+    )
+    y, *last = launch_over({"batch": batch, "pair": plan.slices // 2}, _program, operands, outs, plan)
+    y = y[:, :time].reshape(x.shape)
+    return (y, last[0]) if return_final_state else y
+
+
+IMPLEMENTATION = Implementation(
+    "hopper",
+    ssd_forward,
+    platforms=("gpu",),
+    refuses=refuses,
+    rank=lambda call: 30,  # on an H200 ten times as fast as chunks by einsum
+    kernel=True,
+    hints=("chunk",),
+    config_type=ChunksConfig,
+    default_config=lambda call: candidates(call)[0],
+    candidates=candidates,
+)

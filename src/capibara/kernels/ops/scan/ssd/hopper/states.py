@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels.ops.scan.ssd.pallas_gpu_body import CHUNK, LAYOUT, SLICE, fetch_and_compute, launch_over
+from capibara.kernels.ops.scan.ssd.hopper.forward import CHUNK, LAYOUT, SLICE, fetch_and_compute, launch_over
 from capibara.kernels.pallas.hopper import load, store_to_memory, swizzled
 
 WEIGHTS, DECAYS, VECTORS = 0, 1, 2  # one number a row of `right`, and what is left of a state after the chunk
@@ -39,13 +39,9 @@ class SweepPlan:
         return self.chunks - 1 - turn if self.backward else turn
 
 
-def smem_bytes(states: int, stages: int) -> int:
-    return stages * 2 * CHUNK * (states + 2 * SLICE + 4 * VECTORS) + 2 * 2 * SLICE * (2 * states + CHUNK) + 2048
-
-
-def program(*given: Any, plan: SweepPlan, names: tuple[str, ...]) -> None:
+def _program(*args: Any, plan: SweepPlan, names: tuple[str, ...]) -> None:
     """Set up shared memory and barriers, then run the three warpgroups."""
-    refs = dict(zip(names, given, strict=True))
+    refs = dict(zip(names, args, strict=True))
     dtype, stages = refs["right"].dtype, plan.stages
     scratch = {
         "left": plgpu.SMEM((stages, CHUNK, plan.states), dtype, transforms=swizzled(dtype)),
@@ -118,6 +114,6 @@ def _compute(plan: SweepPlan, refs: dict[str, Any], smem: dict[str, Any], mine: 
         store_to_memory(refs["last"].at[batch, head, :, columns], state[...])
 
 
-def launch(operands: dict[str, Any], outs: dict[str, Any], plan: SweepPlan) -> list[Any]:
+def sweep(operands: dict[str, Any], outs: dict[str, Any], plan: SweepPlan) -> list[Any]:
     """The kernel over (batch, pairs of slices)."""
-    return launch_over({"batch": plan.batch, "pair": plan.slices // 2}, program, operands, outs, plan)
+    return launch_over({"batch": plan.batch, "pair": plan.slices // 2}, _program, operands, outs, plan)
