@@ -14,12 +14,11 @@ from capibara.kernels import target
 from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.scan import SELECTIVE_SCAN
-from capibara.kernels.ops.scan.selective import pallas_gpu_grad_body
 from capibara.kernels.ops.scan.selective.api import SELECTIVE_SCAN_GRAD
 from capibara.kernels.ops.scan.selective.cases import ALL, grad_case, make_case
-from capibara.kernels.ops.scan.selective.pallas_gpu import TimeConfig, mosaic_gpu, softplus
-from capibara.kernels.ops.scan.selective.pallas_gpu_grad import mosaic_gpu_grad
-from capibara.kernels.ops.scan.selective.pallas_gpu_grad_plan import OWN_STATES, ChunkConfig, candidates
+from capibara.kernels.ops.scan.selective.hopper import backward
+from capibara.kernels.ops.scan.selective.hopper.backward import OWN_STATES, ChunkConfig, candidates, selective_backward
+from capibara.kernels.ops.scan.selective.hopper.forward import TimeConfig, selective_forward, softplus
 
 NONE: frozenset[str] = frozenset()
 CASES = [
@@ -40,7 +39,7 @@ def test_emulated(case: Case, config: TimeConfig) -> None:
     arrays = case.arrays()
     with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
         params = {**SELECTIVE_SCAN.params, **case.params}
-        out = jax.block_until_ready(mosaic_gpu(*arrays, config=config, **params))
+        out = jax.block_until_ready(selective_forward(*arrays, config=config, **params))
     result = check_output(out, expected(SELECTIVE_SCAN, arrays, case.params))
     assert result.ok, result.why
     assert not interpret_pallas_call.get_races().races_found, "unsynchronised accesses"
@@ -70,10 +69,10 @@ GRAD_CASES = [
 def test_gradient_emulated(
     case: Case, config: ChunkConfig, emulated_hopper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pallas_gpu_grad_body, "warp_sums", _warp_sums)
+    monkeypatch.setattr(backward, "warp_sums", _warp_sums)
     made = grad_case(case)
     params = {**SELECTIVE_SCAN_GRAD.params, **made.params}
-    out = emulated_hopper(mosaic_gpu_grad, *made.arrays(), config=config, **params)
+    out = emulated_hopper(selective_backward, *made.arrays(), config=config, **params)
     result = check_output(out, expected(SELECTIVE_SCAN_GRAD, made.arrays(), made.params))
     assert result.ok, result.why
 

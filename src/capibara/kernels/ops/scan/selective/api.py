@@ -11,16 +11,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
-from capibara.kernels.ops.scan.selective import (
-    gradient,
-    mesh,
-    pallas_gpu,
-    pallas_gpu_grad,
-    pallas_tpu,
-    pallas_tpu_grad,
-    rules,
-    xla,
-)
+from capibara.kernels.ops.scan.selective import gradient, hopper, mesh, rules, tpu, xla
 from capibara.kernels.ops.scan.selective.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.scan.selective.reference import (
     advance,
@@ -65,20 +56,20 @@ SELECTIVE_SCAN = Op(
     cases=CASES,
 )
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1, needs_local_types=True),
 ):
-    SELECTIVE_SCAN.implement(_made)
-for _made in (
+    SELECTIVE_SCAN.implement(_implementation)
+for _implementation in (
     xla.GRAD_IMPLEMENTATION,
-    pallas_tpu_grad.GRAD_IMPLEMENTATION,
-    pallas_gpu_grad.GRAD_IMPLEMENTATION,
+    tpu.GRAD_IMPLEMENTATION,
+    hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1, needs_local_types=True),
 ):
-    SELECTIVE_SCAN_GRAD.implement(_made)
+    SELECTIVE_SCAN_GRAD.implement(_implementation)
 
 
 def selective_scan(

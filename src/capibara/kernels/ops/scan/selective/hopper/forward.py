@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,11 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.scan.selective.rules import sizes_of
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip
+from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
 
 CHANNELS = 128  # of a program: the threads of a warpgroup
 MOST_STATES = 64  # two registers each, of 255
-COPIED = 16  # bytes: what the copy engine takes a multiple of
+WIDE = ("x", "dt", "z")  # over time and channels
 
 # Threads share what the copy engine brought and nothing else; where it may write again is said by hand.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
@@ -64,16 +65,30 @@ def padded_states(states: int) -> int:
     return math.ceil(states / 4) * 4
 
 
+def _scratch(dtypes: Mapping[str, Any], states: int, config: TimeConfig) -> dict[str, Any]:
+    """A ring of tiles of every operand in `dtypes`, and two tiles of y on their way out."""
+
+    def tiles(count: int, name: str) -> Any:
+        return plgpu.SMEM((count, config.steps, CHANNELS if name in WIDE else states), dtypes[name])
+
+    return {
+        "arrived": plgpu.Barrier(num_arrivals=len(dtypes), num_barriers=config.stages),
+        "buffers": [tiles(config.stages, name) for name in dtypes],
+        "out": tiles(2, "x"),  # y has its type
+    }
+
+
 def candidates(call: Call) -> Sequence[TimeConfig]:
-    n = sizes_of(call)
-    row = CHANNELS * sum(x.dtype.itemsize for x in (call.need("x"), call.need("dt"), call["z"]) if x is not None)
-    row += 2 * 4 * padded_states(n.states)
-    out = 2 * CHANNELS * call.need("x").dtype.itemsize
-    made = []
-    for steps, stages, unroll in ((32, 3, 4), (32, 2, 2), (64, 2, 4), (32, 3, 8), (16, 4, 2), (16, 2, 1)):
-        if steps * (stages * row + out) <= SMEM_BYTES - 2048 and unroll * n.states <= 128:
-            made.append(TimeConfig(steps, stages, unroll))
-    return made
+    states = sizes_of(call).states
+    dtypes = {name: x.dtype for name in WIDE if (x := call[name]) is not None}
+    dtypes |= {"B": jnp.dtype(jnp.float32), "C": jnp.dtype(jnp.float32)}
+
+    def fits(config: TimeConfig) -> bool:
+        needed = scratch_bytes(_scratch(dtypes, padded_states(states), config))
+        return needed <= SMEM_BYTES - SMEM_RESERVED_BYTES and config.unroll * states <= 128
+
+    choices = ((32, 3, 4), (32, 2, 2), (64, 2, 4), (32, 3, 8), (16, 4, 2), (16, 2, 1))
+    return [config for config in (TimeConfig(*choice) for choice in choices) if fits(config)]
 
 
 def refuses_form(call: Call, wide: tuple[str, ...]) -> str | None:
@@ -85,9 +100,9 @@ def refuses_form(call: Call, wide: tuple[str, ...]) -> str | None:
     if 0 in (n.batch, n.time):
         return "x is empty"
     for name in wide:
-        given = call[name]
-        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float16", "float32"):
-            return f"it takes bfloat16, float16 and float32; {name} is {given.dtype.name}"
+        x = call[name]
+        if x is not None and np.dtype(x.dtype).name not in ("bfloat16", "float16", "float32"):
+            return f"it takes bfloat16, float16 and float32; {name} is {x.dtype.name}"
     if any(x is not None and x.dtype.itemsize > 4 for x in call.args):
         return "it computes in float32"
     if n.channels % CHANNELS:
@@ -96,7 +111,7 @@ def refuses_form(call: Call, wide: tuple[str, ...]) -> str | None:
 
 
 def refuses(call: Call) -> str | None:
-    form = refuses_form(call, ("x", "dt", "z"))
+    form = refuses_form(call, WIDE)
     if form is not None:
         return form
     states = sizes_of(call).states
@@ -139,23 +154,14 @@ def softplus(v: Any) -> Any:
     return jnp.maximum(v, 0.0) + 2.0 * s * total
 
 
-def _program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
-    refs = dict(zip(names, given, strict=True))
+def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
+    refs = dict(zip(names, args, strict=True))
     config, layout = plan.config, plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
     steps, stages = config.steps, config.stages
     tiles = math.ceil(plan.time / steps)
-    wide = [name for name in ("x", "dt", "z") if name in refs]
-    sources = [*wide, "B", "C"]
+    sources = [name for name in (*WIDE, "B", "C") if name in refs]
+    scratch = _scratch({name: refs[name].dtype for name in sources}, plan.states, config)
 
-    def buffer(name: str, count: int, width: int) -> Any:
-        return plgpu.SMEM((count, steps, width), refs[name].dtype)
-
-    @functools.partial(
-        pl.run_scoped,
-        buffers=[buffer(name, stages, CHANNELS if name in wide else plan.states) for name in sources],
-        out=buffer("y", 2, CHANNELS),
-        arrived=plgpu.Barrier(num_arrivals=len(sources), num_barriers=stages),
-    )
     def _scoped(buffers: Any, out: Any, arrived: Any) -> None:
         batch = lax.axis_index("batch")
         channels = pl.ds(lax.axis_index("block") * CHANNELS, CHANNELS)
@@ -164,7 +170,7 @@ def _program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
         def fetch(tile: Any) -> None:
             slot, times = lax.rem(tile, stages), pl.ds(tile * steps, steps)
             for name in sources:
-                at = (batch, times, channels) if name in wide else (batch, times)
+                at = (batch, times, channels) if name in WIDE else (batch, times)
                 plgpu.copy_gmem_to_smem(refs[name].at[at], tile_of[name].at[slot], arrived.at[slot])
 
         for tile in range(min(stages, tiles)):
@@ -193,10 +199,10 @@ def _program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
             if inside is not None:  # past the end a step must leave the state as it is
                 delta = delta * inside
             fed = delta * x
-            made, terms = [], []
+            following, terms = [], []
             for n in range(plan.states):
                 h = jnp.exp2(delta * rates[n]) * states[n] + fed * tile_of["B"][slot, t, n]
-                made.append(h)
+                following.append(h)
                 terms.append(h * tile_of["C"][slot, t, n])
             while len(terms) > 1:  # in a tree: a chain would wait for each sum
                 terms = [sum(terms[i : i + 2][1:], terms[i]) for i in range(0, len(terms), 2)]
@@ -205,7 +211,7 @@ def _program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
                 z = now("z")
                 y = y * z / (1.0 + jnp.exp2(-LOG2E * z))
             out.at[out_slot, t][...] = y.astype(out.dtype)
-            return made
+            return following
 
         def one_tile(tile: Any, states: Any) -> Any:
             slot, out_slot = lax.rem(tile, stages), lax.rem(tile, 2)
@@ -233,8 +239,10 @@ def _program(*given: Any, plan: Plan, names: tuple[str, ...]) -> None:
                 refs["final"].at[batch, n, channels][...] = last[n]
         plgpu.wait_smem_to_gmem(0)
 
+    pl.run_scoped(_scoped, **scratch)
 
-def mosaic_gpu(
+
+def selective_forward(
     x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None = None,
     z: jax.Array | None = None, dt_bias: jax.Array | None = None, initial_state: jax.Array | None = None, *,
     config: TimeConfig, dt_softplus: bool, return_final_state: bool,
@@ -259,13 +267,13 @@ def mosaic_gpu(
         operands["dt_bias"] = dt_bias.astype(jnp.float32)
     if initial_state is not None:
         operands["initial_state"] = laid.rows(initial_state)
-    made = {"y": out_struct((batch, time + late, channels), x.dtype, x)}
+    outs = {"y": out_struct((batch, time + late, channels), x.dtype, x)}
     if return_final_state:
-        made["final"] = out_struct((batch, states + more, channels), jnp.float32, x)
+        outs["final"] = out_struct((batch, states + more, channels), jnp.float32, x)
     plan = Plan(config, time, states + more, dt_softplus)
     y, *last = plgpu.kernel(
-        functools.partial(_program, plan=plan, names=(*operands, *made)),
-        out_type=list(made.values()),
+        functools.partial(_program, plan=plan, names=(*operands, *outs)),
+        out_type=list(outs.values()),
         grid=(batch, channels // CHANNELS),
         grid_names=("batch", "block"),
         compiler_params=COMPILER_PARAMS,
@@ -276,7 +284,7 @@ def mosaic_gpu(
 
 IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu,
+    selective_forward,
     platforms=("gpu",),
     refuses=refuses,
     rank=lambda call: 30,  # see docs/sequences.md for what it was timed at

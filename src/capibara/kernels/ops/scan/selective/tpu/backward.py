@@ -22,7 +22,9 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.kernels.core.context import current_interpret
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.scan.selective.pallas_tpu import (
+from capibara.kernels.ops.scan.selective.reference import step_sizes
+from capibara.kernels.ops.scan.selective.rules import sizes_of
+from capibara.kernels.ops.scan.selective.tpu.forward import (
     LANES,
     STEPS,
     SUBLANES,
@@ -30,9 +32,8 @@ from capibara.kernels.ops.scan.selective.pallas_tpu import (
     refuses_operands,
     round_up,
 )
-from capibara.kernels.ops.scan.selective.reference import step_sizes
-from capibara.kernels.ops.scan.selective.rules import sizes_of
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 TURNS = LANES // STEPS  # of a block
 
@@ -40,22 +41,46 @@ TURNS = LANES // STEPS  # of a block
 def candidates(call: Call) -> Sequence[ChannelsConfig]:
     n = sizes_of(call)
     width, states = round_up(n.channels, LANES), round_up(n.states, SUBLANES)
-    made = []
-    for channels in (256, 128, 512):
-        if width % channels == 0 and block_bytes(states, channels) <= vmem.limit(call):
-            made.append(ChannelsConfig(channels))
-    return made
+
+    def fits(channels: int) -> bool:
+        return block_bytes(states, channels) <= vmem.limit(call)
+
+    return [ChannelsConfig(channels) for channels in (256, 128, 512) if width % channels == 0 and fits(channels)]
 
 
 def block_bytes(states: int, channels: int) -> int:
-    """VMEM of the second kernel, the larger, with every operand and all in float32.
+    """VMEM of the second kernel, the larger, with every operand and all as in float32."""
+    specs = _specs(states, channels, lambda t: t)
+    blocks = [(spec, jnp.float32) for name, spec in specs.items() if name != "initial_state"]
+    return vmem_bytes(blocks, _scratch(states, channels))
 
-    Two of each block: seven over time and channels, four over states and time, five over states and channels, three of
-    eight rows of channels (a line takes as much as eight). Of scratch a block's states, two more and eight rows.
-    """
-    moved = 7 * LANES * channels + 4 * states * LANES + 5 * states * channels + 3 * SUBLANES * channels
-    held = states * channels * (LANES + 2) + SUBLANES * channels
-    return 4 * (2 * moved + held)
+
+def _specs(states: int, channels: int, at: Callable[[Any], Any]) -> dict[str, pl.BlockSpec]:
+    """The blocks of both kernels by the name of their array, `at` being the block of time at a turn."""
+    over_time = pl.BlockSpec((None, LANES, channels), lambda b, c, t: (b, at(t), c))
+    over_lanes = pl.BlockSpec((None, states, LANES), lambda b, c, t: (b, 0, at(t)))
+    sums = pl.BlockSpec((None, None, states, LANES), lambda b, c, t: (b, c, 0, at(t)))
+    of_state = pl.BlockSpec((None, states, channels), lambda b, c, t: (b, 0, c))
+    line = pl.BlockSpec((1, channels), lambda b, c, t: (0, c))
+    return {
+        **dict.fromkeys(("x", "dt", "z", "d_out", "dx", "ddt", "dz"), over_time),
+        "A": pl.BlockSpec((states, channels), lambda b, c, t: (0, c)),
+        **dict.fromkeys(("B", "C"), over_lanes),
+        **dict.fromkeys(("dB", "dC"), sums),
+        **dict.fromkeys(("D", "dt_bias"), line),
+        "starts": pl.BlockSpec((None, None, states, channels), lambda b, c, t: (b, at(t), 0, c)),
+        **dict.fromkeys(("initial_state", "d_final", "dA", "d_initial"), of_state),
+        "d_lines": pl.BlockSpec((None, SUBLANES, channels), lambda b, c, t: (b, 0, c)),
+    }
+
+
+def _scratch(states: int, channels: int) -> dict[str, Any]:
+    """Of the second kernel; the first has a state alone."""
+    shapes = {
+        "kept": (LANES, states, channels), "flow": (states, channels), "d_rates": (states, channels),
+        "lines": (SUBLANES, channels),
+    }  # fmt: skip
+    return {name: pltpu.VMEM(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def refuses(call: Call) -> str | None:
@@ -66,7 +91,7 @@ class Steps(NamedTuple):
     """Sixteen steps, [16, channels] each in float32: x, what softplus is given, and the step sizes."""
 
     x: jax.Array
-    given: jax.Array
+    raw: jax.Array
     delta: jax.Array
 
 
@@ -76,11 +101,11 @@ def _rows(turn: Any) -> Any:
 
 def _read(refs: dict[str, Any], turn: Any, block: Any, *, softplus: bool, time: int) -> Steps:
     x = refs["x"][_rows(turn), :].astype(jnp.float32)
-    given = step_sizes(
+    raw = step_sizes(
         refs["dt"][_rows(turn), :], refs["dt_bias"][...] if "dt_bias" in refs else None, False, jnp.float32
     )
-    delta = jax.nn.softplus(given) if softplus else given
-    return Steps(x, given, _inside(delta, turn, block, time))
+    delta = jax.nn.softplus(raw) if softplus else raw
+    return Steps(x, raw, _inside(delta, turn, block, time))
 
 
 def _inside(v: jax.Array, turn: Any, block: Any, time: int) -> jax.Array:
@@ -109,8 +134,8 @@ def _forth(
     return lax.fori_loop(0, TURNS, some_steps, (first, refs["B"][...]))[0]
 
 
-def _body_forth(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -> None:
-    refs = dict(zip(names, given, strict=True))
+def _body_forth(*args: Any, names: tuple[str, ...], softplus: bool, time: int) -> None:
+    refs = dict(zip(names, args, strict=True))
     block, state = pl.program_id(2), refs["state"]
 
     @pl.when(block == 0)
@@ -121,8 +146,8 @@ def _body_forth(*given: Any, names: tuple[str, ...], softplus: bool, time: int) 
     state[...] = _forth(refs, state[...], block, lambda step, h: None, softplus=softplus, time=time)
 
 
-def _body_back(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -> None:
-    refs = dict(zip(names, given, strict=True))
+def _body_back(*args: Any, names: tuple[str, ...], softplus: bool, time: int) -> None:
+    refs = dict(zip(names, args, strict=True))
     turns, block = pl.num_programs(2), pl.num_programs(2) - 1 - pl.program_id(2)
     kept, flow, d_rates, lines = (refs[name] for name in ("kept", "flow", "d_rates", "lines"))
 
@@ -145,7 +170,7 @@ def _body_back(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -
         b, c, dB, dC = (pltpu.roll(v, STEPS, 1) for v in (b, c, dB, dC))
         turn = TURNS - 1 - number
         at = _rows(turn)
-        x, given, delta = _read(refs, turn, block, softplus=softplus, time=time)
+        x, raw, delta = _read(refs, turn, block, softplus=softplus, time=time)
         out = refs["d_out"][at, :].astype(jnp.float32)
         z = refs["z"][at, :].astype(jnp.float32) if "z" in refs else None
         dy = out if z is None else out * jax.nn.silu(z)
@@ -168,23 +193,23 @@ def _body_back(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -
             dC = jnp.where(lane == step, (h * dy[now]).sum(1, keepdims=True), dC)
             g = decay * dh
         input_flow = jnp.concatenate(into_input, 0)
-        d_given = jnp.concatenate(into_size, 0) + input_flow * x
+        d_raw = jnp.concatenate(into_size, 0) + input_flow * x
         if softplus:
-            d_given = d_given * jax.nn.sigmoid(given)
-        d_given = _inside(d_given, turn, block, time)
+            d_raw = d_raw * jax.nn.sigmoid(raw)
+        d_raw = _inside(d_raw, turn, block, time)
         dx = input_flow * delta
         if "D" in refs:
             dx = dx + dy * refs["D"][...]
             lines[0:1] += (dy * x).sum(0, keepdims=True)
         if "dt_bias" in refs:
-            lines[1:2] += d_given.sum(0, keepdims=True)
+            lines[1:2] += d_raw.sum(0, keepdims=True)
         refs["dx"][at, :] = dx.astype(refs["dx"].dtype)
-        refs["ddt"][at, :] = d_given.astype(refs["ddt"].dtype)
+        refs["ddt"][at, :] = d_raw.astype(refs["ddt"].dtype)
         if z is not None:
-            made = jnp.concatenate(y, 0)
-            made = made + refs["D"][...] * x if "D" in refs else made
+            ungated = jnp.concatenate(y, 0)
+            ungated = ungated + refs["D"][...] * x if "D" in refs else ungated
             gate = jax.nn.sigmoid(z)
-            refs["dz"][at, :] = (out * made * (gate * (1.0 + z * (1.0 - gate)))).astype(refs["dz"].dtype)
+            refs["dz"][at, :] = (out * ungated * (gate * (1.0 + z * (1.0 - gate)))).astype(refs["dz"].dtype)
         return g, dA, b, c, dB, dC
 
     zero = jnp.zeros(lane.shape, jnp.float32)
@@ -200,7 +225,7 @@ def _body_back(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -
             refs["d_initial"][...] = g
 
 
-def pallas_tpu_grad(
+def selective_backward(
     x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None, z: jax.Array | None,
     dt_bias: jax.Array | None, initial_state: jax.Array | None, d_out: jax.Array, d_final: jax.Array | None = None, *,
     config: ChannelsConfig, dt_softplus: bool,
@@ -226,97 +251,78 @@ def pallas_tpu_grad(
     def line(v: jax.Array) -> jax.Array:
         return jnp.pad(v.astype(jnp.float32), (0, all_channels - channels))[None]
 
-    def specs(at: Callable[[Any], Any]) -> dict[str, Any]:
-        """Blocks of each kind, `at` being the block of time at a turn."""
-        return {
-            "wide": pl.BlockSpec((None, LANES, width), lambda b, c, t: (b, at(t), c)),
-            "lanes": pl.BlockSpec((None, all_states, LANES), lambda b, c, t: (b, 0, at(t))),
-            "sums": pl.BlockSpec((None, None, all_states, LANES), lambda b, c, t: (b, c, 0, at(t))),
-            "starts": pl.BlockSpec((None, None, all_states, width), lambda b, c, t: (b, at(t), 0, c)),
-            "rates": pl.BlockSpec((all_states, width), lambda b, c, t: (0, c)),
-            "state": pl.BlockSpec((None, all_states, width), lambda b, c, t: (b, 0, c)),
-            "line": pl.BlockSpec((1, width), lambda b, c, t: (0, c)),
-            "lines": pl.BlockSpec((None, SUBLANES, width), lambda b, c, t: (b, 0, c)),
-        }
-
-    def call(name: str, body: Any, at: Callable[[Any], Any], given: Any, outs: Any, scratch: Any, passes: int) -> Any:
-        kinds = specs(at)
+    def call(
+        name: str, body: Any, at: Callable[[Any], Any], operands: Any, outs: Any, scratch: Any, passes: int
+    ) -> Any:
+        specs = _specs(all_states, width, at)
         work = passes * batch * all_time * all_channels * all_states
         results = pl.pallas_call(
-            functools.partial(body, names=(*given, *outs, *scratch), softplus=dt_softplus, time=time),
-            out_shape=[out_struct(shape, dtype, x) for shape, dtype, _ in outs.values()],
+            functools.partial(body, names=(*operands, *outs, *scratch), softplus=dt_softplus, time=time),
+            out_shape=[out_struct(shape, dtype, x) for shape, dtype in outs.values()],
             grid=(batch, blocks, turns),
-            in_specs=[kinds[kind] for _, kind in given.values()],
-            out_specs=[kinds[kind] for _, _, kind in outs.values()],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
+            in_specs=[specs[name] for name in operands],
+            out_specs=[specs[name] for name in outs],
+            scratch_shapes=list(scratch.values()),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
             cost_estimate=pl.CostEstimate(
                 flops=7 * work,
                 transcendentals=work,
-                bytes_accessed=sum(v.size * v.dtype.itemsize for v, _ in given.values())
-                + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype, _ in outs.values()),
+                bytes_accessed=sum(v.size * v.dtype.itemsize for v in operands.values())
+                + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs.values()),
             ),
             interpret=current_interpret().pallas_argument(),
             name=name,
-        )(*(v for v, _ in given.values()))
+        )(*operands.values())
         return dict(zip(outs, results, strict=True))
 
-    shared: dict[str, tuple[Any, str]] = {
-        "x": (wide(x), "wide"),
-        "dt": (wide(dt), "wide"),
-        "A": (rows(A), "rates"),
-        "B": (in_lanes(B), "lanes"),
-    }
+    shared = {"x": wide(x), "dt": wide(dt), "A": rows(A), "B": in_lanes(B)}
     if dt_bias is not None:
-        shared["dt_bias"] = (line(dt_bias), "line")
-    first = {} if initial_state is None else {"initial_state": (rows(initial_state), "state")}
+        shared["dt_bias"] = line(dt_bias)
+    first = {} if initial_state is None else {"initial_state": rows(initial_state)}
     f32, of_state = jnp.float32, (all_states, all_channels)
     starts = call(
         "capibara_selective_scan_starts", _body_forth, lambda t: t, {**shared, **first},
-        {"starts": ((batch, turns, *of_state), f32, "starts")}, {"state": (all_states, width)}, 1,
+        {"starts": ((batch, turns, *of_state), f32)}, {"state": pltpu.VMEM((all_states, width), f32)}, 1,
     )["starts"]  # fmt: skip
 
     over_time = (batch, all_time, all_channels)
-    given = {**shared, "C": (in_lanes(C), "lanes"), "d_out": (wide(d_out), "wide"), "starts": (starts, "starts")}
-    outs: dict[str, tuple[tuple[int, ...], Any, str]] = {
-        "dx": (over_time, x.dtype, "wide"),
-        "ddt": (over_time, dt.dtype, "wide"),
-        "dB": ((batch, blocks, all_states, all_time), f32, "sums"),
-        "dC": ((batch, blocks, all_states, all_time), f32, "sums"),
-        "dA": ((batch, *of_state), f32, "state"),
-        "d_lines": ((batch, SUBLANES, all_channels), f32, "lines"),
+    operands = {**shared, "C": in_lanes(C), "d_out": wide(d_out), "starts": starts}
+    outs: dict[str, tuple[tuple[int, ...], Any]] = {
+        "dx": (over_time, x.dtype),
+        "ddt": (over_time, dt.dtype),
+        "dB": ((batch, blocks, all_states, all_time), f32),
+        "dC": ((batch, blocks, all_states, all_time), f32),
+        "dA": ((batch, *of_state), f32),
+        "d_lines": ((batch, SUBLANES, all_channels), f32),
     }
     if D is not None:
-        given["D"] = (line(D), "line")
+        operands["D"] = line(D)
     if z is not None:
-        given["z"], outs["dz"] = (wide(z), "wide"), (over_time, z.dtype, "wide")
+        operands["z"], outs["dz"] = wide(z), (over_time, z.dtype)
     if d_final is not None:
-        given["d_final"] = (rows(d_final), "state")
+        operands["d_final"] = rows(d_final)
     if initial_state is not None:
-        outs["d_initial"] = ((batch, *of_state), f32, "state")
-    scratch = {
-        "kept": (LANES, all_states, width), "flow": (all_states, width), "d_rates": (all_states, width),
-        "lines": (SUBLANES, width),
-    }  # fmt: skip
-    got = call("capibara_selective_scan_grad", _body_back, lambda t: turns - 1 - t, given, outs, scratch, 3)
+        outs["d_initial"] = ((batch, *of_state), f32)
+    scratch = _scratch(all_states, width)
+    grads = call("capibara_selective_scan_grad", _body_back, lambda t: turns - 1 - t, operands, outs, scratch, 3)
 
     def of_lanes(name: str, like: jax.Array) -> jax.Array:
-        return got[name].sum(1)[:, :states, :time].mT.astype(like.dtype)
+        return grads[name].sum(1)[:, :states, :time].mT.astype(like.dtype)
 
     def of_line(row: int, like: jax.Array | None) -> Any:
-        return None if like is None else got["d_lines"][:, row, :channels].sum(0).astype(like.dtype)
+        return None if like is None else grads["d_lines"][:, row, :channels].sum(0).astype(like.dtype)
 
     return (
-        got["dx"][:, :time, :channels], got["ddt"][:, :time, :channels],
-        got["dA"].sum(0)[:states, :channels].T.astype(A.dtype), of_lanes("dB", B), of_lanes("dC", C), of_line(0, D),
-        None if z is None else got["dz"][:, :time, :channels], of_line(1, dt_bias),
-        None if initial_state is None else got["d_initial"][:, :states, :channels].mT.astype(initial_state.dtype),
+        grads["dx"][:, :time, :channels], grads["ddt"][:, :time, :channels],
+        grads["dA"].sum(0)[:states, :channels].T.astype(A.dtype), of_lanes("dB", B), of_lanes("dC", C), of_line(0, D),
+        None if z is None else grads["dz"][:, :time, :channels], of_line(1, dt_bias),
+        None if initial_state is None else grads["d_initial"][:, :states, :channels].mT.astype(initial_state.dtype),
     )  # fmt: skip
 
 
 GRAD_IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu_grad,
+    selective_backward,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 20,  # predicted: on v4 a seventh of the bytes of XLA's form, and no temporaries (2.3 GB)

@@ -27,6 +27,7 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.scan.selective.reference import step_sizes
 from capibara.kernels.ops.scan.selective.rules import sizes_of
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 LANES, SUBLANES = 128, 8
 STEPS = 16  # written out at a time: a packed register of bfloat16
@@ -51,22 +52,41 @@ def round_up(number: int, unit: int) -> int:
 def candidates(call: Call) -> Sequence[ChannelsConfig]:
     n = sizes_of(call)
     width, states = round_up(n.channels, LANES), round_up(n.states, SUBLANES)
-    made = []
-    for channels in (512, 256, 128):
-        # Two of each block: x, dt, z and y; A and the states in float32, and B and C.
-        moved = 2 * 4 * LANES * (4 * channels + 2 * states) + 4 * 6 * states * channels
-        if width % channels == 0 and moved <= vmem.limit(call):
-            made.append(ChannelsConfig(channels))
-    return made
+
+    def fits(channels: int) -> bool:
+        # With every operand, and all as in float32.
+        blocks = [(spec, jnp.float32) for spec in _specs(states, channels).values()]
+        return vmem_bytes(blocks, _state_scratch(states, channels)) <= vmem.limit(call)
+
+    return [ChannelsConfig(channels) for channels in (512, 256, 128) if width % channels == 0 and fits(channels)]
+
+
+def _specs(states: int, channels: int) -> dict[str, pl.BlockSpec]:
+    """The blocks of a grid (batch, blocks of channels, blocks of time), by the name of their array."""
+    over_time = pl.BlockSpec((None, LANES, channels), lambda b, c, t: (b, t, c))
+    over_lanes = pl.BlockSpec((None, states, LANES), lambda b, c, t: (b, 0, t))
+    of_state = pl.BlockSpec((None, states, channels), lambda b, c, t: (b, 0, c))
+    line = pl.BlockSpec((1, channels), lambda b, c, t: (0, c))
+    return {
+        **dict.fromkeys(("x", "dt", "z", "y"), over_time),
+        "A": pl.BlockSpec((states, channels), lambda b, c, t: (0, c)),
+        **dict.fromkeys(("B", "C"), over_lanes),
+        **dict.fromkeys(("D", "dt_bias"), line),
+        **dict.fromkeys(("initial_state", "final"), of_state),
+    }
+
+
+def _state_scratch(states: int, channels: int) -> Any:
+    return pltpu.VMEM((states, channels), jnp.float32)
 
 
 def refuses_operands(call: Call) -> str | None:
     n = sizes_of(call)
     if 0 in (n.batch, n.time):
         return "x is empty"
-    for name, given in zip(call.op.operands, call.args, strict=True):
-        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float32"):
-            return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
+    for name, x in zip(call.op.operands, call.args, strict=True):
+        if x is not None and np.dtype(x.dtype).name not in ("bfloat16", "float32"):
+            return f"a TPU's vector units take bfloat16 and float32; {name} is {x.dtype.name}"
     if n.states > MOST_STATES:
         return f"the states of a channel stay in registers, up to {MOST_STATES}; N is {n.states}"
     return None
@@ -76,8 +96,8 @@ def refuses(call: Call) -> str | None:
     return refuses_operands(call) or (None if candidates(call) else "no block fits the core's VMEM")
 
 
-def _body(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -> None:
-    refs = dict(zip(names, given, strict=True))
+def _body(*args: Any, names: tuple[str, ...], softplus: bool, time: int) -> None:
+    refs = dict(zip(names, args, strict=True))
     block, state = pl.program_id(2), refs["state"]
 
     @pl.when(block == 0)
@@ -117,7 +137,7 @@ def _body(*given: Any, names: tuple[str, ...], softplus: bool, time: int) -> Non
             refs["final"][...] = h
 
 
-def pallas_tpu(
+def selective_forward(
     x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None = None,
     z: jax.Array | None = None, dt_bias: jax.Array | None = None, initial_state: jax.Array | None = None, *,
     config: ChannelsConfig, dt_softplus: bool, return_final_state: bool,
@@ -144,54 +164,44 @@ def pallas_tpu(
     def line(v: jax.Array) -> jax.Array:
         return jnp.pad(v.astype(jnp.float32), (0, more_channels))[None]
 
-    over_time = pl.BlockSpec((None, LANES, width), lambda b, c, t: (b, t, c))
-    over_lanes = pl.BlockSpec((None, states + more_states, LANES), lambda b, c, t: (b, 0, t))
-    of_channels = pl.BlockSpec((states + more_states, width), lambda b, c, t: (0, c))
-    of_state = pl.BlockSpec((None, states + more_states, width), lambda b, c, t: (b, 0, c))
-    one_line = pl.BlockSpec((1, width), lambda b, c, t: (0, c))
-    operands: dict[str, tuple[Any, Any]] = {
-        "x": (wide(x), over_time),
-        "dt": (wide(dt), over_time),
-        "A": (rows(A), of_channels),
-        "B": (in_lanes(B), over_lanes),
-        "C": (in_lanes(C), over_lanes),
-    }
+    specs = _specs(states + more_states, width)
+    operands = {"x": wide(x), "dt": wide(dt), "A": rows(A), "B": in_lanes(B), "C": in_lanes(C)}
     if D is not None:
-        operands["D"] = (line(D), one_line)
+        operands["D"] = line(D)
     if z is not None:
-        operands["z"] = (wide(z), over_time)
+        operands["z"] = wide(z)
     if dt_bias is not None:
-        operands["dt_bias"] = (line(dt_bias), one_line)
+        operands["dt_bias"] = line(dt_bias)
     if initial_state is not None:
-        operands["initial_state"] = (rows(initial_state), of_state)
-    outs = {"y": (out_struct((batch, time + more_time, channels + more_channels), x.dtype, x), over_time)}
+        operands["initial_state"] = rows(initial_state)
+    outs = {"y": out_struct((batch, time + more_time, channels + more_channels), x.dtype, x)}
     if return_final_state:
         shape = (batch, states + more_states, channels + more_channels)
-        outs["final"] = (out_struct(shape, jnp.float32, x), of_state)
+        outs["final"] = out_struct(shape, jnp.float32, x)
     work = batch * (time + more_time) * (channels + more_channels) * (states + more_states)
     y, *last = pl.pallas_call(
         functools.partial(_body, names=(*operands, *outs, "state"), softplus=dt_softplus, time=time),
-        out_shape=[struct for struct, _ in outs.values()],
+        out_shape=list(outs.values()),
         grid=(batch, (channels + more_channels) // width, (time + more_time) // LANES),
-        in_specs=[spec for _, spec in operands.values()],
-        out_specs=[spec for _, spec in outs.values()],
-        scratch_shapes=[pltpu.VMEM((states + more_states, width), jnp.float32)],
+        in_specs=[specs[name] for name in operands],
+        out_specs=[specs[name] for name in outs],
+        scratch_shapes=[_state_scratch(states + more_states, width)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=6 * work,
             transcendentals=work,
-            bytes_accessed=sum(v.size * v.dtype.itemsize for v, _ in operands.values()) + x.size * x.dtype.itemsize,
+            bytes_accessed=sum(v.size * v.dtype.itemsize for v in operands.values()) + x.size * x.dtype.itemsize,
         ),
         interpret=current_interpret().pallas_argument(),
         name="capibara_selective_scan",
-    )(*(v for v, _ in operands.values()))
+    )(*operands.values())
     y = y[:, :time, :channels]
     return (y, last[0][:, :states, :channels].mT) if return_final_state else y
 
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    selective_forward,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 20,  # predicted: as compiled for v4 it moves an eighth of the bytes of XLA's form
