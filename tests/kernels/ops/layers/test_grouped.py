@@ -18,8 +18,8 @@ from capibara.kernels.ops.layers import GROUPED_GATED_GEMM, GROUPED_GEMM, GROUPE
 from capibara.kernels.ops.layers.grouped import rules
 from capibara.kernels.ops.layers.grouped import tiles as tiles_module
 from capibara.kernels.ops.layers.grouped.cases import LOWERED
-from capibara.kernels.ops.layers.grouped.pallas_tpu import GroupedTile
 from capibara.kernels.ops.layers.grouped.tiles import aligned_tiles, row_tiles, tile_limit, with_rest
+from capibara.kernels.ops.layers.grouped.tpu.forward import GroupedTile
 from capibara.kernels.ops.layers.grouped.xla import LoopConfig
 
 OPS = (GROUPED_GEMM, GROUPED_GEMM_WEIGHTS, GROUPED_GATED_GEMM)

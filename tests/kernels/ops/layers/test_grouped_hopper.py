@@ -16,7 +16,6 @@ import pytest
 from tests.kernels.pallas import hopper_emulator as emulator
 
 from capibara.kernels import target
-from capibara.kernels.ops.layers.grouped import pallas_gpu_rows, pallas_gpu_walk, pallas_gpu_weights
 from capibara.kernels.ops.layers.grouped.api import (
     GROUPED_GATED_GEMM,
     GROUPED_GEMM,
@@ -24,16 +23,20 @@ from capibara.kernels.ops.layers.grouped.api import (
     grouped_gated_gemm,
     grouped_gemm,
 )
-from capibara.kernels.ops.layers.grouped.pallas_gpu import (
+from capibara.kernels.ops.layers.grouped.hopper import (
     GATED_IMPLEMENTATION,
     IMPLEMENTATION,
     WEIGHTS_IMPLEMENTATION,
-    mosaic_gpu,
-    mosaic_gpu_gated,
-    mosaic_gpu_weights,
+    forward,
+    weights,
 )
-from capibara.kernels.ops.layers.grouped.pallas_gpu_config import GroupedHopperConfig
-from capibara.kernels.ops.layers.grouped.pallas_gpu_walk import banded
+from capibara.kernels.ops.layers.grouped.hopper.forward import (
+    GroupedHopperConfig,
+    banded,
+    gated_forward,
+    grouped_forward,
+)
+from capibara.kernels.ops.layers.grouped.hopper.weights import grouped_weights
 from capibara.kernels.ops.layers.grouped.reference import ACTIVATIONS
 from capibara.kernels.pallas.hopper import SMEM_BYTES
 
@@ -74,26 +77,20 @@ def _store_same() -> Callable[..., None]:
 @contextlib.contextmanager
 def emulated(monkeypatch: pytest.MonkeyPatch, programs: int) -> Iterator[None]:
     """Inside, the grouped kernels run on the CPU, few enough programs of them that each has several tiles."""
-    with emulator.emulated(), monkeypatch.context() as patched:
-        body = emulator.pallas_gpu_body
+    with emulator.emulated(forward, weights), monkeypatch.context() as patched:
         gpu = emulator._Shim(
-            body.plgpu,
+            forward.plgpu,
             RefUnion=_union,
             commit_smem_to_gmem_group=emulator._nothing,
             copy_smem_to_gmem=_store_same(),
         )
         names = {
             "plgpu": gpu,
-            "pl": emulator._Shim(body.pl, multiple_of=_aligned),
-            "lax": body.lax,
-            "jnp": emulator._Shim(np, bfloat16=jnp.bfloat16),
+            "pl": emulator._Shim(forward.pl, multiple_of=_aligned),
             "multiprocessors": lambda kind: programs,
         }
-        for module, (name, shim) in itertools.product(
-            (pallas_gpu_rows, pallas_gpu_walk, pallas_gpu_weights), names.items()
-        ):
-            if hasattr(module, name):
-                patched.setattr(module, name, shim)
+        for module, (name, shim) in itertools.product((forward, weights), names.items()):
+            patched.setattr(module, name, shim)
         yield
 
 
@@ -163,7 +160,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, name: str, config: GroupedHopperC
             lhs[end, 0] = np.nan  # the next group's first row, which this group's last tile reads
     transposed = name in ("ragged", "few")
     with emulated(monkeypatch, 1 if name == "ragged" else 3):
-        out = _finished(mosaic_gpu)(
+        out = _finished(grouped_forward)(
             lhs, rhs.transpose(0, 2, 1).copy() if transposed else rhs, np.array(sizes, np.int32), config=config,
             transpose_rhs=transposed, out_dtype="float32" if name == "huge" else None,
         )  # fmt: skip
@@ -184,7 +181,7 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, name: str, config: GroupedHopp
         wanted[g] = lhs[start:end].astype(np.float64).T @ d_out[start:end].astype(np.float64)
     transpose = name in ("ragged", "few")
     with emulated(monkeypatch, 1 if name == "ragged" else 3):
-        out = _finished(mosaic_gpu_weights)(
+        out = _finished(grouped_weights)(
             lhs, d_out, np.array(sizes, np.int32), config=config, transpose=transpose,
             out_dtype="float32" if name == "huge" else None,
         )  # fmt: skip
@@ -200,7 +197,7 @@ def test_gated(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
     config = CONFIGS[list(ACTIVATIONS).index(activation) % 3]
     products = activation != "gelu"
     with emulated(monkeypatch, 2):
-        made = _finished(mosaic_gpu_gated)(
+        made = _finished(gated_forward)(
             lhs, gate, up, np.array(sizes, np.int32), config=config, activation=activation, return_products=products
         )
     g, u = (_rows_by_weights(lhs, w, sizes) for w in (gate, up))
@@ -240,7 +237,7 @@ def test_bad_config(fields: tuple[Any, ...], said: str) -> None:
 
 def test_a_gated_tile_is_wide_enough_to_halve() -> None:
     with pytest.raises(ValueError, match="halves tile_n"):
-        mosaic_gpu_gated(
+        gated_forward(
             _normal(0, 8, 128), _normal(1, 2, 128, 128), _normal(2, 2, 128, 128), np.array([4, 4]),
             config=GroupedHopperConfig(64, 64),
         )  # fmt: skip
@@ -308,19 +305,19 @@ def test_refuses_a_wide_output() -> None:
 
 
 LOWERED = {
-    "rows": (lambda x, r, s: mosaic_gpu(x, r, s, config=CONFIGS[0]), (640, 256), (5, 256, 384)),
+    "rows": (lambda x, r, s: grouped_forward(x, r, s, config=CONFIGS[0]), (640, 256), (5, 256, 384)),
     "transposed": (
-        lambda x, r, s: mosaic_gpu(x, r, s, config=CONFIGS[1], transpose_rhs=True, out_dtype="float32"),
+        lambda x, r, s: grouped_forward(x, r, s, config=CONFIGS[1], transpose_rhs=True, out_dtype="float32"),
         (333, 256),
         (5, 384, 256),
     ),
     "gated": (
-        lambda x, g, u, s: mosaic_gpu_gated(x, g, u, s, config=CONFIGS[0], activation="gelu", return_products=True),
+        lambda x, g, u, s: gated_forward(x, g, u, s, config=CONFIGS[0], activation="gelu", return_products=True),
         (640, 256),
         (5, 256, 384),
         (5, 256, 384),
     ),
-    "weights": (lambda x, d, s: mosaic_gpu_weights(x, d, s, config=CONFIGS[1]), (333, 256), (333, 384)),
+    "weights": (lambda x, d, s: grouped_weights(x, d, s, config=CONFIGS[1]), (333, 256), (333, 384)),
 }
 
 

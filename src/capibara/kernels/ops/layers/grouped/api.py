@@ -14,16 +14,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array, as_dtype
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.layers.grouped import (
-    gradient,
-    mesh,
-    pallas_gpu,
-    pallas_tpu,
-    pallas_tpu_weights,
-    peers,
-    rules,
-    xla,
-)
+from capibara.kernels.ops.layers.grouped import gradient, hopper, mesh, peers, rules, tpu, xla
 from capibara.kernels.ops.layers.grouped.cases import CASES, GATED_CASES, WEIGHTS_CASES
 from capibara.kernels.ops.layers.grouped.reference import reference, reference_gated, reference_weights
 
@@ -77,15 +68,12 @@ GROUPED_GATED_GEMM: Op = Op(
     peers={"ragged_dot": peers.ragged_dot_gated},
 )
 
-for _op, _made in (
-    (GROUPED_GEMM, (xla.IMPLEMENTATION, pallas_tpu.IMPLEMENTATION, pallas_gpu.IMPLEMENTATION)),
-    (
-        GROUPED_GEMM_WEIGHTS,
-        (xla.WEIGHTS_IMPLEMENTATION, pallas_tpu_weights.IMPLEMENTATION, pallas_gpu.WEIGHTS_IMPLEMENTATION),
-    ),
-    (GROUPED_GATED_GEMM, (xla.GATED_IMPLEMENTATION, pallas_tpu.GATED_IMPLEMENTATION, pallas_gpu.GATED_IMPLEMENTATION)),
+for _op, _implementations in (
+    (GROUPED_GEMM, (xla.IMPLEMENTATION, tpu.IMPLEMENTATION, hopper.IMPLEMENTATION)),
+    (GROUPED_GEMM_WEIGHTS, (xla.WEIGHTS_IMPLEMENTATION, tpu.WEIGHTS_IMPLEMENTATION, hopper.WEIGHTS_IMPLEMENTATION)),
+    (GROUPED_GATED_GEMM, (xla.GATED_IMPLEMENTATION, tpu.GATED_IMPLEMENTATION, hopper.GATED_IMPLEMENTATION)),
 ):
-    for _implementation in _made:
+    for _implementation in _implementations:
         _op.implement(_implementation)
     _op.implement(Implementation("reference", _op.reference, rank=lambda call: -1))
 

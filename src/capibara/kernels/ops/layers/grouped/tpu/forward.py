@@ -31,6 +31,7 @@ from capibara.kernels.ops.layers.grouped.rules import floats, out_dtype_of, size
 from capibara.kernels.ops.layers.grouped.tiles import aligned_tiles, with_rest
 from capibara.kernels.ops.linalg.gemm.tpu.forward import LANES, STEP_SECONDS, matrix_precision
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 ROWS = 16  # what a tile's rows are a multiple of: a register of bfloat16 has so many
 
@@ -54,11 +55,6 @@ class GroupedTile:
         return min(self.block_m, rows), min(self.block_n, columns), min(self.block_k, inner)
 
 
-def padded(rows: int, columns: int) -> int:
-    """Numbers of a tile as it lies in VMEM."""
-    return math.ceil(rows / ROWS) * ROWS * math.ceil(columns / LANES) * LANES
-
-
 def whole(length: int) -> int:
     """A length as the matrix unit pays for it."""
     return math.ceil(length / LANES) * LANES
@@ -68,26 +64,44 @@ def tiles_for(call: Call, used: Callable[[GroupedTile], int], seconds: Callable[
     """Every tile that fits VMEM by `used`, the one predicted fastest by `seconds` first."""
     n = sizes(call)
     limit = vmem.limit(call)
-    made = (
+    tiles = (
         GroupedTile(bm, bn, bk)
         for bm in (16, 64, 128, 256, 512)
         for bn in (128, 256, 512, 1024, 2048)
         for bk in (128, 256, 512, 1024, 2048, 4096, 8192)
     )
-    distinct = {tile.cut(n.rows, n.inner, n.columns): tile for tile in made if used(tile) <= limit}
+    distinct = {tile.cut(n.rows, n.inner, n.columns): tile for tile in tiles if used(tile) <= limit}
     return sorted(distinct.values(), key=seconds)
 
 
-def vmem_bytes(call: Call, tile: GroupedTile) -> int:
-    """Every operand's and result's tile twice (the next is fetched meanwhile), and float32 sums where K has steps."""
-    rows, inner, columns, _ = sizes(call)
-    bm, bn, bk = tile.cut(rows, inner, columns)
-    item, weights = call.need("lhs").dtype.itemsize, len(floats(call)) - 1
+def _specs(tile: tuple[int, int, int], groups: int, flipped: bool) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """The blocks of the rows, of a weight and of a result, for a tile's (rows, columns, K)."""
+    bm, bn, bk = tile
+
+    def weight_at(n: Any, v: Any, k: Any, group_of: Any, *_: Any) -> tuple[Any, Any, Any]:
+        group = jnp.minimum(group_of[v], groups - 1)
+        return (group, n, k) if flipped else (group, k, n)
+
+    return (
+        pl.BlockSpec((bm, bk), lambda n, v, k, group_of, tile_of, bounds: (tile_of[v], k)),
+        pl.BlockSpec((None, bn, bk) if flipped else (None, bk, bn), weight_at),
+        pl.BlockSpec((bm, bn), lambda n, v, k, group_of, tile_of, bounds: (tile_of[v], n)),
+    )
+
+
+def _sum_scratch(tile: tuple[int, int, int]) -> Any:
+    return pltpu.VMEM(tile[:2], jnp.float32)
+
+
+def tile_bytes(call: Call, config: GroupedTile) -> int:
+    """VMEM of the blocks and the sums. With one step of K these are in the compiler's own memory, and as large."""
+    rows, inner, columns, groups = sizes(call)
+    tile = config.cut(rows, inner, columns)
+    lhs_spec, weight_spec, out_spec = _specs(tile, groups, flipped=False)
+    dtype, weights = call.need("lhs").dtype, len(floats(call)) - 1
     results = 3 if weights == 2 else 1  # training returns both products too
-    out = padded(bm, bn)
-    used = 2 * (padded(bm, bk) + weights * padded(bk, bn)) * item + 2 * results * out * out_dtype_of(call).itemsize
-    # With one step the products are as large, and live in the compiler's own memory.
-    return used + weights * out * 4
+    blocks = [(lhs_spec, dtype), *[(weight_spec, dtype)] * weights, *[(out_spec, out_dtype_of(call))] * results]
+    return vmem_bytes(blocks, [_sum_scratch(tile)] * weights)
 
 
 def predicted_seconds(call: Call, tile: GroupedTile) -> float:
@@ -110,12 +124,12 @@ def predicted_seconds(call: Call, tile: GroupedTile) -> float:
 
 
 def candidates(call: Call) -> Sequence[GroupedTile]:
-    return tiles_for(call, functools.partial(vmem_bytes, call), functools.partial(predicted_seconds, call))
+    return tiles_for(call, functools.partial(tile_bytes, call), functools.partial(predicted_seconds, call))
 
 
 def refuses(call: Call) -> str | None:
-    given = floats(call)
-    types = {np.dtype(x.dtype).name for x in given}
+    operands = floats(call)
+    types = {np.dtype(x.dtype).name for x in operands}
     if len(types) > 1:
         return f"its operands have one type; these are {' and '.join(sorted(types))}"
     (dtype,) = types
@@ -123,7 +137,7 @@ def refuses(call: Call) -> str | None:
         return f"the v4 matrix units take bfloat16 and float32, not {dtype}"
     if np.dtype(out_dtype_of(call)).name not in ("bfloat16", "float32"):
         return f"it writes bfloat16 and float32, not {out_dtype_of(call)}"
-    if any(0 in x.shape for x in given):
+    if any(0 in x.shape for x in operands):
         return "an operand is empty"
     if dtype == "float32" and matmul_precision() in ("high", "tensorfloat32", "bfloat16_3x"):
         return f"Mosaic has no {matmul_precision()!r} precision between one pass and the full six"
@@ -197,35 +211,26 @@ def _call(
     """`finish(lhs @ weight, ...)` as one Pallas call; `outs` are the results' types."""
     rows, inner = lhs.shape
     groups, columns = weights[0].shape[0], weights[0].shape[1 if flipped else 2]
-    bm, bn, bk = config.cut(rows, inner, columns)
+    tile = (bm, bn, bk) = config.cut(rows, inner, columns)
     steps, steps_n = math.ceil(inner / bk), math.ceil(columns / bn)
     visits = aligned_tiles(with_rest(group_sizes, rows), rows, bm)
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), visits.group_ends])
-
-    def weight_at(n: Any, v: Any, k: Any, group_of: Any, *_: Any) -> tuple[Any, Any, Any]:
-        group = jnp.minimum(group_of[v], groups - 1)
-        return (group, n, k) if flipped else (group, k, n)
-
-    weight_spec = pl.BlockSpec((None, bn, bk) if flipped else (None, bk, bn), weight_at)
-    out_spec = pl.BlockSpec((bm, bn), lambda n, v, k, group_of, tile_of, bounds: (tile_of[v], n))
-    made = [out_struct((rows, columns), dtype, lhs) for dtype in outs]
-    moved: list[Any] = [lhs, *weights, *made]
+    lhs_spec, weight_spec, out_spec = _specs(tile, groups, flipped)
+    results = [out_struct((rows, columns), dtype, lhs) for dtype in outs]
+    moved: list[Any] = [lhs, *weights, *results]
     return pl.pallas_call(
         functools.partial(
             _body, groups=groups, weights=len(weights), results=len(outs), steps=steps,
             tail=inner - (steps - 1) * bk if inner % bk else 0, weight_axis=1 if flipped else 0,
             precision=matrix_precision(lhs.dtype, None), finish=finish,
         ),
-        out_shape=made,
+        out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(steps_n, visits.visit_count, steps),
-            in_specs=[
-                pl.BlockSpec((bm, bk), lambda n, v, k, group_of, tile_of, bounds: (tile_of[v], k)),
-                *[weight_spec] * len(weights),
-            ],
+            in_specs=[lhs_spec, *[weight_spec] * len(weights)],
             out_specs=[out_spec] * len(outs),
-            scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)] * (len(weights) if steps > 1 else 0),
+            scratch_shapes=[_sum_scratch(tile)] * (len(weights) if steps > 1 else 0),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(
@@ -238,19 +243,19 @@ def _call(
     )(visits.group_of_visit, visits.tile_of_visit, bounds, lhs, *weights)  # fmt: skip
 
 
-def pallas_tpu(
+def grouped_forward(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, config: GroupedTile, transpose_rhs: bool,
     out_dtype: str | None,
 ) -> jax.Array:  # fmt: skip
     out = jnp.dtype(out_dtype) if out_dtype else lhs.dtype
-    (made,) = _call(
+    (result,) = _call(
         lhs, [rhs], group_sizes, config, flipped=transpose_rhs, outs=[out], finish=lambda z: (z,),
         name="capibara_grouped_gemm",
     )  # fmt: skip
-    return made
+    return result
 
 
-def pallas_tpu_gated(
+def gated_forward(
     lhs: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array, *, config: GroupedTile, activation: str,
     return_products: bool,
 ) -> Any:  # fmt: skip
@@ -260,11 +265,11 @@ def pallas_tpu_gated(
         y = gated(activation, *products)
         return (y, *products) if return_products else (y,)
 
-    made = _call(
+    results = _call(
         lhs, [gate, up], group_sizes, config, flipped=False, outs=[lhs.dtype] * (3 if return_products else 1),
         finish=finish, name="capibara_grouped_gated_gemm",
     )  # fmt: skip
-    return tuple(made) if return_products else made[0]
+    return tuple(results) if return_products else results[0]
 
 
 def implementation(fn: Callable[..., Any], candidates: Callable[[Call], Sequence[GroupedTile]]) -> Implementation:
@@ -281,5 +286,5 @@ def implementation(fn: Callable[..., Any], candidates: Callable[[Call], Sequence
     )
 
 
-IMPLEMENTATION = implementation(pallas_tpu, candidates)
-GATED_IMPLEMENTATION = implementation(pallas_tpu_gated, candidates)
+IMPLEMENTATION = implementation(grouped_forward, candidates)
+GATED_IMPLEMENTATION = implementation(gated_forward, candidates)

@@ -22,19 +22,34 @@ from jax.experimental.pallas import tpu as pltpu
 from capibara.kernels.core.context import current_interpret
 from capibara.kernels.core.spec import Call
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.layers.grouped.pallas_tpu import GroupedTile, implementation, padded, tiles_for, whole
 from capibara.kernels.ops.layers.grouped.rules import out_dtype_of, sizes
 from capibara.kernels.ops.layers.grouped.tiles import aligned_tiles
+from capibara.kernels.ops.layers.grouped.tpu.forward import GroupedTile, implementation, tiles_for, whole
 from capibara.kernels.ops.linalg.gemm.tpu.forward import LANES, STEP_SECONDS, matrix_precision
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 
-def vmem_bytes(call: Call, tile: GroupedTile) -> int:
-    """Both operands' tiles and the result's twice, and the float32 sum."""
+def _specs(rows: int, block: tuple[int, int]) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """The blocks of the two operands, `rows` high, and the result's `block`."""
+    return (
+        pl.BlockSpec((rows, block[0]), lambda i, j, v, group_of, tile_of, *_: (tile_of[v], i)),
+        pl.BlockSpec((rows, block[1]), lambda i, j, v, group_of, tile_of, *_: (tile_of[v], j)),
+        pl.BlockSpec((None, *block), lambda i, j, v, group_of, *_: (group_of[v], i, j)),
+    )
+
+
+def _sum_scratch(block: tuple[int, int]) -> Any:
+    return pltpu.VMEM(block, jnp.float32)
+
+
+def tile_bytes(call: Call, config: GroupedTile) -> int:
+    """VMEM of the blocks and the float32 sum."""
     rows, inner, columns, _ = sizes(call)
-    bm, bn, bk = tile.cut(rows, inner, columns)
-    item = call.need("lhs").dtype.itemsize
-    return 2 * (padded(bm, bk) + padded(bm, bn)) * item + padded(bk, bn) * (2 * out_dtype_of(call).itemsize + 4)
+    bm, bn, bk = config.cut(rows, inner, columns)
+    dtype = call.need("lhs").dtype
+    blocks = zip(_specs(bm, (bk, bn)), (dtype, dtype, out_dtype_of(call)), strict=True)
+    return vmem_bytes(blocks, _sum_scratch((bk, bn)))
 
 
 def predicted_seconds(call: Call, tile: GroupedTile) -> float:
@@ -56,7 +71,7 @@ def predicted_seconds(call: Call, tile: GroupedTile) -> float:
 
 
 def candidates(call: Call) -> Sequence[GroupedTile]:
-    return tiles_for(call, functools.partial(vmem_bytes, call), functools.partial(predicted_seconds, call))
+    return tiles_for(call, functools.partial(tile_bytes, call), functools.partial(predicted_seconds, call))
 
 
 def _body(
@@ -94,7 +109,7 @@ def _body(
         out_ref[...] = total[...].astype(out_ref.dtype)
 
 
-def pallas_tpu_weights(
+def grouped_weights(
     lhs: jax.Array, d_out: jax.Array, group_sizes: jax.Array, *, config: GroupedTile, transpose: bool,
     out_dtype: str | None,
 ) -> jax.Array:  # fmt: skip
@@ -102,6 +117,7 @@ def pallas_tpu_weights(
     (rows, inner), columns, (groups,) = lhs.shape, d_out.shape[1], group_sizes.shape
     bm, bn, bk = config.cut(rows, inner, columns)
     left, right, block = (d_out, lhs, (bn, bk)) if transpose else (lhs, d_out, (bk, bn))
+    left_spec, right_spec, out_spec = _specs(bm, block)
     visits = aligned_tiles(group_sizes, rows, bm, visit_empty=True)
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), visits.group_ends])
     out = out_struct((groups, left.shape[1], right.shape[1]), jnp.dtype(out_dtype) if out_dtype else lhs.dtype, lhs)
@@ -111,12 +127,9 @@ def pallas_tpu_weights(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(math.ceil(left.shape[1] / block[0]), math.ceil(right.shape[1] / block[1]), visits.visit_count),
-            in_specs=[
-                pl.BlockSpec((bm, block[0]), lambda i, j, v, group_of, tile_of, *_: (tile_of[v], i)),
-                pl.BlockSpec((bm, block[1]), lambda i, j, v, group_of, tile_of, *_: (tile_of[v], j)),
-            ],
-            out_specs=pl.BlockSpec((None, *block), lambda i, j, v, group_of, *_: (group_of[v], i, j)),
-            scratch_shapes=[pltpu.VMEM(block, jnp.float32)],
+            in_specs=[left_spec, right_spec],
+            out_specs=out_spec,
+            scratch_shapes=[_sum_scratch(block)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
@@ -129,4 +142,4 @@ def pallas_tpu_weights(
     )(visits.group_of_visit, visits.tile_of_visit, bounds, visits.visit_count[None], left, right)
 
 
-IMPLEMENTATION = implementation(pallas_tpu_weights, candidates)
+WEIGHTS_IMPLEMENTATION = implementation(grouped_weights, candidates)
