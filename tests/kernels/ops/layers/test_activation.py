@@ -18,8 +18,8 @@ from capibara.kernels.ops.layers import ACTIVATION, ACTIVATION_GRAD, activation
 from capibara.kernels.ops.layers.activation.cases import LOWERED
 from capibara.kernels.ops.layers.activation.folding import fold
 from capibara.kernels.ops.layers.activation.formulas import KINDS, SHORT_TAIL_ERROR, normal_cdf, value_and_slope
-from capibara.kernels.ops.layers.activation.pallas_tpu import TileConfig
 from capibara.kernels.ops.layers.activation.reference import FUNCTIONS
+from capibara.kernels.ops.layers.activation.tpu.both_passes import TileConfig
 from capibara.kernels.pallas import prng
 
 EVERYWHERE = ("xla", "pallas_tpu", "reference")

@@ -14,7 +14,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.layers.activation import gradient, mesh, pallas_gpu, pallas_tpu, peers, rules, xla
+from capibara.kernels.ops.layers.activation import gradient, hopper, mesh, peers, rules, tpu, xla
 from capibara.kernels.ops.layers.activation.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.activation.reference import reference, reference_grad
 
@@ -52,20 +52,20 @@ ACTIVATION = Op(
     peers={"jax_random": peers.jax_random},
 )
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    ACTIVATION.implement(_made)
-for _made in (
+    ACTIVATION.implement(_implementation)
+for _implementation in (
     xla.GRAD_IMPLEMENTATION,
-    pallas_gpu.GRAD_IMPLEMENTATION,
-    pallas_tpu.GRAD_IMPLEMENTATION,
+    hopper.GRAD_IMPLEMENTATION,
+    tpu.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1),
 ):
-    ACTIVATION_GRAD.implement(_made)
+    ACTIVATION_GRAD.implement(_implementation)
 
 
 def activation(

@@ -19,7 +19,11 @@ from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.layers import ACTIVATION, ACTIVATION_GRAD
 from capibara.kernels.ops.layers.activation.cases import _case, grad_case
 from capibara.kernels.ops.layers.activation.formulas import KINDS
-from capibara.kernels.ops.layers.activation.pallas_gpu import StreamConfig, mosaic_gpu, mosaic_gpu_grad
+from capibara.kernels.ops.layers.activation.hopper.both_passes import (
+    StreamConfig,
+    activation_backward,
+    activation_forward,
+)
 from capibara.kernels.ops.layers.activation.reference import FUNCTIONS
 from capibara.kernels.ops.layers.activation.tanh_formulas import TANH_ERROR, value, value_and_slope
 
@@ -75,8 +79,8 @@ def test_emulated(emulated_hopper: Callable[..., Any], case: Case, config: Strea
         for mine, theirs in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(np.asarray(mine) != 0, np.asarray(theirs) != 0)
 
-    right(ACTIVATION, mosaic_gpu, case)
-    right(ACTIVATION_GRAD, mosaic_gpu_grad, grad_case(case))
+    right(ACTIVATION, activation_forward, case)
+    right(ACTIVATION_GRAD, activation_backward, grad_case(case))
 
 
 @pytest.mark.quick(cases=3)

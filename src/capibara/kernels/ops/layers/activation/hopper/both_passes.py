@@ -74,14 +74,14 @@ def candidates(call: Call) -> Sequence[StreamConfig]:
     ]  # fmt: skip
     if call["up"] is not None:
         forms.sort(key=lambda form: form != (8, 1, True))
-    made = []
+    configs = []
     for each, chunks, ahead in forms:
         lines = columns // (THREADS * vectors[0]) if vectors else 0
         if lines and lines % chunks == 0:
-            made.append(StreamConfig(each * cores, chunks, vectors[0], ahead))
+            configs.append(StreamConfig(each * cores, chunks, vectors[0], ahead))
     # Narrower vectors too, though they ask the memory more often: once, as a check on the widest.
-    made += [StreamConfig(made[0].programs, made[0].chunks, vector, made[0].ahead) for vector in vectors[1:]]
-    return made
+    configs += [dataclasses.replace(configs[0], vector=vector) for vector in vectors[1:]]
+    return configs
 
 
 def refuses(call: Call) -> str | None:
@@ -132,8 +132,8 @@ def _program(
             pairs = lax.shift_right_logical(columns, jnp.full(columns.shape, 1, jnp.int32)) + lax.div(begins, 2)
         return prng.pair_kept_of(prng.random_bits(keys, pairs), columns, rate)
 
-    def compute(given: Sequence[Any]) -> list[Any]:
-        x, *others = (v.astype(jnp.float32) for v in given)
+    def compute(values: Sequence[Any]) -> list[Any]:
+        x, *others = (v.astype(jnp.float32) for v in values)
         if not grad:
             y = value(kind, x)
             return [y * others[0] if has_up else y]
@@ -146,16 +146,16 @@ def _program(
         return [through if slope is None else through * slope, flow * y]
 
     def step(turn: Any, carry: Any) -> Any:
-        given = carry if config.ahead else fetch(turn)
+        row = carry if config.ahead else fetch(turn)
         following = fetch(lax.min(turn + 1, count - 1)) if config.ahead else None
         if rate:
             keys = prng.row_keys((low, high), (first + turn * share) * word(stride) + begin)
         for chunk in range(config.chunks):
-            made = compute(given[chunk * inputs : (chunk + 1) * inputs])
+            outs = compute(row[chunk * inputs : (chunk + 1) * inputs])
             if rate:
                 kept = keep(keys, chunk)
-                made = [jnp.where(kept, terms * scale(rate), 0.0) for terms in made]
-            for ref, terms in zip(results, made, strict=True):
+                outs = [jnp.where(kept, terms * scale(rate), 0.0) for terms in outs]
+            for ref, terms in zip(results, outs, strict=True):
                 ref.at[place(turn, chunk)][...] = terms.astype(ref.dtype)
         return following
 
@@ -168,25 +168,25 @@ def _run(
 ) -> list[jax.Array]:  # fmt: skip
     x = operands[0]
     *lead, columns = x.shape
-    found = fold_rows(tuple(lead), seed, strides)
-    flat = (found.groups * found.rows, columns)
+    fold = fold_rows(tuple(lead), seed, strides)
+    flat = (fold.groups * fold.rows, columns)
     pieces = columns // config.piece
-    share = max(1, min(found.rows, config.programs // (found.groups * pieces)))
-    scalars = [group_scalars(found, seed, offsets)] if rate else []
-    made = plgpu.kernel(
+    share = max(1, min(fold.rows, config.programs // (fold.groups * pieces)))
+    scalars = [group_scalars(fold, seed, offsets)] if rate else []
+    outs = plgpu.kernel(
         functools.partial(
-            _program, config=config, rows=found.rows, share=share, stride=found.stride, kind=kind, rate=rate,
+            _program, config=config, rows=fold.rows, share=share, stride=fold.stride, kind=kind, rate=rate,
             offset=offsets is not None, has_up=has_up, grad=grad,
         ),
         out_type=[out_struct(flat, x.dtype, x)] * outputs,
-        grid=(found.groups * share * pieces,),
+        grid=(fold.groups * share * pieces,),
         grid_names=("program",),
         compiler_params=COMPILER_PARAMS,
     )(*scalars, *(v.reshape(flat) for v in operands))  # fmt: skip
-    return [v.reshape(x.shape) for v in made]
+    return [v.reshape(x.shape) for v in outs]
 
 
-def mosaic_gpu(
+def activation_forward(
     x: jax.Array, up: jax.Array | None = None, seed: jax.Array | None = None, offsets: jax.Array | None = None,
     *, config: StreamConfig, kind: str, rate: float, strides: Strides | None,
 ) -> jax.Array:  # fmt: skip
@@ -195,7 +195,7 @@ def mosaic_gpu(
     return _run(operands, seed, offsets, 1, config, kind, rate, strides, up is not None, False)[0]
 
 
-def mosaic_gpu_grad(
+def activation_backward(
     x: jax.Array, up: jax.Array | None, seed: jax.Array | None, offsets: jax.Array | None, d_out: jax.Array,
     *, config: StreamConfig, kind: str, rate: float, strides: Strides | None,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -244,5 +244,5 @@ def _implementation(fn: Any, rank: Callable[[Call], float]) -> Implementation:
     )
 
 
-IMPLEMENTATION = _implementation(mosaic_gpu, _rank)
-GRAD_IMPLEMENTATION = _implementation(mosaic_gpu_grad, _rank_grad)
+IMPLEMENTATION = _implementation(activation_forward, _rank)
+GRAD_IMPLEMENTATION = _implementation(activation_backward, _rank_grad)

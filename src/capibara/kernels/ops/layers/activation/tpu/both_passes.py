@@ -28,6 +28,7 @@ from capibara.kernels.ops.layers.activation.folding import fold_of, fold_rows, g
 from capibara.kernels.ops.layers.activation.formulas import value, value_and_slope
 from capibara.kernels.ops.layers.activation.masking import Strides, scale
 from capibara.kernels.pallas import prng, vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 LANES = 128
 CHUNKS = {2: 16, 4: 8}  # rows computed at a time, by bytes of a number: what fills a packed register
@@ -55,17 +56,25 @@ def candidates(call: Call) -> Sequence[TileConfig]:
     x, rows = call.need("x"), fold_of(call).rows
     outputs = 1 if "d_out" not in call.op.operands else 1 + (call["up"] is not None)
     inputs = sum(v is not None and v.shape == x.shape for v in call.args)
-    moved = (inputs + outputs) * x.dtype.itemsize
+    arrays = inputs + outputs
     chunk = min(CHUNKS[x.dtype.itemsize], rows)
     columns = x.shape[-1] if x.shape[-1] <= WIDEST else WIDEST
     width = math.ceil(columns / LANES) * LANES
-    most = (vmem.limit(call) - LIVE * 4 * chunk * width) // (2 * moved * width)
+
+    def fits(rows: int) -> bool:
+        blocks = [(_block_spec(rows, columns), x.dtype)] * arrays
+        return vmem_bytes(blocks) + LIVE * 4 * chunk * width <= vmem.limit(call)
+
     tiles = {min(target, rows // chunk * chunk) for target in (1024, 512, 256, 128, 64, 32, 16)}
     if chunk < CHUNKS[x.dtype.itemsize]:
         tiles = {rows}  # a tile of all rows may have any number of them
-    enough = {r for r in tiles if r * width * moved >= ENOUGH}
+    enough = {r for r in tiles if r * width * arrays * x.dtype.itemsize >= ENOUGH}
     order = sorted(tiles, key=lambda r: (r not in enough, r if r in enough else -r))
-    return [TileConfig(r, columns, chunk) for r in order if r <= most and r % chunk == 0]
+    return [TileConfig(r, columns, chunk) for r in order if fits(r) and r % chunk == 0]
+
+
+def _block_spec(rows: int, columns: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, rows, columns), lambda g, i, j, scalars: (g, i, j))
 
 
 def refuses(call: Call) -> str | None:
@@ -101,14 +110,14 @@ def _body(
         values = x_ref[at, :].astype(jnp.float32)
         factor = None if up_ref is None else up_ref[at, :].astype(jnp.float32)
         if flow_ref is None:
-            made = [value(kind, values, short)]
-            made = made if factor is None else [made[0] * factor]
+            y = value(kind, values, short)
+            outs = [y if factor is None else y * factor]
         else:
-            result, slope = value_and_slope(kind, values, short)
+            y, slope = value_and_slope(kind, values, short)
             flow = flow_ref[at, :].astype(jnp.float32)
-            made = [flow * slope] if factor is None else [flow * slope * factor, flow * result]
+            outs = [flow * slope] if factor is None else [flow * slope * factor, flow * y]
         kept = keep(turn) if rate else None
-        for ref, terms in zip(rest, made, strict=True):
+        for ref, terms in zip(rest, outs, strict=True):
             if kept is not None:
                 terms = jnp.where(kept, terms * scale(rate), 0.0)
             ref[at, :] = terms.astype(ref.dtype)
@@ -123,17 +132,17 @@ def _run(
 ) -> list[jax.Array]:  # fmt: skip
     x = operands[0]
     *lead, columns = x.shape
-    found = fold_rows(tuple(lead), seed, strides)
-    flat = (found.groups, found.rows, columns)
-    spec = pl.BlockSpec((None, config.rows, config.columns), lambda g, i, j, scalars: (g, i, j))
-    made = pl.pallas_call(
+    fold = fold_rows(tuple(lead), seed, strides)
+    flat = (fold.groups, fold.rows, columns)
+    spec = _block_spec(config.rows, config.columns)
+    outs = pl.pallas_call(
         functools.partial(
-            _body, config=config, stride=found.stride, kind=kind, rate=rate, has_up=has_up, grad=grad
+            _body, config=config, stride=fold.stride, kind=kind, rate=rate, has_up=has_up, grad=grad
         ),
         out_shape=[out_struct(flat, x.dtype, x)] * outputs,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(flat[0], math.ceil(found.rows / config.rows), math.ceil(columns / config.columns)),
+            grid=(flat[0], math.ceil(fold.rows / config.rows), math.ceil(columns / config.columns)),
             in_specs=[spec] * len(operands),
             out_specs=[spec] * outputs,
         ),
@@ -145,11 +154,11 @@ def _run(
         ),
         interpret=current_interpret().pallas_argument(),
         name="capibara_activation_grad" if grad else "capibara_activation",
-    )(group_scalars(found, seed, offsets), *(v.reshape(flat) for v in operands))  # fmt: skip
-    return [v.reshape(x.shape) for v in made]
+    )(group_scalars(fold, seed, offsets), *(v.reshape(flat) for v in operands))  # fmt: skip
+    return [v.reshape(x.shape) for v in outs]
 
 
-def pallas_tpu(
+def activation_forward(
     x: jax.Array, up: jax.Array | None = None, seed: jax.Array | None = None, offsets: jax.Array | None = None,
     *, config: TileConfig, kind: str, rate: float, strides: Strides | None,
 ) -> jax.Array:  # fmt: skip
@@ -158,7 +167,7 @@ def pallas_tpu(
     return _run(operands, seed, offsets, 1, config, kind, rate, strides, up is not None, False)[0]
 
 
-def pallas_tpu_grad(
+def activation_backward(
     x: jax.Array, up: jax.Array | None, seed: jax.Array | None, offsets: jax.Array | None, d_out: jax.Array,
     *, config: TileConfig, kind: str, rate: float, strides: Strides | None,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -182,5 +191,5 @@ def _implementation(fn: Any) -> Implementation:
     )
 
 
-IMPLEMENTATION = _implementation(pallas_tpu)
-GRAD_IMPLEMENTATION = _implementation(pallas_tpu_grad)
+IMPLEMENTATION = _implementation(activation_forward)
+GRAD_IMPLEMENTATION = _implementation(activation_backward)
