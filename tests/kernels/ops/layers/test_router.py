@@ -21,8 +21,8 @@ from capibara.kernels import (
     z_loss,
 )
 from capibara.kernels.ops.layers import ROUTE
-from capibara.kernels.ops.layers.router.pallas_gpu import RowsConfig
-from capibara.kernels.ops.layers.router.pallas_tpu import LanesConfig
+from capibara.kernels.ops.layers.router.hopper.forward import RowsConfig
+from capibara.kernels.ops.layers.router.tpu.forward import LanesConfig
 
 EVERYWHERE = ("xla", "pallas_tpu", "reference")
 

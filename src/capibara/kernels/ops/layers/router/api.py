@@ -10,7 +10,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.layers.router import gradient, mesh, pallas_gpu, pallas_tpu, rules, xla
+from capibara.kernels.ops.layers.router import gradient, hopper, mesh, rules, tpu, xla
 from capibara.kernels.ops.layers.router.cases import CASES
 from capibara.kernels.ops.layers.router.losses import expert_counts
 from capibara.kernels.ops.layers.router.peers import PEERS
@@ -33,13 +33,13 @@ ROUTE = Op(
     peers=PEERS,
 )
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
-    ROUTE.implement(_made)
+    ROUTE.implement(_implementation)
 
 
 class Routing(NamedTuple):

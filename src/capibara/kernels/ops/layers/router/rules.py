@@ -91,3 +91,11 @@ def tolerance(call: Call) -> float:
     unit = unit_roundoff(jnp.promote_types(jnp.float32, call.need("logits").dtype))
     logits = call.need("logits")
     return unit * (40 + 4 * logits.shape[-1] ** 0.5) + (1e-5 if call["bias"] is not None else 0.0)
+
+
+def refuses_sizes(call: Call) -> str | None:
+    """What neither kernel takes."""
+    experts, top_k = call.need("logits").shape[-1], top_k_of(call)
+    if experts > MOST_EXPERTS or top_k > MOST_CHOSEN:
+        return f"it takes up to {MOST_EXPERTS} experts and top_k up to {MOST_CHOSEN}; not {top_k} of {experts}"
+    return None

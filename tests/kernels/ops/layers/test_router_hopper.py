@@ -14,7 +14,7 @@ import pytest
 from capibara.kernels import target
 from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.layers.router.api import ROUTE
-from capibara.kernels.ops.layers.router.pallas_gpu import RowsConfig, mosaic_gpu
+from capibara.kernels.ops.layers.router.hopper.forward import RowsConfig, route_forward
 
 pytestmark = pytest.mark.quick
 emulates = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX emulates these kernels from 0.12 on")
@@ -29,7 +29,7 @@ def _emulated(arrays: tuple[Any, ...], config: RowsConfig, **params: Any) -> Any
     tokens = math.prod(arrays[0].shape[:-1])
     apart = tokens <= 128 or tokens % 128 == 0
     with force_gpu_interpret_mode(InterpretGPUParams(detect_races=apart)):
-        out = jax.block_until_ready(mosaic_gpu(*arrays, config=config, **{**ROUTE.params, **params}))
+        out = jax.block_until_ready(route_forward(*arrays, config=config, **{**ROUTE.params, **params}))
     if apart:
         assert not interpret_pallas_call.get_races().races_found, "unsynchronised accesses"
     return out

@@ -23,9 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.layers.router.pallas_tpu import refuses_sizes
-from capibara.kernels.ops.layers.router.rules import rows_of
-from capibara.kernels.pallas.hopper import LOG2E, load, refuses_chip
+from capibara.kernels.ops.layers.router.rules import refuses_sizes, rows_of
+from capibara.kernels.pallas.hopper import LOG2E, load, refuses_chip, store_to_memory
 
 THREADS = 128  # of a warpgroup, a token each
 VECTOR_BYTES = 16  # of a load
@@ -59,9 +58,9 @@ def refuses(call: Call) -> str | None:
     if chip is not None:
         return chip
     for name in call.op.operands:
-        given = call[name]
-        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float16", "float32"):
-            return f"it takes bfloat16, float16 and float32; {name} is {given.dtype.name}"
+        x = call[name]
+        if x is not None and np.dtype(x.dtype).name not in ("bfloat16", "float16", "float32"):
+            return f"it takes bfloat16, float16 and float32; {name} is {x.dtype.name}"
     if rows_of(call.need("logits")) == 0:
         return "there are no tokens"
     if call.need("logits").shape[-1] == 1:
@@ -78,7 +77,7 @@ def _program(
     logits_hbm: Any, *refs: Any, biased: bool, config: RowsConfig, top_k: int, gate: str, normalize: bool,
     scale: float,
 ) -> None:  # fmt: skip
-    *given, weights_hbm, indices_hbm = refs
+    *bias_hbm, weights_hbm, indices_hbm = refs
     tokens, experts = logits_hbm.shape
     # The last program starts early: it finds some tokens' experts again, and no token is padded.
     at = pl.ds(jnp.minimum(lax.axis_index("program") * THREADS, tokens - THREADS), THREADS)
@@ -152,7 +151,7 @@ def _program(
             score = sigmoid(value)
         else:
             score = value if total is None else power(value - highest) / total
-        return score + given[0][expert], value
+        return score + bias_hbm[0][expert], value
 
     def insert(expert: Any, logit: Any, carry: Any) -> Any:
         """One more expert into the list, best first; it grows up to top_k, so that no expert comes twice."""
@@ -165,11 +164,11 @@ def _program(
         # Strictly: of equal scores the lower expert, which came before, stays ahead. From where the new one goes in,
         # every entry moves down by one place, its equals too.
         better = [score > slot[0] for slot in lists[:length]]
-        made = []
+        merged = []
         for place in range(min(length + 1, top_k)):
             falling = _either(better[place - 1], lists[place - 1], new) if place else new
-            made.append(_either(better[place], falling, lists[place]) if place < length else falling)
-        return spoilt, tuple(made)
+            merged.append(_either(better[place], falling, lists[place]) if place < length else falling)
+        return spoilt, tuple(merged)
 
     spoilt, lists = over_experts(insert, (full(0.0), ()), top_k)
 
@@ -189,16 +188,8 @@ def _program(
             total = softmax_sum(highest)
         weights, divisor = [power(x - highest) for x in chosen], total
     factor = scale if divisor is None else scale / divisor
-    _store(weights_hbm.at[at], _beside([weight * factor + spoilt for weight in weights]))
-    _store(indices_hbm.at[at], _beside([slot[1] for slot in lists]))
-
-
-def _store(ref: Any, value: Any) -> None:
-    """Rows of a few numbers are no whole sectors of memory, which newer versions of JAX insist on unless told."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
+    store_to_memory(weights_hbm.at[at], _beside([weight * factor + spoilt for weight in weights]))
+    store_to_memory(indices_hbm.at[at], _beside([slot[1] for slot in lists]))
 
 
 def _beside(columns: list[Any]) -> Any:
@@ -209,17 +200,17 @@ def _beside(columns: list[Any]) -> Any:
     def spread(column: Any) -> Any:
         return plgpu.layout_cast(lax.broadcast_in_dim(column, shape, (0,)), layout)
 
-    made = spread(columns[0])
+    rows = spread(columns[0])
     for number, column in enumerate(columns[1:], 1):
-        made = jnp.where(place == number, spread(column), made)
-    return made
+        rows = jnp.where(place == number, spread(column), rows)
+    return rows
 
 
 def _either(condition: Any, yes: tuple[Any, ...], no: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(jnp.where(condition, y, n) for y, n in zip(yes, no, strict=True))
 
 
-def mosaic_gpu(
+def route_forward(
     logits: jax.Array, bias: jax.Array | None = None, *, config: RowsConfig, top_k: int, gate: str,
     normalize: bool, scale: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -230,7 +221,7 @@ def mosaic_gpu(
     operands = [jnp.pad(logits.reshape(rows, experts), ((0, padded - rows), (0, 0)))]
     if bias is not None:
         operands.append(bias.astype(jnp.float32))
-    made = plgpu.kernel(
+    outs = plgpu.kernel(
         functools.partial(
             _program, biased=bias is not None, config=config, top_k=top_k, gate=gate, normalize=normalize,
             scale=float(scale),
@@ -240,13 +231,13 @@ def mosaic_gpu(
         grid_names=("program",),
         compiler_params=COMPILER_PARAMS,
     )(*operands)  # fmt: skip
-    weights, indices = (x[:rows].reshape(*lead, top_k) for x in made)
+    weights, indices = (x[:rows].reshape(*lead, top_k) for x in outs)
     return weights, indices
 
 
 IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu,
+    route_forward,
     platforms=("gpu",),
     refuses=refuses,
     # On an H200's own clock 4 of 32 for 65536 tokens take 4.3 us, xla's passes 29, softmax and top_k 97; 8 of 128 for

@@ -23,8 +23,9 @@ from capibara.errors import rule_error
 from capibara.kernels.core.context import current_interpret
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.layers.router.rules import MOST_CHOSEN, MOST_EXPERTS, rows_of, top_k_of
+from capibara.kernels.ops.layers.router.rules import MOST_CHOSEN, refuses_sizes, rows_of
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
 LANES = 128
 LIVE = 6  # copies of a block in float32 that may be alive at once: logits, scores, what is left, experts, and masks
@@ -46,32 +47,38 @@ def candidates(call: Call) -> Sequence[LanesConfig]:
     rows, experts = rows_of(logits), logits.shape[-1]
     if rows <= LANES:  # a block of all tokens may have any number of them
         return [LanesConfig(max(rows, 1))]
-    each = 4 * LIVE * math.ceil(experts / 8) * 8 + 2 * 4 * experts + 2 * 2 * 4 * 2 * MOST_CHOSEN
-    most = vmem.limit(call) // each
+
+    def fits(tokens: int) -> bool:
+        logits_spec, bias_spec, out_spec = _specs(experts, MOST_CHOSEN, tokens)
+        blocks = [(logits_spec, jnp.float32), (bias_spec, jnp.float32), *[(out_spec, jnp.float32)] * 2]
+        return vmem_bytes(blocks, [pltpu.VMEM((experts, tokens), jnp.float32)] * LIVE) <= vmem.limit(call)
+
     # Past a thousand tokens a block hides what a step costs; a smaller one fits the registers better.
-    return [LanesConfig(n) for n in (1024, 512, 2048, 256, 128) if n <= most and n <= math.ceil(rows / LANES) * LANES]
+    return [LanesConfig(n) for n in (1024, 512, 2048, 256, 128) if n <= math.ceil(rows / LANES) * LANES and fits(n)]
+
+
+def _specs(experts: int, top_k: int, tokens: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """The blocks of the logits, of a bias and of a result."""
+    return (
+        pl.BlockSpec((experts, tokens), lambda i: (0, i)),
+        pl.BlockSpec((experts, 1), lambda i: (0, 0)),
+        pl.BlockSpec((top_k, tokens), lambda i: (0, i)),
+    )
 
 
 def refuses(call: Call) -> str | None:
     logits = call.need("logits")
     for name in call.op.operands:
-        given = call[name]
-        if given is not None and np.dtype(given.dtype).name not in ("bfloat16", "float32"):
-            return f"a TPU's vector units take bfloat16 and float32; {name} is {given.dtype.name}"
+        x = call[name]
+        if x is not None and np.dtype(x.dtype).name not in ("bfloat16", "float32"):
+            return f"a TPU's vector units take bfloat16 and float32; {name} is {x.dtype.name}"
     if rows_of(logits) == 0:
         return "there are no tokens"
     return refuses_sizes(call)
 
 
-def refuses_sizes(call: Call) -> str | None:
-    experts, top_k = call.need("logits").shape[-1], top_k_of(call)
-    if experts > MOST_EXPERTS or top_k > MOST_CHOSEN:
-        return f"it takes up to {MOST_EXPERTS} experts and top_k up to {MOST_CHOSEN}; not {top_k} of {experts}"
-    return None
-
-
 def _body(logits_ref: Any, *refs: Any, biased: bool, top_k: int, gate: str, normalize: bool, scale: float) -> None:
-    *given, weights_ref, indices_ref = refs
+    *bias_ref, weights_ref, indices_ref = refs
     logits = logits_ref[...].astype(jnp.float32)
     experts = logits.shape[0]
     scores, total, highest = logits, None, None
@@ -81,7 +88,7 @@ def _body(logits_ref: Any, *refs: Any, biased: bool, top_k: int, gate: str, norm
         total = powers.sum(0, keepdims=True)
         scores = powers / total if biased else scores
     if biased:
-        scores = (jax.nn.sigmoid(logits) if gate == "sigmoid" else scores) + given[0][...]
+        scores = (jax.nn.sigmoid(logits) if gate == "sigmoid" else scores) + bias_ref[0][...]
     unusable = scores != scores
     left = jnp.where(unusable, -jnp.inf, scores)
     # What is taken has the number `experts`, past all others: no score is left to say so, for -inf is one too.
@@ -111,7 +118,7 @@ def _body(logits_ref: Any, *refs: Any, biased: bool, top_k: int, gate: str, norm
     indices_ref[...] = jnp.concatenate(indices, 0)
 
 
-def pallas_tpu(
+def route_forward(
     logits: jax.Array, bias: jax.Array | None = None, *, config: LanesConfig, top_k: int, gate: str, normalize: bool,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -119,10 +126,11 @@ def pallas_tpu(
     *lead, experts = logits.shape
     rows = rows_of(logits)
     operands = [logits.reshape(rows, experts).T]
-    specs = [pl.BlockSpec((experts, config.tokens), lambda i: (0, i))]
+    logits_spec, bias_spec, out_spec = _specs(experts, top_k, config.tokens)
+    specs = [logits_spec]
     if bias is not None:
         operands.append(bias.astype(jnp.float32).reshape(experts, 1))
-        specs.append(pl.BlockSpec((experts, 1), lambda i: (0, 0)))
+        specs.append(bias_spec)
     weights, indices = pl.pallas_call(
         functools.partial(
             _body, biased=bias is not None, top_k=top_k, gate=gate, normalize=normalize, scale=float(scale)
@@ -130,7 +138,7 @@ def pallas_tpu(
         out_shape=[out_struct((top_k, rows), jnp.float32, logits), out_struct((top_k, rows), jnp.int32, logits)],
         grid=(math.ceil(rows / config.tokens),),
         in_specs=specs,
-        out_specs=[pl.BlockSpec((top_k, config.tokens), lambda i: (0, i))] * 2,
+        out_specs=[out_spec] * 2,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         cost_estimate=pl.CostEstimate(
             flops=rows * experts * 4 * top_k,
@@ -146,7 +154,7 @@ def pallas_tpu(
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    route_forward,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 5,  # below XLA until it has been timed
