@@ -18,7 +18,7 @@ from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.layers import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, cross_entropy
 from capibara.kernels.ops.layers.cross_entropy.api import GRADIENTS
 from capibara.kernels.ops.layers.cross_entropy.in_forward import chunk_tokens
-from capibara.kernels.ops.layers.cross_entropy.pallas_tpu import TileConfig
+from capibara.kernels.ops.layers.cross_entropy.tpu.forward import TileConfig
 from capibara.kernels.ops.layers.cross_entropy.xla import chunk_columns
 
 IGNORED = -100

@@ -18,7 +18,7 @@ from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
 from capibara.kernels.core.varying import vary_alike
 from capibara.kernels.ops.layers.cross_entropy import gradient as gradients
-from capibara.kernels.ops.layers.cross_entropy import mesh, pallas_tpu, peers, rules, xla
+from capibara.kernels.ops.layers.cross_entropy import mesh, peers, rules, tpu, xla
 from capibara.kernels.ops.layers.cross_entropy.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.cross_entropy.explicit_mesh import with_automatic_axes
 from capibara.kernels.ops.layers.cross_entropy.in_forward import CROSS_ENTROPY_AND_GRAD, weighted_sum
@@ -63,17 +63,17 @@ CROSS_ENTROPY = Op(
     peers={"logits_in_memory": peers.logits_in_memory},
 )
 
-for _made in (
+for _implementation in (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
     Implementation("reference", reference, refuses=rules.refuses_block, rank=lambda call: -1),
 ):
-    CROSS_ENTROPY.implement(_made)
-for _made in (
+    CROSS_ENTROPY.implement(_implementation)
+for _implementation in (
     xla.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, refuses=rules.refuses_block, rank=lambda call: -1),
 ):
-    CROSS_ENTROPY_GRAD.implement(_made)
+    CROSS_ENTROPY_GRAD.implement(_implementation)
 
 
 def cross_entropy(

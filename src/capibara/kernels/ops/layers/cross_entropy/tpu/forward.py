@@ -28,8 +28,8 @@ from capibara.kernels.ops.layers.cross_entropy.reference import capped, vocabula
 from capibara.kernels.ops.layers.cross_entropy.rules import refuses_block, sizes_of
 from capibara.kernels.ops.layers.cross_entropy.xla import LOWEST
 from capibara.kernels.pallas import vmem
+from capibara.kernels.pallas.scratch import vmem_bytes
 
-LANES = 128
 LIVE = 4  # copies of a tile of logits in float32 that may be alive at once
 
 
@@ -45,25 +45,39 @@ class TileConfig:
             raise rule_error("tokens and columns are 1 or more", self, "use tokens=512, columns=256")
 
 
-def _tile_bytes(config: TileConfig, depth: int, itemsize: int) -> int:
-    """Two of every block that moves, a tile of logits, and numbers of one column, which take a register a row."""
-    padded = math.ceil(depth / LANES) * LANES
-    moved = 2 * (config.tokens + config.columns) * padded * itemsize
-    numbers = (2 * 4 + 4) * config.tokens * LANES * 4  # labels and results that move, and those that stay
-    return moved + LIVE * 4 * config.tokens * config.columns + numbers
+def _specs(config: TileConfig, depth: int, axis: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """The blocks of hidden states, of weights with the vocabulary along `axis`, and of one number a token."""
+    if axis == 1:
+        weights_spec = pl.BlockSpec((depth, config.columns), lambda i, j: (0, j))
+    else:
+        weights_spec = pl.BlockSpec((config.columns, depth), lambda i, j: (j, 0))
+    hidden_spec = pl.BlockSpec((config.tokens, depth), lambda i, j: (i, 0))
+    return hidden_spec, weights_spec, pl.BlockSpec((config.tokens, 1), lambda i, j: (i, 0))
+
+
+def _running_scratch(config: TileConfig) -> Any:
+    """A maximum or a sum that waits for the next block of the vocabulary."""
+    return pltpu.VMEM((config.tokens, 1), jnp.float32)
+
+
+def _tile_bytes(config: TileConfig, depth: int, dtype: Any) -> int:
+    """With all three results, and the tiles of logits that are alive at once."""
+    hidden_spec, weights_spec, number_spec = _specs(config, depth, axis=0)
+    blocks = [(hidden_spec, dtype), (weights_spec, dtype), *[(number_spec, jnp.float32)] * 4]
+    return vmem_bytes(blocks, [_running_scratch(config)] * 4) + LIVE * 4 * config.tokens * config.columns
 
 
 def candidates(call: Call) -> Sequence[TileConfig]:
     """Tiles that fit VMEM, those with the most tokens first: they read the weights the fewest times."""
     n = sizes_of(call)
-    itemsize = call.need("hidden").dtype.itemsize
-    made = [
+    dtype = call.need("hidden").dtype
+    configs = [
         TileConfig(min(tokens, n.tokens), min(columns, n.vocabulary))
         for tokens in (1024, 512, 256, 128, 64, 32, 16)
         for columns in (512, 256, 128)
     ]
     limit = vmem.limit(call)
-    return list(dict.fromkeys(config for config in made if _tile_bytes(config, n.depth, itemsize) <= limit))
+    return list(dict.fromkeys(config for config in configs if _tile_bytes(config, n.depth, dtype) <= limit))
 
 
 def refuses(call: Call) -> str | None:
@@ -82,14 +96,14 @@ def refuses(call: Call) -> str | None:
 
 def _body(*refs: Any, config: TileConfig, size: int, axis: int, soft_cap: float | None, return_sum: bool) -> None:
     hidden_ref, weights_ref, labels_ref, *rest = refs
-    kept = 3 if return_sum else 2
-    made, (highest, total, *sums) = rest[:kept], rest[kept:]
+    outputs = 3 if return_sum else 2
+    out_refs, (m_i, l_i, *sums) = rest[:outputs], rest[outputs:]  # the running maximum, and the sum of exponentials
     block = pl.program_id(1)
 
     @pl.when(block == 0)
     def _start() -> None:
-        highest[...] = jnp.full(highest.shape, LOWEST, jnp.float32)
-        for ref in (total, *sums):
+        m_i[...] = jnp.full(m_i.shape, LOWEST, jnp.float32)
+        for ref in (l_i, *sums):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
     contract = (((1,), (1 - axis,)), ((), ()))
@@ -102,18 +116,18 @@ def _body(*refs: Any, config: TileConfig, size: int, axis: int, soft_cap: float 
         sums[1][...] += (jnp.where(columns < size, logits, 0.0) if outside else logits).sum(1, keepdims=True)
     if outside:
         logits = jnp.where(columns < size, logits, LOWEST)
-    risen = jnp.maximum(highest[...], logits.max(1, keepdims=True))
-    total[...] = total[...] * jnp.exp(highest[...] - risen) + jnp.exp(logits - risen).sum(1, keepdims=True)
-    highest[...] = risen
+    m_next = jnp.maximum(m_i[...], logits.max(1, keepdims=True))
+    l_i[...] = l_i[...] * jnp.exp(m_i[...] - m_next) + jnp.exp(logits - m_next).sum(1, keepdims=True)
+    m_i[...] = m_next
 
     @pl.when(block == pl.num_programs(1) - 1)
     def _finish() -> None:
-        made[0][...] = highest[...] + jnp.log(total[...])
-        for ref, value in zip(made[1:], sums, strict=True):
+        out_refs[0][...] = m_i[...] + jnp.log(l_i[...])
+        for ref, value in zip(out_refs[1:], sums, strict=True):
             ref[...] = value[...]
 
 
-def pallas_tpu(
+def cross_entropy_forward(
     hidden: jax.Array, weights: jax.Array, labels: jax.Array,
     *, config: TileConfig, transpose_weights: bool, soft_cap: float | None, return_sum: bool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
@@ -123,19 +137,15 @@ def pallas_tpu(
     rows = hidden.reshape(-1, depth)
     tokens = rows.shape[0]
     grid = (math.ceil(tokens / config.tokens), math.ceil(size / config.columns))
-    if axis == 1:
-        weights_spec = pl.BlockSpec((depth, config.columns), lambda i, j: (0, j))
-    else:
-        weights_spec = pl.BlockSpec((config.columns, depth), lambda i, j: (j, 0))
-    number_spec = pl.BlockSpec((config.tokens, 1), lambda i, j: (i, 0))
+    hidden_spec, weights_spec, number_spec = _specs(config, depth, axis)
     outputs = 3 if return_sum else 2
-    made = pl.pallas_call(
+    outs = pl.pallas_call(
         functools.partial(_body, config=config, size=size, axis=axis, soft_cap=soft_cap, return_sum=return_sum),
         out_shape=[out_struct((tokens, 1), jnp.float32, hidden)] * outputs,
         grid=grid,
-        in_specs=[pl.BlockSpec((config.tokens, depth), lambda i, j: (i, 0)), weights_spec, number_spec],
+        in_specs=[hidden_spec, weights_spec, number_spec],
         out_specs=[number_spec] * outputs,
-        scratch_shapes=[pltpu.VMEM((config.tokens, 1), jnp.float32)] * (outputs + 1),
+        scratch_shapes=[_running_scratch(config)] * (outputs + 1),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * tokens * depth * size,
@@ -145,12 +155,12 @@ def pallas_tpu(
         interpret=current_interpret().pallas_argument(),
         name="capibara_cross_entropy",
     )(rows, weights, labels.reshape(-1, 1))
-    return tuple(x.reshape(labels.shape) for x in made)
+    return tuple(x.reshape(labels.shape) for x in outs)
 
 
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
-    pallas_tpu,
+    cross_entropy_forward,
     platforms=("tpu",),
     refuses=refuses,
     rank=lambda call: 5,  # below xla's until it has been timed on a TPU
