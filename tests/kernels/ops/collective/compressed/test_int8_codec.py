@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 from capibara.kernels import explain, interpret, target
 from capibara.kernels.ops.collective.compressed import decode_int8, encode_int8
-from capibara.kernels.ops.collective.compressed.pallas_tpu import TileConfig
 from capibara.kernels.ops.collective.compressed.rules import ROUNDING
+from capibara.kernels.ops.collective.compressed.tpu.codec import TileConfig
 
 BLOCK = 16
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)

@@ -20,8 +20,8 @@ from capibara.kernels.ops.collective.axes import AxisName, gather_known, read_ax
 from capibara.kernels.ops.collective.buckets import BUCKET_BYTES, one_after_another, plan_buckets
 from capibara.kernels.ops.collective.compressed.codec import Encoded, decode_int8, encode_int8, seed_of
 from capibara.kernels.ops.collective.compressed.feedback import check_state
-from capibara.kernels.ops.collective.compressed.pallas_tpu_bodies import LANES
 from capibara.kernels.ops.collective.compressed.rules import check_block, check_compressible, check_sum
+from capibara.kernels.ops.collective.compressed.tpu.codec import LANES
 
 WHO = "compressed_all_reduce"
 REGISTER = 8 * LANES  # numbers of a TPU's vector register

@@ -13,7 +13,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array, as_dtype
 from capibara.kernels.core.spec import Implementation
-from capibara.kernels.ops.collective.compressed import pallas_tpu, rules
+from capibara.kernels.ops.collective.compressed import rules, tpu
 from capibara.kernels.ops.collective.compressed.cases import CASES, DECODE_CASES
 from capibara.kernels.ops.collective.compressed.reference import NOT_FINITE, decode, encode
 from capibara.kernels.ops.collective.compressed.rules import check_block
@@ -48,9 +48,9 @@ DECODE_INT8 = Op(
 # The specification is elementwise around one small reduction: XLA makes a single pass of it, and of what is done with
 # the numbers before and after.
 ENCODE_INT8.implement(Implementation("xla", encode, rank=lambda call: 10))
-ENCODE_INT8.implement(pallas_tpu.ENCODE)
+ENCODE_INT8.implement(tpu.ENCODE)
 DECODE_INT8.implement(Implementation("xla", decode, rank=lambda call: 10))
-DECODE_INT8.implement(pallas_tpu.DECODE)
+DECODE_INT8.implement(tpu.DECODE)
 
 
 class Encoded(NamedTuple):
