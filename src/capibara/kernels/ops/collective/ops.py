@@ -20,10 +20,9 @@ from capibara.kernels.ops.collective import (
     choice,
     costs,
     matmul,
-    pallas_tpu,
-    pallas_tpu_matmul,
     reference,
     ring,
+    tpu,
 )
 from capibara.kernels.ops.collective.axes import check_reducible
 
@@ -249,7 +248,10 @@ _add_rings(REDUCE_SCATTER, ring.reduce_scatter)
 _add_rings(ALL_GATHER, ring.all_gather)
 _add_overlapped(ALL_GATHER_MATMUL, matmul.all_gather_matmul)
 _add_overlapped(MATMUL_REDUCE_SCATTER, matmul.matmul_reduce_scatter)
-pallas_tpu.add_to(ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
-pallas_tpu_matmul.add_to(ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
+ALL_REDUCE.implement(tpu.ALL_REDUCE)
+REDUCE_SCATTER.implement(tpu.REDUCE_SCATTER)
+ALL_GATHER.implement(tpu.ALL_GATHER)
+ALL_GATHER_MATMUL.implement(tpu.ALL_GATHER_MATMUL)
+MATMUL_REDUCE_SCATTER.implement(tpu.MATMUL_REDUCE_SCATTER)
 for _op in OPS:
     register(_op)

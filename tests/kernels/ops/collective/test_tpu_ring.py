@@ -18,10 +18,11 @@ from capibara.kernels import interpret, target
 from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Case, standard_normal
 from capibara.kernels.ops import collective
-from capibara.kernels.ops.collective import ops, pallas_tpu, pallas_tpu_rounds
+from capibara.kernels.ops.collective import ops
 from capibara.kernels.ops.collective.over_mesh import each_device
-from capibara.kernels.ops.collective.pallas_tpu_matmul import RingMatmulConfig
-from capibara.kernels.ops.collective.pallas_tpu_ring import RingConfig, barrier_number, block
+from capibara.kernels.ops.collective.tpu import ring
+from capibara.kernels.ops.collective.tpu.matmul import RingMatmulConfig
+from capibara.kernels.ops.collective.tpu.ring import RingConfig, barrier_number, block
 
 
 def mesh_of(**sizes: int) -> Mesh:
@@ -95,10 +96,10 @@ def test_emulated_over_one_and_both_axes_of_a_mesh() -> None:
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="a race ends the program there, from other threads")
 def test_without_word_of_a_free_slot_the_sums_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulation sees what the handshake is for: without it, a slot is written while it is read."""
-    monkeypatch.setattr(pallas_tpu_rounds, "say_free", lambda *given: None)
-    monkeypatch.setattr(pallas_tpu_rounds, "wait_free", lambda *given: None)
+    monkeypatch.setattr(ring, "say_free", lambda *given: None)
+    monkeypatch.setattr(ring, "wait_free", lambda *given: None)
     # Not through the op, which keeps what it has traced.
-    call = partial(pallas_tpu.scatter_parts, names=("x",), config=RingConfig(1, 16, 128))
+    call = partial(ring.scatter_parts, names=("x",), config=RingConfig(1, 16, 128))
     with interpret(detect_races=True):
         jax.block_until_ready(each(call, mesh_of(x=6), check_vma=False)(np.ones((6, 6, 16, 128), np.float32)))
     assert races()

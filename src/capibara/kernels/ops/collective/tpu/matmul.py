@@ -17,28 +17,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from capibara.errors import rule_error
-from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Call
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.collective import pallas_tpu_rounds as rounds
-from capibara.kernels.ops.collective import pallas_tpu_stream as stream
 from capibara.kernels.ops.collective.axes import vary_over
-from capibara.kernels.ops.collective.pallas_tpu import add_kernel
-from capibara.kernels.ops.collective.pallas_tpu_ring import (
+from capibara.kernels.ops.collective.tpu import stream
+from capibara.kernels.ops.collective.tpu.ring import (
     ANY,
     LANES,
+    SLOTS,
+    Axes,
     Ring,
     Way,
     block,
+    implementation,
     interpret,
     parameters,
+    parts_scratch,
+    pass_parts,
+    pass_sums,
     refuses,
     sizes_of,
     sublanes,
+    sums_scratch,
     ways_of,
 )
-
-Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Product:
         ]
 
     def run(self, rows: Any, w: Any, target: Any, scratch: Sequence[Any], sums: Any = None) -> None:
-        total, *rest = scratch
+        acc, *rest = scratch
         down, across = self.tiles
         depths = jnp.int32(self.depths)
         writer = stream.Writer(rest[:2], lambda number: stream.tile_of(target, number, self.tile, across))
@@ -103,19 +105,19 @@ class Product:
 
         def work(step: Any, tiles: list[Any]) -> None:
             number, _, k = at(step)
-            made = jnp.dot(tiles[0][...], tiles[1][...], preferred_element_type=jnp.float32)
+            product = jnp.dot(tiles[0][...], tiles[1][...], preferred_element_type=jnp.float32)
 
             @pl.when(k == 0)
             def begin() -> None:
-                total[...] = made if sums is None else made + tiles[2][...].astype(jnp.float32)
+                acc[...] = product if sums is None else product + tiles[2][...].astype(jnp.float32)
 
             @pl.when(k > 0)
             def go_on() -> None:
-                total[...] += made
+                acc[...] += product
 
             @pl.when(k == self.depths - 1)
             def end() -> None:
-                writer.put(number, total[...].astype(self.dtype))
+                writer.put(number, acc[...].astype(self.dtype))
 
         sources: list[Callable[[Any], Any]] = [rows_at, w_at]
         if self.with_sums:
@@ -128,10 +130,10 @@ def all_gather_matmul(x: Any, w: Any, *, axis_name: Axes, devices: int, config: 
     """`reference.all_gather_matmul` by a kernel."""
     x, w = vary_over(x, axis_name), vary_over(w, axis_name)
     *batch, rows, k = x.shape
-    made = gather_product(x.reshape(math.prod(batch) * rows, k), w, axis_name, config)
+    out = gather_product(x.reshape(math.prod(batch) * rows, k), w, axis_name, config)
     # [devices, batch, rows, ...]: every device's rows of one batch after the other.
-    made = jnp.moveaxis(made.reshape(devices, *batch, rows, w.shape[1]), 0, len(batch))
-    return made.reshape(*batch, devices * rows, w.shape[1])
+    out = jnp.moveaxis(out.reshape(devices, *batch, rows, w.shape[1]), 0, len(batch))
+    return out.reshape(*batch, devices * rows, w.shape[1])
 
 
 def matmul_reduce_scatter(x: Any, w: Any, *, axis_name: Axes, devices: int, config: RingMatmulConfig) -> Any:
@@ -139,8 +141,8 @@ def matmul_reduce_scatter(x: Any, w: Any, *, axis_name: Axes, devices: int, conf
     x, w = vary_over(x, axis_name), vary_over(w, axis_name)
     *batch, rows, k = x.shape
     parts = jnp.moveaxis(x.reshape(*batch, devices, rows // devices, k), len(batch), 0)
-    made = scatter_product(parts.reshape(devices, math.prod(batch) * rows // devices, k), w, axis_name, config)
-    return made.reshape(*batch, rows // devices, w.shape[1])
+    out = scatter_product(parts.reshape(devices, math.prod(batch) * rows // devices, k), w, axis_name, config)
+    return out.reshape(*batch, rows // devices, w.shape[1])
 
 
 def gather_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> Any:
@@ -149,7 +151,7 @@ def gather_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> Any
     devices = math.prod(sizes)
     ways = ways_of(x.shape[0], 2)
     product = Product((ways[0].rows, *w.shape), x.dtype, config, with_sums=False)
-    semaphores = rounds.parts_scratch(ways, devices)
+    semaphores = parts_scratch(ways, devices)
 
     def kernel(x_ref: Any, w_ref: Any, out_ref: Any, gathered_ref: Any, *scratch: Any) -> None:
         ring = Ring(names, sizes)
@@ -159,9 +161,9 @@ def gather_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> Any
             target = out_ref.at[place, pl.ds(way.start, way.rows)]
             product.run(rows, w_ref, target, scratch[len(semaphores) :])
 
-        rounds.pass_parts(ring, ways, x_ref, gathered_ref, scratch[: len(semaphores)], work)
+        pass_parts(ring, ways, x_ref, gathered_ref, scratch[: len(semaphores)], work)
 
-    made, _ = pl.pallas_call(
+    out, _ = pl.pallas_call(
         kernel,
         out_shape=(
             out_struct((devices, x.shape[0], w.shape[1]), x.dtype, x),
@@ -174,7 +176,7 @@ def gather_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> Any
         interpret=interpret(),
         name="ring_all_gather_matmul",
     )(x, w)
-    return made
+    return out
 
 
 def scatter_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> Any:
@@ -185,7 +187,7 @@ def scatter_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> An
     ways = ways_of(rows, 2)
     plain = Product((ways[0].rows, *w.shape), x.dtype, config, with_sums=False)
     summing = Product((ways[0].rows, *w.shape), x.dtype, config, with_sums=True)
-    semaphores = rounds.sums_scratch(ways)
+    semaphores = sums_scratch(ways)
 
     def kernel(x_ref: Any, w_ref: Any, out_ref: Any, slot_ref: Any, first_ref: Any, *scratch: Any) -> None:
         ring = Ring(names, sizes)
@@ -205,14 +207,14 @@ def scatter_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> An
         def add(way: Way, place: Any, sums: Any, target: Any) -> None:
             summing.run(mine(way, place), w_ref, target, tiles, sums)
 
-        rounds.pass_sums(ring, ways, slot_ref, scratch[: len(semaphores)], first, add, out_ref)
+        pass_sums(ring, ways, slot_ref, scratch[: len(semaphores)], first, add, out_ref)
 
     half = (ways[0].rows, columns)
-    made, _, _ = pl.pallas_call(
+    out, _, _ = pl.pallas_call(
         kernel,
         out_shape=(
             out_struct((rows, columns), x.dtype, x),
-            out_struct((len(ways), rounds.SLOTS, *half), x.dtype, x),
+            out_struct((len(ways), SLOTS, *half), x.dtype, x),
             out_struct((len(ways), *half), x.dtype, x),
         ),
         in_specs=[ANY, ANY],
@@ -222,7 +224,7 @@ def scatter_product(x: Any, w: Any, names: Axes, config: RingMatmulConfig) -> An
         interpret=interpret(),
         name="ring_matmul_reduce_scatter",
     )(x, w)
-    return made
+    return out
 
 
 def _refuses(call: Call, rows: int) -> str | None:
@@ -245,7 +247,5 @@ def _scatter_refuses(call: Call) -> str | None:
     return _refuses(call, math.prod(call.need("x").shape[:-1]) // devices)
 
 
-def add_to(all_gather_matmul_op: Op, matmul_reduce_scatter_op: Op) -> None:
-    """Make the kernels known to the ops."""
-    add_kernel(all_gather_matmul_op, all_gather_matmul, _gather_refuses, CANDIDATES)
-    add_kernel(matmul_reduce_scatter_op, matmul_reduce_scatter, _scatter_refuses, CANDIDATES)
+ALL_GATHER_MATMUL = implementation(all_gather_matmul, _gather_refuses, CANDIDATES)
+MATMUL_REDUCE_SCATTER = implementation(matmul_reduce_scatter, _scatter_refuses, CANDIDATES)
