@@ -26,35 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.ref import AbstractRef
 
-from capibara.kernels.ops.attention import (
-    pallas_gpu,
-    pallas_gpu_body,
-    pallas_gpu_grad,
-    pallas_gpu_grad_narrow,
-    pallas_gpu_grad_pairs,
-    pallas_gpu_grad_steps,
-    pallas_gpu_grad_walk,
-    pallas_gpu_grad_wide,
-    pallas_gpu_scores,
-    pallas_gpu_tile,
-    pallas_gpu_walk,
-)
+from capibara.kernels.ops.attention.hopper import backward, backward_loops, forward, masking
 from capibara.kernels.pallas import hopper, prng
 
 PATIENCE = 60.0  # seconds until a barrier counts as stuck; compilation of single operations is slow at first
 _here = threading.local()
 _adding = threading.Lock()
-KERNELS = (
-    pallas_gpu_body,
-    pallas_gpu_scores,
-    pallas_gpu_tile,
-    pallas_gpu_walk,
-    pallas_gpu_grad_narrow,
-    pallas_gpu_grad_pairs,
-    pallas_gpu_grad_steps,
-    pallas_gpu_grad_walk,
-    pallas_gpu_grad_wide,
-)
+KERNELS = (forward, backward, backward_loops, masking)
 
 
 class _Shim:
@@ -67,8 +45,8 @@ class _Shim:
         return getattr(self._module, name)
 
 
-class _Inside:
-    """One module for the threads of an emulated program, another for what is around it: a launch is XLA's work."""
+class _Divided:
+    """One module to the warpgroups of a kernel, another to the work around it, which is XLA's and stays JAX."""
 
     def __init__(self, inside: Any, outside: Any) -> None:
         self._inside, self._outside = inside, outside
@@ -430,7 +408,7 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
     Without any, those of attention.
     """
     gpu = _Shim(
-        plgpu, kernel=_kernel, SMEM=_smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
+        plgpu, SMEM=_smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
         barrier_arrive=lambda b: b.one.arrive(), barrier_wait=lambda b: b.one.wait(), copy_gmem_to_smem=_to_smem,
         copy_smem_to_gmem=_to_gmem, transpose_ref=lambda ref, axes: ref.read().transpose(axes), commit_smem=_nothing,
         # Each its own memory: nothing here sees that one lies in another's place.
@@ -449,19 +427,20 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
         broadcast_in_dim=_broadcast_in_dim,
     )  # fmt: skip
     cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
-    around = {"pl": (cpu_pl, pl), "lax": (cpu_lax, lax), "jnp": (cpu_jnp, jnp)}
-    inside = {"plgpu": gpu, **{name: _Inside(*modules) for name, modules in around.items()}}
+    shims = {
+        "plgpu": _Divided(gpu, _Shim(plgpu, kernel=_kernel)),
+        "pl": _Divided(cpu_pl, _Shim(pl, kernel=_mesh_kernel)),
+        "lax": _Divided(cpu_lax, lax),
+        "jnp": _Divided(cpu_jnp, jnp),
+    }
     changes = [
-        (module, name, shim) for module in kernels or KERNELS for name, shim in inside.items() if hasattr(module, name)
+        (module, name, shim) for module in kernels or KERNELS for name, shim in shims.items() if hasattr(module, name)
     ]
-    # The wrappers around the kernels are XLA's work, and stay JAX.
     changes += [
-        (pallas_gpu, "plgpu", gpu),
-        (hopper, "plgpu", gpu),
+        (hopper, "plgpu", shims["plgpu"]),
         (hopper, "give_turn", lambda: _here.program.turns[1 - _here.warpgroup].arrive()),
-        (pallas_gpu_grad_steps, "hidden_zero", lambda step, stage: np.int32(0)),
         (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
-        (pallas_gpu_grad, "pl", _Shim(pl, kernel=_mesh_kernel)),
+        (hopper, "hidden_zero", lambda step, stage: np.int32(0)),
     ]
     changes += [(prng, "_shift", _for_numpy(prng._shift, _shift)), (prng, "_words", _for_numpy(prng._words, _words))]
     before = [getattr(module, name) for module, name, _ in changes]

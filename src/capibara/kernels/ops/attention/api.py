@@ -17,8 +17,6 @@ from capibara.kernels.ops.attention import (
     gradient,
     inputs,
     mesh,
-    pallas_gpu,
-    pallas_gpu_grad,
     pallas_tpu,
     pallas_tpu_grad,
     peers,
@@ -30,6 +28,8 @@ from capibara.kernels.ops.attention.block_mask import MaskFn
 from capibara.kernels.ops.attention.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.attention.efficiency import efficiency
 from capibara.kernels.ops.attention.excerpt import first_group
+from capibara.kernels.ops.attention.hopper import backward as hopper_backward
+from capibara.kernels.ops.attention.hopper import forward as hopper_forward
 from capibara.kernels.ops.attention.reference import reference, reference_grad
 from capibara.kernels.ops.attention.rope import Rope, rotate_both
 
@@ -92,14 +92,14 @@ ATTENTION = Op(
 IMPLEMENTATIONS = (
     xla_chunked.IMPLEMENTATION,
     pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    hopper_forward.IMPLEMENTATION,
     cudnn.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 )
 GRAD_IMPLEMENTATIONS = (
     xla_chunked_grad.IMPLEMENTATION,
     pallas_tpu_grad.IMPLEMENTATION,
-    pallas_gpu_grad.IMPLEMENTATION,
+    hopper_backward.IMPLEMENTATION,
     cudnn.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1),
 )

@@ -18,14 +18,12 @@ from capibara.compile import lower_for
 from capibara.compile.kernels import implementation_program
 from capibara.kernels import target
 from capibara.kernels.core.spec import Call
-from capibara.kernels.ops.attention import pallas_gpu_blocks as blocks
-from capibara.kernels.ops.attention import pallas_gpu_grad_operands as operands
-from capibara.kernels.ops.attention import pallas_gpu_grad_steps as grad_steps
 from capibara.kernels.ops.attention.api import ATTENTION_GRAD
-from capibara.kernels.ops.attention.pallas_gpu_grad import candidates, default_config, mosaic_gpu_grad, refuses
-from capibara.kernels.ops.attention.pallas_gpu_grad_steps import HopperGradConfig, Steps
-from capibara.kernels.ops.attention.pallas_gpu_tile import Band
-from capibara.kernels.pallas import prng
+from capibara.kernels.ops.attention.hopper import backward
+from capibara.kernels.ops.attention.hopper.backward import candidates, default_config, hopper_backward, refuses
+from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig, Plan
+from capibara.kernels.ops.attention.hopper.masking import Band, Grid
+from capibara.kernels.pallas import hopper, prng
 
 QUICK = {"xla_backend_optimization_level": "0"}  # of the work around the kernel: it is compiled to run once
 
@@ -117,7 +115,7 @@ class Form:
     def run(self, given: Mapping[str, Any]) -> Any:
         config = self.config or default_config(self.call())
         absent = dict.fromkeys(ATTENTION_GRAD.operands)
-        return mosaic_gpu_grad(**(absent | dict(given)), config=config, physical=self.physical, **self.all_params)[:3]
+        return hopper_backward(**(absent | dict(given)), config=config, physical=self.physical, **self.all_params)[:3]
 
 
 CAUSAL = {"causal": True}
@@ -221,13 +219,13 @@ def test_lowers_inside_shard_map(name: str) -> None:
     assert "mosaic_gpu" in text
 
 
-def _prepared(grid: blocks.Grid, heads: tuple[int, int], **given: Any) -> dict[str, np.ndarray]:
+def _prepared(grid: Grid, heads: tuple[int, int], **given: Any) -> dict[str, np.ndarray]:
     names = ("mask", "q_segments", "kv_segments", "block_mask")
     size = given.pop("block_size", None)
     position = {"causal": grid.band.above == 0, "q_offset": 0, "window": None}
 
     def make(given: Mapping[str, Any]) -> Any:
-        return operands.prepared(grid, heads, *(given.get(n) for n in names), size, position)
+        return backward.mask_operands(grid, heads, *(given.get(n) for n in names), size, position)
 
     return jax.tree.map(np.asarray, jax.jit(make, compiler_options=QUICK)(given))
 
@@ -237,7 +235,7 @@ FAR = 2**30
 
 def test_dead_steps_are_not_in_the_table() -> None:
     """Keys by 128, queries by 64: causality leaves steps from the diagonal on, the segments cut at 256."""
-    grid = blocks.Grid(512, Band(-FAR, 0, 512), 64, 128)
+    grid = Grid(512, Band(-FAR, 0, 512), 64, 128)
     segments = (np.arange(512)[None] >= 256).astype(np.int32)
     table = _prepared(grid, (1, 1), q_segments=segments, kv_segments=segments)["table"]
     listed = [row[3 : 3 + row[1]].tolist() for row in table[0, 0]]
@@ -251,7 +249,7 @@ def test_the_table_lists_every_head_that_shares_the_keys() -> None:
     block_mask = np.zeros((1, 4, 2, 2), bool)
     block_mask[0, 1, :, 0] = True  # the second query head of the first key head
     block_mask[0, 2, 1, 1] = True  # the first of the second
-    grid = blocks.Grid(128, Band(-FAR, FAR, 256), 64, 128)
+    grid = Grid(128, Band(-FAR, FAR, 256), 64, 128)
     table = _prepared(grid, (4, 2), block_mask=block_mask, block_size=(64, 128))["table"]
     assert table.shape == (1, 2, 2, 3 + 2 * 2 + 1)
     listed = [[row[3 : 3 + row[1]].tolist() for row in head] for head in table[0]]
@@ -261,7 +259,7 @@ def test_the_table_lists_every_head_that_shares_the_keys() -> None:
 def test_a_mask_is_packed_along_the_queries() -> None:
     mask = np.zeros((1, 1, 70, 5), bool)
     mask[0, 0, 33, 2] = mask[0, 0, 31, 4] = mask[0, 0, 64, 0] = True
-    words = np.asarray(operands.packed(jnp.asarray(mask), blocks.Grid(70, Band(-FAR, FAR, 5), 64, 64)))
+    words = np.asarray(backward.packed_mask(jnp.asarray(mask), Grid(70, Band(-FAR, FAR, 5), 64, 64)))
     assert words.shape == (1, 1, 4, 64)
     found = {(w, s): words[0, 0, w, s] for w, s in zip(*np.nonzero(words[0, 0]), strict=True)}
     assert found == {(1, 2): 2, (0, 4): -(2**31), (2, 0): 1}
@@ -321,11 +319,11 @@ def test_one_chips_program_lowers(name: str) -> None:
 def test_a_hidden_zero_is_zero_at_every_visit(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, right: int | None, length: int, group: int, hidden: bool
 ) -> None:
-    monkeypatch.setattr(grad_steps, "hidden_zero", lambda done, stage: done >> 20 + stage)
-    steps = Steps(
+    monkeypatch.setattr(hopper, "hidden_zero", lambda done, stage: done >> 20 + stage)
+    plan = Plan(
         HopperGradConfig(block_q=64), tile=128, keys=length, length=length, group=group, offset=0, left=None,
         right=right, scale=1.0, softcap=None, physical="bhtd",
     )  # fmt: skip
-    last = np.int32(group * steps.count - 1)
-    assert [int(zero) for zero in steps.zeros(head_dim, last, 3)] == [0, 0, 0]
-    assert isinstance(steps.zeros(head_dim, last, 1)[0], np.int32) is hidden
+    last = np.int32(group * plan.steps - 1)
+    assert [int(zero) for zero in plan.hidden_zeros(head_dim, last, 3)] == [0, 0, 0]
+    assert isinstance(plan.hidden_zeros(head_dim, last, 1)[0], np.int32) is hidden

@@ -16,21 +16,13 @@ from tests.kernels.pallas import hopper_emulator as emulator
 
 from capibara.kernels import target
 from capibara.kernels.core.spec import Call
-from capibara.kernels.ops.attention import pallas_gpu_blocks as blocks
 from capibara.kernels.ops.attention.api import ATTENTION
+from capibara.kernels.ops.attention.hopper import forward
+from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig
+from capibara.kernels.ops.attention.hopper.calls import TILES_TOGETHER, refuses
+from capibara.kernels.ops.attention.hopper.forward import HopperConfig, Plan, candidates, default_config, hopper_forward
+from capibara.kernels.ops.attention.hopper.masking import Band, Grid, smem_bytes
 from capibara.kernels.ops.attention.masking import FAR
-from capibara.kernels.ops.attention.pallas_gpu import mosaic_gpu
-from capibara.kernels.ops.attention.pallas_gpu_config import (
-    TILES_TOGETHER,
-    HopperConfig,
-    aligned,
-    candidates,
-    default_config,
-    refuses,
-)
-from capibara.kernels.ops.attention.pallas_gpu_grad_steps import HopperGradConfig
-from capibara.kernels.ops.attention.pallas_gpu_tile import Band
-from capibara.kernels.ops.attention.pallas_gpu_walk import Plan
 from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import SMEM_BYTES
 
@@ -96,7 +88,7 @@ class Form:
 
     def run(self, arrays: Mapping[str, Any]) -> Any:
         config = self.config or default_config(self.call())
-        return mosaic_gpu(**arrays, config=config, physical=self.physical, return_lse=True, **self.all_params)
+        return hopper_forward(**arrays, config=config, physical=self.physical, return_lse=True, **self.all_params)
 
 
 QUICK = {"xla_backend_optimization_level": "0"}  # of the work around the kernel: it is compiled to run once
@@ -230,18 +222,19 @@ def test_the_layout_is_one_of_two() -> None:
         dataclasses.replace(FORMS["plain"], physical="tbhd").run(FORMS["plain"].arrays())
 
 
-def _table(grid: blocks.Grid, block_size: Any = None, **given: Any) -> np.ndarray:
-    names = ("mask", "q_segments", "kv_segments", "block_mask", "visible")
-    made = jax.jit(
-        lambda given: blocks.table(grid, **{n: given.get(n) for n in names}, block_size=block_size),
-        compiler_options=QUICK,
-    )
-    return np.asarray(made(given))
+def _table(grid: Grid, block_size: Any = None, **given: Any) -> np.ndarray:
+    names = ("mask", "q_segments", "kv_segments", "block_mask")
+
+    def table(given: Mapping[str, Any]) -> Any:
+        kinds = grid.kinds(*(given.get(n) for n in names), block_size)
+        return forward.key_block_table(grid, kinds, given.get("visible"))
+
+    return np.asarray(jax.jit(table, compiler_options=QUICK)(given))
 
 
 def test_dead_blocks_are_not_in_the_table() -> None:
     """Blocks of 128: causality leaves the lower triangle, the segments take four blocks away, the block mask one."""
-    grid = blocks.Grid(512, Band(-(2**30), 0, 512), 128, 128)
+    grid = Grid(512, Band(-(2**30), 0, 512), 128, 128)
     block_mask = np.ones((1, 1, 4, 4), bool)
     block_mask[0, 0, 2, 2] = False
     segments = (np.arange(512)[None] >= 256).astype(np.int32)
@@ -256,7 +249,7 @@ def test_a_mask_of_pairs_kills_and_frees_whole_tiles() -> None:
     mask = np.zeros((1, 1, 256, 256), bool)
     mask[..., :128, 128:] = True
     mask[..., 200, 7] = True
-    table = _table(blocks.Grid(256, Band(-(2**30), 2**30, 256), 128, 128), mask=mask)
+    table = _table(Grid(256, Band(-(2**30), 2**30, 256), 128, 128), mask=mask)
     assert table[0, 0, :, :3].tolist() == [[1, 1, 2], [0, 1, 0]]  # whole: block 1; in part: block 0
 
 
@@ -265,13 +258,17 @@ def _shape(**changed: Any) -> Call:
     return dataclasses.replace(Form(), **changed).call()
 
 
+def _smem_bytes(config: HopperConfig, head_dim: int, **pair_dtypes: Any) -> int:
+    return smem_bytes(forward.scratch(config, head_dim, jnp.bfloat16, pair_dtypes, True), forward.REDUCTION_BYTES)
+
+
 @pytest.mark.parametrize("name", ["masked-biased", "biased-bf16", "masked-biased-wide", "blocks-small"])
 def test_the_largest_candidate_fits_the_chip(name: str) -> None:
     """Mosaic counts shared memory when it lowers, and refuses what does not fit."""
     form = FORMS[name]
     made = candidates(form.call())
     assert default_config(form.call()) in made
-    largest = max(made, key=lambda c: c.smem_bytes(form.d))
+    largest = max(made, key=lambda c: _smem_bytes(c, form.d))
     _lowered(dataclasses.replace(form, config=largest))
 
 
@@ -279,7 +276,7 @@ def test_the_largest_program_lowers() -> None:
     """A float32 bias leaves 920 bytes of shared memory to spare with heads of 128."""
     form = Form(d=128, bias=(1, 2, 256, 256), config=HopperConfig(64, 128, 2))
     assert form.config in candidates(form.call())
-    assert SMEM_BYTES - 1024 < HopperConfig(64, 128, 2).smem_bytes(128, 4) <= SMEM_BYTES
+    assert SMEM_BYTES - 1024 < _smem_bytes(HopperConfig(64, 128, 2), 128, bias_tile=jnp.float32) <= SMEM_BYTES
     _lowered(form)
 
 
@@ -296,7 +293,7 @@ def test_defaults_by_head_size() -> None:
 
 def test_blocks_are_chosen_to_divide_the_block_mask() -> None:
     call = FORMS["blocks"].call()
-    assert all(aligned((128, 128), c) for c in candidates(call))
+    assert all(c.divides((128, 128)) for c in candidates(call))
     narrow = dataclasses.replace(FORMS["blocks"], blocks=(1, 1, 128, 64)).call()
     assert default_config(narrow).block_k == 64
 
@@ -337,7 +334,7 @@ def test_an_order_names_every_axis_of_the_launch_once() -> None:
     with pytest.raises(ValueError, match="order names batch, head, tile once each"):
         HopperGradConfig(order="head head batch")
     plan = Plan(
-        config=HopperConfig(order=TILES_TOGETHER), grid=blocks.Grid(300, Band(-FAR, FAR, 300), 128, 128), batch=2,
+        config=HopperConfig(order=TILES_TOGETHER), grid=Grid(300, Band(-FAR, FAR, 300), 128, 128), batch=2,
         heads=4, group=1, scale=1.0, softcap=None, dropout_rate=0.0, heads_first=True, folded=False,
     )  # fmt: skip
     assert plan.launch == ((4, 3, 2), ("head", "tile", "batch")), "the axis named last changes first"

@@ -1,0 +1,371 @@
+"""Attention backward for Hopper's tensor cores, in Pallas (Mosaic GPU): five products, one kernel.
+
+A program has a tile of keys of one key head and goes over the queries that see them, of every query head that shares
+the key head. The gradients of its keys and values stay in registers until the end; the gradient of the queries is a
+sum over programs, added in float32 by the copy engine. The order of that sum is the order in which programs arrive, so
+dq may differ in its last bits from run to run.
+
+Steps of queries that see none of the keys are never fetched: by position they are left out of a range, by the
+operands (block mask, segments, mask) out of a table. Keys that nobody sees have no effect and get zeros, NaN included,
+where they have none in the forward pass.
+
+Here is what XLA prepares, and the launch; the kernels, one for head_dim up to 128 and one for 256, are in
+backward_loops.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from capibara.errors import rule_error
+from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.varying import out_struct, vary_alike, vary_like
+from capibara.kernels.ops.attention.hopper import calls
+from capibara.kernels.ops.attention.hopper.backward_loops import (
+    COUNTS,
+    NARROW,
+    WIDE,
+    WORD,
+    HopperGradConfig,
+    Lines,
+    Loop,
+    Plan,
+)
+from capibara.kernels.ops.attention.hopper.calls import (
+    ABOVE_CUDNN,
+    BELOW_CUDNN,
+    HEADS_TOGETHER,
+    LENGTH_AXIS,
+    TILES_TOGETHER,
+    best_order,
+    padded_head_dim,
+    pads_copies,
+)
+from capibara.kernels.ops.attention.hopper.masking import (
+    DEAD,
+    WHOLE,
+    Band,
+    Grid,
+    laid_out,
+    pad_to_blocks,
+    round_up,
+    smem_bytes,
+)
+from capibara.kernels.ops.attention.masking import both, expand_blocks, may_be_dead, span, without_dead_queries
+from capibara.kernels.pallas import prng
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES
+
+LEAST_LENGTH = 128
+VERY_LONG = 32768  # queries, from which on memory counts for more than the last few percent of speed
+
+
+def _loop(head_dim: int) -> Loop:
+    return NARROW if padded_head_dim(head_dim) <= 128 else WIDE
+
+
+def _block_q(head_dim: int) -> int:
+    return 128 if padded_head_dim(head_dim) <= 64 else 64
+
+
+def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
+    """Whether every tile of the kernel lies inside one block of the caller's block mask."""
+    return block_size[0] % block_q == 0 and block_size[1] % tile == 0
+
+
+def _fits(call: Call, config: HopperGradConfig) -> bool:
+    q, mask = call.need("q"), call["mask"]
+    size: Any = call.params["block_size"]
+    loop = _loop(q.shape[-1])
+    cut = call["block_mask"] is not None and not _divides(size, config.block_q, loop.tile)
+    # A mask of one row for all queries is counted like one of pairs.
+    mask_words = config.block_q // WORD if mask is not None or cut else 0
+    lines = Lines(call["q_segments"] is not None, bool(call.params["dropout_rate"]), mask_words)
+    return smem_bytes(loop.scratch(config, padded_head_dim(q.shape[-1]), q.dtype, lines)) <= SMEM_BYTES
+
+
+def candidates(call: Call) -> Sequence[HopperGradConfig]:
+    block_q = _block_q(call.need("q").shape[-1])
+    orders = (HEADS_TOGETHER, TILES_TOGETHER)
+    configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
+    return [c for c in configs if _fits(call, c)]
+
+
+def default_config(call: Call) -> HopperGradConfig:
+    """The sums of dq, in float32, are a quarter of what a long call takes; two parts need half of that."""
+    q, k = call.need("q"), call.need("k")
+    parts = 2 if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0 else 1
+    head_dim = q.shape[-1]
+    return HopperGradConfig(_block_q(head_dim), order=best_order(head_dim), parts=parts)
+
+
+def rank(call: Call) -> float:
+    """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
+    8k on, by 1 to 11 %, at 256, and by 8 to 15 % with the forward pass where it pads copies. Very long calls go in two
+    parts, which take half of the memory that cuDNN wants beside the gradients. With a window no comparison was made:
+    programs skip what lies outside."""
+    q = call.need("q")
+    if call.params["window"] is not None:
+        return ABOVE_CUDNN
+    if pads_copies(call) or q.shape[-1] == 256:
+        return BELOW_CUDNN
+    if q.shape[-1] == 64:
+        return ABOVE_CUDNN
+    return ABOVE_CUDNN if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else BELOW_CUDNN
+
+
+def refuses(call: Call) -> str | None:
+    q, k = call.need("q"), call.need("k")
+    if call["bias"] is not None:
+        return "its backward pass has no form with bias, whose own gradient it would have to sum"
+    if 0 in q.shape or 0 in k.shape:
+        return "an operand is empty"
+    return calls.refuses(call)
+
+
+def hopper_backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: None, mask: jax.Array | None, q_segments: jax.Array | None,
+    kv_segments: jax.Array | None, block_mask: jax.Array | None, dropout_seed: jax.Array | None,
+    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None = None, *, config: HopperGradConfig,
+    causal: bool = False, q_offset: int = 0, window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None, softcap: float | None = None, dropout_rate: float = 0.0,
+    block_size: tuple[int, int] | None = None, physical: str = "bhtd",
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """(dq, dk, dv, None); see the module's text."""
+    batch, heads, length, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    left, right = window or (None, None)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    loop = _loop(head_dim)
+    below, above = span(causal, q_offset, window)
+    grid = Grid(length, Band(below, above, keys), config.block_q, loop.tile)
+    params = {"causal": causal, "q_offset": q_offset, "window": window}
+    operands = mask_operands(grid, (heads, kv_heads), mask, q_segments, kv_segments, block_mask, block_size, params)
+    if dropout_rate:
+        assert dropout_seed is not None  # the op's check has seen to it
+        operands["row_keys"] = _dropout_row_keys(dropout_seed, batch, heads, length, config.block_q)
+    k, v = _hide_unseen(grid, k, v)
+    by_data = any(x is not None for x in (mask, q_segments, block_mask))
+    if may_be_dead(length, keys, causal, q_offset, window, by_data):
+        q, d_out, out = without_dead_queries(lse, q, d_out, out)
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    if d_lse is not None:
+        delta = delta - d_lse.astype(jnp.float32)
+    # A query that sees nothing, and the rows past the last, have probabilities of zero: 2^(s - infinity).
+    log2_lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse.astype(jnp.float32) * LOG2E)
+    # Lines of one number a row are fetched without a TMA descriptor, so they are made long enough for whole steps.
+    beyond = -length % config.block_q
+    log2_lse = jnp.pad(log2_lse, ((0, 0), (0, 0), (0, beyond)), constant_values=jnp.inf)
+    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, beyond)))
+
+    # Exchanged before padding and after cutting: an exchange then cancels with the caller's own.
+    q, k, v, d_out = (laid_out(x, physical) for x in (q, k, v, d_out.astype(q.dtype)))
+    length_axis = LENGTH_AXIS[physical]
+
+    def padded(x: jax.Array, length: int) -> jax.Array:
+        # TMA takes lengths in multiples of 8. An axis of a single tile is dropped from its descriptor, and stores past
+        # the end would not be clipped: there is always room for both warpgroups.
+        sizes = {length_axis: max(round_up(length, 8), LEAST_LENGTH), 3: padded_head_dim(head_dim)}
+        return jnp.pad(x, [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)])
+
+    q, d_out = padded(q, length), padded(d_out, length)
+    k, v = padded(k, keys), padded(v, keys)
+    plan = Plan(
+        config=config, tile=loop.tile, keys=keys, length=length, group=heads // kv_heads, offset=q_offset, left=left,
+        right=right, scale=1 / math.sqrt(head_dim) if scale is None else scale, softcap=softcap, physical=physical,
+        dropout_rate=dropout_rate,
+    )  # fmt: skip
+    arrays = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": log2_lse, "delta": delta} | operands
+    arrays = dict(zip(arrays, vary_alike(tuple(arrays.values())), strict=True))
+    dq, dk, dv = _launch(loop, plan, arrays)
+
+    def cut(x: jax.Array, size: int) -> jax.Array:
+        return laid_out(jax.lax.slice_in_dim(x, 0, size, axis=length_axis)[..., :head_dim], physical)
+
+    return cut(dq, length), cut(dk, keys), cut(dv, keys), None
+
+
+def _launch(loop: Loop, plan: Plan, arrays: dict[str, jax.Array]) -> tuple[Any, Any, Any]:
+    """(dq, dk, dv), as the operands lie in memory."""
+    q, k = arrays["q"], arrays["k"]
+    head_axis = 1 if plan.physical == "bhtd" else 2
+    kv_heads, parts = k.shape[head_axis], plan.config.parts
+    if kv_heads % parts:
+        raise rule_error("parts divides the number of key heads", f"{parts} of {kv_heads}", "use parts=1")
+    part_heads = kv_heads // parts
+    sum_shape = [size if axis != head_axis else part_heads * plan.group for axis, size in enumerate(q.shape)]
+    sizes = {"tile": math.ceil(plan.keys / loop.tile), "head": part_heads, "batch": q.shape[0]}
+    names = tuple(plan.config.order.split())
+    outs = [out_struct(k.shape, k.dtype, q)] * 2
+
+    def kernel(part: int, out_type: Any) -> Any:
+        # pl.kernel, since plgpu.kernel takes no array to add into.
+        return pl.kernel(
+            functools.partial(
+                loop.kernel,
+                plan=dataclasses.replace(plan, first_head=part * part_heads),
+                names=(*arrays, "dq", "dk", "dv"),
+            ),
+            out_type=out_type,
+            mesh=plgpu.Mesh(
+                grid=tuple(sizes[name] for name in names), grid_names=names, num_threads=3, thread_name="warpgroup"
+            ),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            name="attention_backward",
+        )
+
+    def finished(dq_sum: Any) -> Any:
+        # Inside shard_map a kernel takes no reference that varies over the mesh, so the sums are marked afterwards.
+        return (vary_like(dq_sum, q) * plan.scale).astype(q.dtype)
+
+    # References that live in run_state alone: custom_vmap, which stands around this, takes no function that makes one
+    # for itself.
+    if parts == 1:
+
+        def whole(refs: tuple[Any, Any, Any]) -> None:
+            dq_sum, dk, dv = refs
+            dk[...], dv[...] = kernel(0, outs)(*arrays.values(), dq_sum)
+
+        # What dk and dv start from is overwritten and never made.
+        empty = vary_like(jnp.zeros(k.shape, k.dtype), q)
+        dq_sum, dk, dv = pl.run_state(whole)((jnp.zeros(sum_shape, jnp.float32), empty, empty))
+        return finished(dq_sum), dk, dv
+
+    # dq starts from numbers that the compiler does not know, all of which are written over: from zeros it would put the
+    # parts together at the end, with all sums in memory.
+    dq, dk, dv = q, jnp.zeros(k.shape, k.dtype), jnp.zeros(k.shape, k.dtype)
+    for part in range(parts):
+
+        def one_part(refs: tuple[Any, Any, Any], part: int = part) -> None:
+            kernel(part, ())(*arrays.values(), *refs)
+
+        dq_sum, dk, dv = pl.run_state(one_part)((jnp.full(sum_shape, _zero_after(dq)), dk, dv))
+        dq = jax.lax.dynamic_update_slice_in_dim(dq, finished(dq_sum), part * sum_shape[head_axis], head_axis)
+        dq = jax.lax.optimization_barrier(dq)
+    return dq, vary_like(dk, q), vary_like(dv, q)
+
+
+def _zero_after(x: jax.Array) -> jax.Array:
+    """A zero that the compiler cannot make before `x`: sums that start from it are not in memory beside the last ones.
+
+    A barrier for the optimiser would be gone before the compiler decides what runs when.
+    """
+    first = jax.lax.bitcast_convert_type(x[(0,) * x.ndim], jnp.uint16)
+    return (jax.lax.population_count(first) // 64).astype(jnp.float32)  # of 16 bits
+
+
+def mask_operands(
+    grid: Grid, heads: tuple[int, int], mask: Any, q_segments: Any, kv_segments: Any, block_mask: Any,
+    block_size: Any, params: dict[str, Any],
+) -> dict[str, jax.Array]:  # fmt: skip
+    """The kernel's operands that say who sees whom, by name; none where position alone decides.
+
+    `heads` are those of the queries and of the keys. Positions are in `params`, as the op has them.
+    """
+    if block_mask is not None and not _divides(block_size, grid.block_q, grid.block_k):
+        # Blocks that cut through a tile: from here on it is a mask of pairs.
+        pairs = expand_blocks(block_mask, jnp.arange(grid.rows), jnp.arange(grid.band.columns), block_size)
+        mask, block_mask = both(mask, pairs), None
+    if all(x is None for x in (mask, q_segments, block_mask)):
+        return {}
+    visible = grid.visible_keys(mask, q_segments, kv_segments, params)
+    if visible is not None and visible.shape[1] > 1:  # a key is seen when one of the heads that share it sees it
+        visible = visible.reshape(visible.shape[0], heads[1], -1, visible.shape[-1]).any(2)
+    kinds = grid.kinds(mask, q_segments, kv_segments, block_mask, block_size)
+    operands = {"table": step_table(grid, heads, kinds, visible)}
+    if visible is not None:
+        operands["visible"] = pad_to_blocks(visible.astype(jnp.int32), grid.block_k)
+    if q_segments is not None:
+        operands["q_segments"] = pad_to_blocks(q_segments, grid.block_q)
+        operands["kv_segments"] = pad_to_blocks(kv_segments, grid.block_k)
+    if mask is not None:
+        operands["mask"] = packed_mask(mask, grid)
+    return operands
+
+
+def step_table(grid: Grid, heads: tuple[int, int], kinds: jax.Array, visible: Any) -> jax.Array:
+    """The live steps of each tile of keys, int32 [B|1, Hkv|1, tiles of keys, COUNTS + steps of all members + 1].
+
+    First the counts, then `member * steps + step` for each live step of the query heads that share the key head,
+    those that see all of the tile's keys first. One entry more than steps: the kernel reads one ahead. Tiles start
+    at different steps, so that their sums into dq do not meet in the same rows.
+    """
+    query_heads, kv_heads = heads
+    group = query_heads // kv_heads
+    batch, per_head, steps, tiles = kinds.shape
+    kinds = jnp.swapaxes(kinds, 2, 3).reshape(batch, -1, 1 if per_head == 1 else group, tiles, steps)
+    kinds = jnp.broadcast_to(jnp.swapaxes(kinds, 2, 3), (batch, kinds.shape[1], tiles, group, steps))
+    start = jnp.arange(tiles)[:, None, None] * grid.block_k // grid.block_q
+    turn = jnp.arange(group)[:, None] * steps + (jnp.arange(steps) - start) % steps
+    flat = (*kinds.shape[:3], group * steps)
+    kinds, turn = kinds.reshape(flat), jnp.broadcast_to(turn, kinds.shape).reshape(flat)
+    order = jnp.argsort(kinds * (group * steps) + turn, axis=-1)
+    counts = [(kinds == WHOLE).sum(-1, keepdims=True), (kinds != DEAD).sum(-1, keepdims=True)]
+    unseen = jnp.zeros_like(counts[0])
+    if visible is not None:
+        per_tile = jnp.pad(visible, ((0, 0), (0, 0), (0, -visible.shape[-1] % grid.block_k)), constant_values=True)
+        unseen = ~per_tile.reshape(*visible.shape[:2], tiles, grid.block_k).all(-1, keepdims=True)
+    columns = [x.astype(jnp.int32) for x in (*counts, unseen, order, jnp.zeros_like(counts[0]))]
+    assert sum(x.shape[-1] for x in columns) == COUNTS + group * steps + 1
+    lead = jnp.broadcast_shapes(*(x.shape[:3] for x in columns))
+    return jnp.concatenate([jnp.broadcast_to(x, (*lead, x.shape[-1])) for x in columns], axis=-1)
+
+
+def packed_mask(mask: jax.Array, grid: Grid) -> jax.Array:
+    """A mask [B|1, H|1, T, S] as int32 [B|1, H|1, T / 32, S] in whole tiles, bit i of a word for its query i.
+
+    The kernel's tiles are keys by queries: one number a key then holds what a step of 32 queries may see of it, it is
+    read as it lies, and it takes an eighth of the mask's memory. One row for all queries stays one line of zeros and
+    ones.
+    """
+    batch, heads, rows, keys = mask.shape
+    widths = ((0, 0), (0, 0), (0, 0 if rows == 1 else -rows % grid.block_q), (0, -keys % grid.block_k))
+    mask = jnp.pad(mask, widths)
+    if rows == 1:
+        return mask.astype(jnp.int32)
+    bits = jnp.left_shift(jnp.uint32(1), jnp.arange(WORD, dtype=jnp.uint32))[:, None]
+    words = mask.reshape(batch, heads, -1, WORD, mask.shape[-1])
+    return jax.lax.bitcast_convert_type(jnp.where(words, bits, jnp.uint32(0)).sum(3, dtype=jnp.uint32), jnp.int32)
+
+
+def _dropout_row_keys(seed: jax.Array, batch: int, heads: int, rows: int, block_q: int) -> jax.Array:
+    """The part of dropout's generator that is computed once a query, int32 [2, B, H, T] in whole steps.
+
+    A transposed tile has each query in 32 threads, so it is cheaper made here once and streamed.
+    """
+    numbers = jnp.arange(batch * heads * rows, dtype=jnp.uint32).reshape(batch, heads, rows)
+    words = jnp.stack(prng.row_keys(seed, numbers))
+    return pad_to_blocks(jax.lax.bitcast_convert_type(words, jnp.int32), block_q)
+
+
+def _hide_unseen(grid: Grid, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys or values [B, H, S, D], zero where position hides them from every query: zero times NaN would be NaN."""
+    first, end = grid.seen
+    if (first, end) == (0, grid.band.columns):
+        return arrays
+    number = jnp.arange(grid.band.columns)[:, None]
+    return tuple(jnp.where((number >= first) & (number < end), x, jnp.zeros_like(x)) for x in arrays)
+
+
+IMPLEMENTATION = Implementation(
+    "hopper",
+    hopper_backward,
+    platforms=("gpu",),
+    refuses=refuses,
+    rank=rank,
+    kernel=True,
+    hints=("physical",),
+    same_bits=False,  # dq is summed in the order in which programs arrive
+    config_type=HopperGradConfig,
+    default_config=default_config,
+    candidates=candidates,
+)

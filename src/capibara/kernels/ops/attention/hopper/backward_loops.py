@@ -1,0 +1,746 @@
+"""The two kernels of Hopper's attention backward, for head_dim up to 128 and for 256, and the walk that they share.
+
+A program has a tile of keys of one key head and visits the steps of queries that see them, of every query head that
+shares the key head. A third warpgroup streams the steps by TMA. Scores are computed transposed, keys by queries, so
+that the probabilities and their gradients are already where the products with d_out and q want them: in the registers
+of the warpgroup that has the keys. The gradients of keys and values stay in registers until the end; a step's dq is
+added to the sums in memory by the copy engine.
+
+What a call does not ask for leaves no trace in its program: every form is a branch taken while tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from capibara.errors import rule_error
+from capibara.kernels.ops.attention.hopper import masking
+from capibara.kernels.ops.attention.hopper.calls import HEADS_TOGETHER, check_order
+from capibara.kernels.ops.attention.hopper.masking import LAYOUT, Tile
+from capibara.kernels.pallas import hopper
+from capibara.kernels.pallas.hopper import HIDDEN_STEPS, LOG2E, load, swizzled
+
+FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
+WGMMA_ROWS = 64  # keys of a warpgroup's tile of scores
+WORD = 32  # queries a word of the packed mask
+COUNTS = 3  # the table's first entries: how many steps are whole, how many are live, whether there are unseen keys
+DQ_COLUMNS = 16  # of the wide kernel's dq that leave at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperGradConfig:
+    """Queries a step, how many steps are fetched ahead, the order in which programs start, and in how many launches.
+
+    The axis that `order` names last changes first: with the tile last, neighbouring programs have different keys of
+    one head. Each of `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq
+    exist at a time.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+    order: str = HEADS_TOGETHER
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (64, 128):
+            raise rule_error("block_q is 64 or 128", self.block_q, "use 64")
+        if self.stages < 2:
+            raise rule_error("stages is two or more", self.stages, "use 2")
+        if self.parts < 1:
+            raise rule_error("parts is one or more", self.parts, "use 1")
+        check_order(self.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Which lines of single numbers come with a program's keys and with each step's queries, beyond a plain call's."""
+
+    segments: bool
+    dropout: bool
+    mask_words: int  # numbers a key that hold what a step of queries may see of it; 0 without a mask
+
+    @classmethod
+    def of(cls, refs: Mapping[str, Any], config: HopperGradConfig) -> Lines:
+        mask_words = 0
+        if "mask" in refs:
+            mask_words = 1 if refs["mask"].shape[2] == 1 else config.block_q // WORD
+        return cls("q_segments" in refs, "row_keys" in refs, mask_words)
+
+    @property
+    def arrivals(self) -> tuple[int, int]:
+        """How many lines come once for a program's keys, and how many with each step's queries."""
+        return int(self.segments), self.segments + 2 * self.dropout + self.mask_words
+
+    def scratch(self, config: HopperGradConfig, tile: int) -> dict[str, Any]:
+        refs = {}
+        if self.segments:
+            refs["q_segments"] = plgpu.SMEM((config.stages, config.block_q), jnp.int32)
+            refs["kv_segments"] = plgpu.SMEM((tile,), jnp.int32)
+        if self.dropout:
+            refs["row_keys"] = plgpu.SMEM((config.stages, 2, config.block_q), jnp.int32)
+        if self.mask_words:
+            refs["mask"] = plgpu.SMEM((config.stages, self.mask_words, tile), jnp.int32)
+        return refs
+
+
+def _ring_scratch(
+    config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines, tile: int, tile_copies: int
+) -> dict[str, Any]:
+    """What both kernels have: the ring of steps, the barriers, and the lines. The keys come in `tile_copies` pieces."""
+    block_q, num_stages = config.block_q, config.stages
+    once, each_step = lines.arrivals
+    return {
+        "q": plgpu.SMEM((num_stages, block_q, head_dim), dtype, transforms=swizzled(dtype)),
+        "do": plgpu.SMEM((num_stages, block_q, head_dim), dtype, transforms=swizzled(dtype)),
+        "lse": plgpu.SMEM((num_stages, block_q), jnp.float32),
+        "delta": plgpu.SMEM((num_stages, block_q), jnp.float32),
+        "pairs": lines.scratch(config, tile),
+        "kv_arrived": plgpu.Barrier(num_arrivals=tile_copies + once),
+        "q_arrived": plgpu.Barrier(num_arrivals=2 + each_step, num_barriers=num_stages),  # the rows and their lines
+        "do_arrived": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "q_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),  # by both computing warpgroups
+        "do_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "both_here": plgpu.Barrier(num_arrivals=2),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static that a kernel knows of a call: a program has `tile` keys, and visits steps of block_q queries.
+
+    Query i sees keys i + offset - left to i + offset + right; None is no limit.
+    """
+
+    config: HopperGradConfig
+    tile: int
+    keys: int
+    length: int
+    group: int  # query heads of one key head
+    offset: int
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    physical: str
+    dropout_rate: float = 0.0
+    first_head: int = 0
+    """The first key head of this launch."""
+
+    @property
+    def block_q(self) -> int:
+        return self.config.block_q
+
+    @property
+    def steps(self) -> int:
+        """Of the queries of one head."""
+        return math.ceil(self.length / self.block_q)
+
+    @property
+    def upscale(self) -> float:
+        """What makes up for the probabilities that dropout drops."""
+        return 1 / (1 - self.dropout_rate)
+
+    def at(self, batch: Any, head: Any, rows: Any) -> tuple[Any, ...]:
+        """Where rows of one head lie in an operand."""
+        return (batch, head, rows) if self.physical == "bhtd" else (batch, rows, head)
+
+    def hidden_zeros(self, head_dim: int, done: Any, count: int) -> list[Any]:
+        """What is added to the places of operands that stay: see `hidden_zero`, one a product.
+
+        Where position masks, the program has a loop with a mask and one without, and so twice as much is made before
+        them. On an H200 that made the causal backward 1.04 to 1.08 times as fast at head_dim 128 and 1.16 times at
+        256; without a mask it cost 7 %, at 64 2 %. Programs with too many visits for it (a million queries of 64 heads
+        that share their keys) go without.
+        """
+        spilled = head_dim > 64 and (self.left is not None or self.right is not None)
+        if not spilled or self.group * self.steps > HIDDEN_STEPS:
+            return [0] * count
+        return [hopper.hidden_zero(done, stage) for stage in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """One step of queries of one head: the `member`-th of those that share the program's key head."""
+
+    walk: Walk
+    member: Any
+    step: Any
+    number: Any = None
+    """How many visits came before, where a table lists them; a range counts by itself."""
+
+    @property
+    def done(self) -> Any:
+        if self.number is not None:
+            return self.number
+        return self.member * (self.walk.end - self.walk.begin) + self.step - self.walk.begin
+
+    @property
+    def first_row(self) -> Any:
+        if self.number is not None:
+            return self.step * self.walk.plan.block_q
+        return self.walk.first_row(self.step)
+
+
+class Walk:
+    """A program's place in the grid, and its visits: a range of steps for each head, or a table of them all."""
+
+    def __init__(self, plan: Plan, refs: dict[str, Any]) -> None:
+        self.plan = plan
+        self.batch, self.launch_head, self.warpgroup = (lax.axis_index(n) for n in ("batch", "head", "warpgroup"))
+        self.kv_head = self.launch_head + plan.first_head
+        program = lax.axis_index("tile")
+        # Programs with the most queries go first: with no right edge but a left one, those are the last keys.
+        if plan.right is None and plan.left is not None:
+            program = math.ceil(plan.keys / plan.tile) - 1 - program
+        self.first_key = program * plan.tile
+        self.table: Any = refs.get("table")
+        if self.table is None:
+            self.begin, self.end = self._live_steps()
+        else:
+            self.begin, self.end = self.first_key * 0, self.read(1)
+
+    def shared(self, ref: Any, head: Any) -> tuple[Any, Any]:
+        """The batch and head of an operand that may have one of either for all."""
+        return self.batch if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0
+
+    def read(self, place: Any) -> Any:
+        """An entry of the program's row of the table."""
+        tile = lax.div(self.first_key, self.plan.tile)
+        return self.table[(*self.shared(self.table, self.kv_head), tile, place)]
+
+    def keys_at(self, keys: Any) -> tuple[Any, ...]:
+        return self.plan.at(self.batch, self.kv_head, keys)
+
+    def dq_at(self, member: Any, rows: Any) -> tuple[Any, ...]:
+        """Where rows of queries of a head lie in the sums of dq, which hold the launch's heads alone."""
+        return self.plan.at(self.batch, self.launch_head * self.plan.group + member, rows)
+
+    def first_row(self, step: Any) -> Any:
+        """Where a step's queries start. When every program sees every query each starts elsewhere, so that their
+        sums into dq do not meet in the same rows."""
+        plan = self.plan
+        if plan.left is None and plan.right is None:
+            step = lax.rem(step + lax.div(self.first_key, plan.block_q), plan.steps)
+        return step * plan.block_q
+
+    def _live_steps(self) -> tuple[Any, Any]:
+        """The steps that see any of the program's keys. Bounds are values: newer Mosaic refuses literals."""
+        plan, block_q, first_key = self.plan, self.plan.block_q, self.first_key
+        zero = first_key * 0
+        begin, end = zero, zero + plan.steps
+        if plan.right is not None:
+            begin = lax.clamp(zero, first_key - plan.offset - plan.right, zero + plan.length) // block_q
+        if plan.left is not None:
+            last = lax.clamp(zero, first_key + plan.tile - plan.offset + plan.left, zero + plan.length)
+            end = lax.div(last + block_q - 1, block_q)
+        return begin, lax.max(begin, end)
+
+    def _whole_steps(self, first_key: Any, keys: int) -> tuple[Any, Any]:
+        """The live steps whose queries all see all of `keys` keys: they need no mask."""
+        plan, block_q, begin, end = self.plan, self.plan.block_q, self.begin, self.end
+        zero = first_key * 0
+        most = zero + plan.steps * block_q
+        whole_begin, whole_end = begin, end
+        if plan.right is not None:
+            edge = lax.clamp(zero, first_key + keys - 1 - plan.offset - plan.right, most)
+            whole_begin = lax.clamp(begin, lax.div(edge + block_q - 1, block_q), end)
+        if plan.left is not None:
+            edge = lax.clamp(zero, first_key - plan.offset + plan.left + 1, most)
+            whole_end = lax.clamp(whole_begin, lax.div(edge, block_q), end)
+        if plan.keys % plan.tile:  # keys past the end are masked in every step
+            whole_end = jnp.where(first_key + keys > plan.keys, whole_begin, whole_end)
+        return whole_begin, whole_end
+
+    def _listed(self, number: Any, entry: Any) -> Visit:
+        steps = self.plan.steps
+        return Visit(self, lax.div(entry, steps), lax.rem(entry, steps), number)
+
+    def compute(self, my_first_key: Any, keys: int, body: Callable[[Visit, bool], None], masks: bool) -> None:
+        """body(visit, masked) for every visit, by a warpgroup with `keys` keys. A table's last ones are masked when
+        `masks`: otherwise there are none that see the tile in part."""
+        plan = self.plan
+        zero = self.first_key * 0
+        if self.table is None:
+            whole_begin, whole_end = self._whole_steps(my_first_key, keys)
+
+            @pl.loop(zero, zero + plan.group)
+            def _head(member: Any) -> None:
+                def visit_steps(first: Any, last: Any, masked: bool) -> None:
+                    @pl.loop(first, last)
+                    def _(step: Any) -> None:
+                        body(Visit(self, member, step), masked)
+
+                if plan.right is not None:
+                    visit_steps(self.begin, whole_begin, True)
+                visit_steps(whole_begin, whole_end, False)
+                if plan.left is not None or plan.keys % plan.tile:
+                    visit_steps(whole_end, self.end, True)
+
+            return
+
+        def visit_entries(first: Any, last: Any, entry: Any, masked: bool) -> Any:
+            def visit(i: Any, entry: Any) -> Any:
+                number = first + i
+                next_entry = self.read(COUNTS + number + 1)  # a visit ahead: its latency is hidden
+                body(self._listed(number, entry), masked)
+                return next_entry
+
+            # From zero on: inside shard_map a counter may not start from what was read from an operand.
+            return lax.fori_loop(zero, last - first, visit, entry)
+
+        whole_end = self.read(0)
+        entry = visit_entries(zero, whole_end, self.read(COUNTS + zero), False)
+        if masks:
+            visit_entries(whole_end, self.end, entry, True)
+
+    def fetch(self, copy: Callable[[Any, Any, Any], None]) -> None:
+        """copy(done, head, first_row) for every visit."""
+        plan = self.plan
+        if self.table is not None:
+
+            @pl.loop(self.begin, self.end)
+            def _visit(number: Any) -> None:
+                visit = self._listed(number, self.read(COUNTS + number))
+                copy(number, self.kv_head * plan.group + visit.member, visit.first_row)
+
+            return
+
+        # Once more, rather than from above: these values live in the few registers of this warpgroup.
+        begin, end = self._live_steps()
+        zero = self.first_key * 0
+
+        @pl.loop(zero, zero + plan.group)
+        def _head(member: Any) -> None:
+            head = self.kv_head * plan.group + member
+
+            @pl.loop(begin, end)
+            def _step(step: Any) -> None:
+                copy(member * (end - begin) + step - begin, head, self.first_row(step))
+
+
+class Pairs:
+    """A tile of a warpgroup's 64 keys, from `my_first_key` on, by a step's queries: who sees whom, and gradients."""
+
+    def __init__(self, walk: Walk, refs: dict[str, Any], smem: dict[str, Any]) -> None:
+        self.walk, self.plan, self.refs, self.smem = walk, walk.plan, refs, smem["pairs"]
+        self.mask_words = Lines.of(refs, walk.plan.config).mask_words
+        self.tile = Tile(self.plan.block_q, WGMMA_ROWS, transposed=True)
+
+    @property
+    def masks(self) -> bool:
+        """Whether some step may see the program's keys in part."""
+        plan = self.plan
+        by_position = plan.left is not None or plan.right is not None or plan.keys % plan.tile != 0
+        return by_position or "q_segments" in self.refs or "mask" in self.refs
+
+    def fetch_keys(self, arrived: Any) -> None:
+        if "q_segments" in self.refs:
+            line = self.refs["kv_segments"].at[self.walk.batch, pl.ds(self.walk.first_key, self.plan.tile)]
+            plgpu.copy_gmem_to_smem(line, self.smem["kv_segments"], arrived)
+
+    def lines(self, rows: Any, head: Any, slot: Any) -> list[tuple[Any, Any]]:
+        """(from, to) of the lines that come with a step's queries, beyond a plain call's."""
+        refs, smem, walk = self.refs, self.smem, self.walk
+        copies = []
+        if "q_segments" in refs:
+            copies.append((refs["q_segments"].at[walk.batch, rows], smem["q_segments"].at[slot]))
+        if "row_keys" in refs:
+            copies += [(refs["row_keys"].at[n, walk.batch, head, rows], smem["row_keys"].at[slot, n]) for n in range(2)]
+        if "mask" in refs:
+            at, keys = walk.shared(refs["mask"], head), pl.ds(walk.first_key, self.plan.tile)
+            first = 0 if refs["mask"].shape[2] == 1 else lax.div(rows.start, WORD)
+            words = range(self.mask_words)
+            copies += [(refs["mask"].at[(*at, first + n, keys)], smem["mask"].at[slot, n]) for n in words]
+        return copies
+
+    def hide_unseen(self, my_first_key: Any, *blocks: Any) -> None:
+        """Clear what nobody may see in a block of keys or values; the table says whether the program has any."""
+        if "visible" not in self.refs:
+            return
+        visible, walk = self.refs["visible"], self.walk
+
+        def seen(start: int, size: int, layout: Any) -> Any:
+            at = (*walk.shared(visible, walk.kv_head), pl.ds(my_first_key + start, size))
+            return masking.load(visible.at[at], layout) != 0
+
+        @pl.when(walk.read(2) != 0)
+        def _() -> None:
+            for block in blocks:
+                masking.zero_unseen(block, seen)
+
+    def probabilities(self, s: Any, lse: Any) -> tuple[Any, Any]:
+        """From products of keys and queries: the probabilities, and the soft cap's slope where there is one."""
+        scale, softcap = self.plan.scale, self.plan.softcap
+        slope, unit = None, scale * LOG2E
+        if softcap is not None:
+            # tanh from an exponential, which the hardware has.
+            s = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * scale * LOG2E / softcap)))
+            slope, unit = 1.0 - s * s, softcap * LOG2E
+        return jnp.exp2(s * unit - lax.broadcast_in_dim(lse, s.shape, [1])), slope
+
+    def allowed(self, my_first_key: Any, first_row: Any, slot: Any) -> Any:
+        """Which pairs see each other, keys by queries."""
+        plan, tile, smem = self.plan, self.tile, self.smem
+        key = tile.column_numbers(my_first_key)
+        row = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1, layout=LAYOUT) + (first_row + plan.offset)
+        seen = key < plan.keys
+        if plan.right is not None:
+            seen = seen & (key <= row + plan.right)
+        if plan.left is not None:
+            seen = seen & (key >= row - plan.left)
+        own = pl.ds(my_first_key - self.walk.first_key, WGMMA_ROWS) if smem else None
+        if "q_segments" in self.refs:
+            of_queries = load(smem["q_segments"].at[slot], tile.row_layout)
+            of_keys = load(smem["kv_segments"].at[own], tile.column_layout)
+            seen = seen & tile.same_segment(of_queries, of_keys)
+        if "mask" in self.refs:
+            lines = [smem["mask"].at[slot, n, own] for n in range(self.mask_words)]
+            words = [tile.spread_columns(load(line, tile.column_layout)) for line in lines]
+            bits = words[0]
+            if self.refs["mask"].shape[2] > 1:
+                query = tile.row_numbers(0)
+                for n in range(1, self.mask_words):
+                    bits = jnp.where(query >= n * WORD, words[n], bits)
+                bits = lax.shift_right_logical(bits, query & (WORD - 1)) & 1
+            seen = seen & (bits != 0)
+        return seen
+
+    def dropped(self, p: Any, my_first_key: Any, slot: Any) -> Any:
+        """Probabilities with a minus before those that dropout drops: one number tells both."""
+        if not self.plan.dropout_rate:
+            return p
+        row_keys = tuple(load(self.smem["row_keys"].at[slot, n], self.tile.row_layout) for n in range(2))
+        kept = self.tile.dropout_keeps(row_keys, my_first_key, self.plan.dropout_rate)
+        return jnp.where(kept, p, -p)
+
+    def weights(self, p: Any) -> Any:
+        """What multiplies the values, but for the factor that makes up for dropout; from `dropped`."""
+        return jnp.maximum(p, 0.0) if self.plan.dropout_rate else p
+
+    def d_scores(self, p: Any, dp: Any, delta: Any) -> Any:
+        """p (dp keep / (1 - rate) - delta), from `dropped`."""
+        delta = lax.broadcast_in_dim(delta, p.shape, [1])
+        if not self.plan.dropout_rate:
+            return p * (dp - delta)
+        return p * jnp.where(p > 0, dp * self.plan.upscale - delta, delta)
+
+    def d_values(self, dv: Any) -> Any:
+        return dv * self.plan.upscale if self.plan.dropout_rate else dv
+
+
+def _fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str, Any]) -> None:
+    """Stream every visit's queries and gradients of the output, each with its lines, as the stages drain."""
+    plan = walk.plan
+
+    def copy(done: Any, head: Any, first_row: Any) -> None:
+        rows = pl.ds(first_row, plan.block_q)
+        for name, source, line in (("q", "q", "lse"), ("do", "d_out", "delta")):
+            num_stages = smem[name].shape[0]
+            slot = lax.rem(done, num_stages)
+
+            @pl.when(done >= num_stages)
+            def _(name: str = name, slot: Any = slot) -> None:
+                plgpu.barrier_wait(smem[f"{name}_drained"].at[slot])
+
+            copies = [
+                (refs[source].at[plan.at(walk.batch, head, rows)], smem[name].at[slot]),
+                (refs[line].at[walk.batch, head, rows], smem[line].at[slot]),
+            ]
+            if name == "q":
+                copies += pairs.lines(rows, head, slot)
+            for from_gmem, to_smem in copies:
+                plgpu.copy_gmem_to_smem(from_gmem, to_smem, smem[f"{name}_arrived"].at[slot])
+
+    walk.fetch(copy)
+
+
+NARROW_TILE = 2 * WGMMA_ROWS
+
+
+def narrow_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines) -> dict[str, Any]:
+    block_q = config.block_q
+    return _ring_scratch(config, head_dim, dtype, lines, NARROW_TILE, tile_copies=4) | {
+        "k": plgpu.SMEM((2, WGMMA_ROWS, head_dim), dtype, transforms=swizzled(dtype)),
+        "v": plgpu.SMEM((2, WGMMA_ROWS, head_dim), dtype, transforms=swizzled(dtype)),
+        # Two of them: a warpgroup writes the next step's while the other still reads this one's.
+        "ds": plgpu.SMEM((2, 2, WGMMA_ROWS, block_q), dtype, transforms=swizzled(dtype)),
+        "dq": plgpu.SMEM((2, 64, narrow_dq_columns(block_q, head_dim)), jnp.float32, transforms=swizzled(jnp.float32)),
+    }
+
+
+def narrow_dq_columns(block_q: int, head_dim: int) -> int:
+    """How the warpgroups share a step's dq: 64 rows each, or half of the columns each."""
+    return head_dim if block_q == 128 else head_dim // 2
+
+
+def narrow_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
+    """head_dim 64 and 128: two warpgroups of 64 keys each.
+
+    Only the gradient of the queries needs both warpgroups' scores, which they share through shared memory.
+    """
+    refs = dict(zip(names, args, strict=True))
+
+    def run_warpgroups(smem: dict[str, Any]) -> None:
+        walk = Walk(plan, refs)
+        warpgroup, first_key = walk.warpgroup, walk.first_key
+        pairs = Pairs(walk, refs, smem)
+
+        @pl.when(warpgroup == 2)
+        def _fetch() -> None:
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            for half in range(2):
+                at = walk.keys_at(pl.ds(first_key + half * WGMMA_ROWS, WGMMA_ROWS))
+                plgpu.copy_gmem_to_smem(refs["k"].at[at], smem["k"].at[half], smem["kv_arrived"])
+                plgpu.copy_gmem_to_smem(refs["v"].at[at], smem["v"].at[half], smem["kv_arrived"])
+            pairs.fetch_keys(smem["kv_arrived"])
+            _fetch_steps(walk, pairs, refs, smem)
+
+        @pl.when(warpgroup < 2)
+        def _() -> None:
+            _narrow_compute(plan, refs, smem, walk, pairs)
+
+    specs = narrow_scratch(plan.config, refs["q"].shape[-1], refs["q"].dtype, Lines.of(refs, plan.config))
+    pl.run_scoped(run_warpgroups, specs, collective_axes="warpgroup")
+
+
+def _narrow_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: Walk, pairs: Pairs) -> None:
+    block_q, num_stages = plan.block_q, plan.config.stages
+    head_dim, dtype = refs["q"].shape[-1], refs["q"].dtype
+    warpgroup, by_rows, dq_columns = walk.warpgroup, block_q == 128, narrow_dq_columns(block_q, head_dim)
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    my_first_key = walk.first_key + warpgroup * WGMMA_ROWS
+
+    def step(visit: Visit, masked: bool, dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
+        done = visit.done
+        slot, half = lax.rem(done, num_stages), lax.rem(done, 2)
+        first_row = visit.first_row
+        q, do = smem["q"].at[slot], smem["do"].at[slot]
+        zeros = plan.hidden_zeros(head_dim, done, 3)
+        my_keys, my_values = smem["k"].at[warpgroup + zeros[0]], smem["v"].at[warpgroup + zeros[1]]
+
+        def scores(dp_ref: Any) -> Any:
+            plgpu.barrier_wait(smem["q_arrived"].at[slot])
+            plgpu.wgmma(s_ref, my_keys, plgpu.transpose_ref(q, (1, 0)))
+            plgpu.barrier_wait(smem["do_arrived"].at[slot])
+            plgpu.wgmma(dp_ref, my_values, plgpu.transpose_ref(do, (1, 0)))
+            # The exponentials run under the second product, what follows under the third.
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            p, slope = pairs.probabilities(s, load(smem["lse"].at[slot], LAYOUT.reduce(0)))
+            if masked:
+                p = jnp.where(pairs.allowed(my_first_key, first_row, slot), p, 0.0)
+            p = pairs.dropped(p, my_first_key, slot)
+            p16 = pairs.weights(p).astype(dtype)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            plgpu.wgmma(dv_ref, p16, do)
+            ds = pairs.d_scores(p, dp, load(smem["delta"].at[slot], LAYOUT.reduce(0)))
+            return (ds if slope is None else ds * slope).astype(dtype)
+
+        ds = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, block_q), jnp.float32))
+        smem["ds"][half, warpgroup] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["both_here"])
+        plgpu.wgmma_wait(0)  # dv: this step's d_out may go
+        plgpu.barrier_arrive(smem["do_drained"].at[slot])
+        plgpu.wgmma(dk_ref, ds, q)
+        plgpu.barrier_wait(smem["both_here"])
+
+        def d_queries(dq_ref: Any) -> Any:
+            for part in range(2):
+                part_ds, part_keys = smem["ds"].at[half, part], smem["k"].at[part + zeros[2]]
+                if by_rows:
+                    part_ds = part_ds.at[:, pl.ds(warpgroup * 64, 64)]
+                else:
+                    part_keys = part_keys.at[:, pl.ds(warpgroup * dq_columns, dq_columns)]
+                plgpu.wgmma(dq_ref, plgpu.transpose_ref(part_ds, (1, 0)), part_keys)
+            # The next step's scores start from zero; cleared here, under the products in flight.
+            s_ref[...] = plgpu.layout_cast(jnp.full((WGMMA_ROWS, block_q), 0, jnp.float32), LAYOUT)
+            return dq_ref[...]
+
+        dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((64, dq_columns), jnp.float32))
+        plgpu.barrier_arrive(smem["q_drained"].at[slot])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        smem["dq"][warpgroup] = dq
+        plgpu.commit_smem()
+        rows, columns = pl.ds(first_row, 64), pl.ds(warpgroup * dq_columns, dq_columns)
+        if by_rows:
+            rows, columns = pl.ds(first_row + warpgroup * 64, 64), pl.ds(0, dq_columns)
+        target = refs["dq"].at[(*walk.dq_at(visit.member, rows), columns)]
+        plgpu.copy_smem_to_gmem(smem["dq"].at[warpgroup], target, reduction_op="add")
+
+    def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
+        walk.compute(
+            my_first_key, WGMMA_ROWS, lambda visit, masked: step(visit, masked, dk_ref, dv_ref, s_ref), pairs.masks
+        )
+        dk, dv = dk_ref[...] * plan.scale, pairs.d_values(dv_ref[...])
+        # The other warpgroup's last dq reads this one's keys.
+        plgpu.barrier_arrive(smem["both_here"])
+        plgpu.barrier_wait(smem["both_here"])
+        smem["k"][warpgroup] = dk.astype(dtype)
+        smem["v"][warpgroup] = dv.astype(dtype)
+        plgpu.commit_smem()
+        at = walk.keys_at(pl.ds(my_first_key, WGMMA_ROWS))
+        plgpu.copy_smem_to_gmem(smem["k"].at[warpgroup], refs["dk"].at[at])
+        plgpu.copy_smem_to_gmem(smem["v"].at[warpgroup], refs["dv"].at[at])
+        plgpu.wait_smem_to_gmem(0)
+
+    plgpu.barrier_wait(smem["kv_arrived"])
+    pairs.hide_unseen(my_first_key, smem["k"].at[warpgroup], smem["v"].at[warpgroup])
+    d_keys = plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, head_dim), jnp.float32)
+    # Nothing is in flight where the loop closes: the compiler would make every product of the loop wait.
+    pl.run_scoped(accumulate, d_keys, d_keys, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, block_q), jnp.float32))
+
+
+WIDE_TILE = WGMMA_ROWS
+
+
+def wide_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines) -> dict[str, Any]:
+    block_q = config.block_q
+    # How many pieces of dq a warpgroup has on their way: lines beyond the plain form's leave room for one.
+    pieces = 2 if lines == Lines(False, False, 0) else 1
+    return _ring_scratch(config, head_dim, dtype, lines, WIDE_TILE, tile_copies=2) | {
+        # One of each; the first index is where a product's own zero goes.
+        "all_keys": plgpu.SMEM((1, WIDE_TILE, head_dim), dtype, transforms=swizzled(dtype)),
+        "all_values": plgpu.SMEM((1, WIDE_TILE, head_dim), dtype, transforms=swizzled(dtype)),
+        "ds": plgpu.SMEM((2, WIDE_TILE, block_q), dtype, transforms=swizzled(dtype)),
+        "dq": plgpu.SMEM((2, pieces, block_q, DQ_COLUMNS), jnp.float32, transforms=swizzled(jnp.float32, 64)),
+    }
+
+
+def wide_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
+    """head_dim 256: two warpgroups share 64 keys.
+
+    The gradients of 64 keys and values would fill one warpgroup's registers at this width, so each warpgroup makes one
+    half of the columns of every gradient. Both compute all of the scores: two products more than five, and in exchange
+    the warpgroups never wait for each other, and probabilities stay in registers.
+    """
+    refs = dict(zip(names, args, strict=True))
+
+    def run_warpgroups(smem: dict[str, Any]) -> None:
+        walk = Walk(plan, refs)
+        warpgroup, first_key = walk.warpgroup, walk.first_key
+        pairs = Pairs(walk, refs, smem)
+        at_keys = walk.keys_at(pl.ds(first_key, WIDE_TILE))
+
+        @pl.when(warpgroup == 2)
+        def _fetch() -> None:
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            plgpu.copy_gmem_to_smem(refs["k"].at[at_keys], smem["all_keys"].at[0], smem["kv_arrived"])
+            plgpu.copy_gmem_to_smem(refs["v"].at[at_keys], smem["all_values"].at[0], smem["kv_arrived"])
+            pairs.fetch_keys(smem["kv_arrived"])
+            _fetch_steps(walk, pairs, refs, smem)
+
+        @pl.when(warpgroup < 2)
+        def _() -> None:
+            _wide_compute(plan, refs, smem, walk, pairs)
+
+    specs = wide_scratch(plan.config, refs["q"].shape[-1], refs["q"].dtype, Lines.of(refs, plan.config))
+    pl.run_scoped(run_warpgroups, specs, collective_axes="warpgroup")
+
+
+def _wide_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: Walk, pairs: Pairs) -> None:
+    block_q, num_stages = plan.block_q, plan.config.stages
+    head_dim, dtype = refs["q"].shape[-1], refs["q"].dtype
+    warpgroup, first_key, half_dim = walk.warpgroup, walk.first_key, head_dim // 2
+    all_keys, all_values = smem["all_keys"], smem["all_values"]
+    k_smem, v_smem = all_keys.at[0], all_values.at[0]
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    my_columns = pl.ds(warpgroup * half_dim, half_dim)
+
+    def step(visit: Visit, masked: bool, dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
+        done = visit.done
+        slot = lax.rem(done, num_stages)
+        first_row = visit.first_row
+        q, do = smem["q"].at[slot], smem["do"].at[slot]
+        zeros = plan.hidden_zeros(head_dim, done, 3)
+        my_ds = smem["ds"].at[warpgroup + zeros[2]]
+
+        def scores(dp_ref: Any) -> Any:
+            plgpu.barrier_wait(smem["q_arrived"].at[slot])
+            plgpu.wgmma(s_ref, all_keys.at[zeros[0]], plgpu.transpose_ref(q, (1, 0)))
+            plgpu.barrier_wait(smem["do_arrived"].at[slot])
+            plgpu.wgmma(dp_ref, all_values.at[zeros[1]], plgpu.transpose_ref(do, (1, 0)))
+            # The exponentials run under the second product, what follows under the third.
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            p, slope = pairs.probabilities(s, load(smem["lse"].at[slot], LAYOUT.reduce(0)))
+            if masked:
+                p = jnp.where(pairs.allowed(first_key, first_row, slot), p, 0.0)
+            p = pairs.dropped(p, first_key, slot)
+            p16 = pairs.weights(p).astype(dtype)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            plgpu.wgmma(dv_ref, p16, do.at[:, my_columns])
+            ds = pairs.d_scores(p, dp, load(smem["delta"].at[slot], LAYOUT.reduce(0)))
+            return (ds if slope is None else ds * slope).astype(dtype)
+
+        ds = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((WIDE_TILE, block_q), jnp.float32))
+        my_ds[...] = ds
+        plgpu.commit_smem()
+
+        def d_queries(dq_ref: Any) -> Any:
+            plgpu.wgmma(dq_ref, plgpu.transpose_ref(my_ds, (1, 0)), all_keys.at[zeros[2], :, my_columns])
+            plgpu.wgmma(dk_ref, ds, q.at[:, my_columns])
+            # The next step's scores start from zero; cleared here, under the products in flight.
+            s_ref[...] = plgpu.layout_cast(jnp.full((WIDE_TILE, block_q), 0, jnp.float32), LAYOUT)
+            return plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)  # dq leaves under the product for dk
+
+        dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((block_q, half_dim), jnp.float32))
+        plgpu.barrier_arrive(smem["do_drained"].at[slot])
+        rows = walk.dq_at(visit.member, pl.ds(first_row, block_q))
+        pieces = smem["dq"].shape[1]
+        for number, column in enumerate(range(0, half_dim, DQ_COLUMNS)):
+            piece = smem["dq"].at[warpgroup, number % pieces]
+            plgpu.wait_smem_to_gmem(pieces - 1, wait_read_only=True)
+            piece[...] = dq[:, column : column + DQ_COLUMNS]
+            plgpu.commit_smem()
+            target = refs["dq"].at[(*rows, pl.ds(warpgroup * half_dim + column, DQ_COLUMNS))]
+            plgpu.copy_smem_to_gmem(piece, target, reduction_op="add")
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(smem["q_drained"].at[slot])
+
+    def meet() -> None:
+        plgpu.barrier_arrive(smem["both_here"])
+        plgpu.barrier_wait(smem["both_here"])
+
+    def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
+        walk.compute(
+            first_key, WIDE_TILE, lambda visit, masked: step(visit, masked, dk_ref, dv_ref, s_ref), pairs.masks
+        )
+        dk, dv = dk_ref[...] * plan.scale, pairs.d_values(dv_ref[...])
+        meet()  # the other warpgroup's last products read all of the keys and values
+        k_smem.at[:, my_columns][...] = dk.astype(dtype)
+        v_smem.at[:, my_columns][...] = dv.astype(dtype)
+        plgpu.commit_smem()
+        meet()
+        # A copy takes whole tiles of rows, so one warpgroup sends the keys and the other the values.
+        for sender, source, target in ((0, k_smem, refs["dk"]), (1, v_smem, refs["dv"])):
+
+            @pl.when(warpgroup == sender)
+            def _(source: Any = source, target: Any = target) -> None:
+                plgpu.copy_smem_to_gmem(source, target.at[walk.keys_at(pl.ds(first_key, WIDE_TILE))])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    plgpu.barrier_wait(smem["kv_arrived"])
+    pairs.hide_unseen(first_key, k_smem, v_smem)
+    d_keys = plgpu.WGMMAAccumulatorRef((WIDE_TILE, half_dim), jnp.float32)
+    # Nothing is in flight where the loop closes: the compiler would make every product of the loop wait.
+    pl.run_scoped(accumulate, d_keys, d_keys, plgpu.WGMMAAccumulatorRef((WIDE_TILE, block_q), jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One of the two: the keys of a program, its scratch, and its kernel."""
+
+    tile: int
+    scratch: Callable[[HopperGradConfig, int, Any, Lines], dict[str, Any]]
+    kernel: Callable[..., None]
+
+
+NARROW, WIDE = Loop(NARROW_TILE, narrow_scratch, narrow_kernel), Loop(WIDE_TILE, wide_scratch, wide_kernel)

@@ -1,0 +1,772 @@
+"""Attention forward for Hopper's tensor cores, in Pallas (Mosaic GPU): its blocks, its launch, and the kernel.
+
+A program computes 128 rows of queries of one head with three warpgroups. One streams blocks of keys and values by TMA
+into a ring of stages. Two compute 64 rows each with the online softmax, and barriers make them take turns on the
+tensor cores, so that one's softmax runs under the other's products. Only blocks that some query sees in part are
+masked. A mask or bias of pairs comes by TMA too, each warpgroup's own tile one block ahead. Causal programs with the
+most work start first. What a call does not ask for leaves no trace in its program: every form is a branch taken while
+tracing.
+
+Blocks that no query of the program can see are never fetched: by position they are left out of a range, by the
+operands (block mask, segments, mask) out of a table (see masking). Lengths and head sizes that the tiles do not divide
+are padded with zeros, and cut again.
+
+Keys that nobody sees: what lies in them has no effect, NaN included, when position or the segments or the mask rule
+them out for every query of the head, or the block mask does in whole tiles (128 queries by a block of keys). A value
+that some query sees may reach, if it is NaN, other queries of the same tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from capibara.errors import rule_error
+from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.varying import out_struct, vary_alike
+from capibara.kernels.ops.attention.hopper.calls import (
+    ABOVE_CUDNN,
+    BELOW_CUDNN,
+    HEADS_TOGETHER,
+    LENGTH_AXIS,
+    best_order,
+    check_order,
+    padded_head_dim,
+    pads_copies,
+    refuses,
+)
+from capibara.kernels.ops.attention.hopper.masking import (
+    DEAD,
+    LAYOUT,
+    WHOLE,
+    Band,
+    Grid,
+    Tile,
+    laid_out,
+    load,
+    pad_to,
+    pad_to_blocks,
+    round_up,
+    smem_bytes,
+    some_and_every,
+    zero_unseen,
+)
+from capibara.kernels.ops.attention.masking import FAR, Window, both, expand_blocks, span
+from capibara.kernels.pallas import hopper, prng
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, multiprocessors, swizzled
+
+REDUCTION_BYTES = 1024  # a row's maximum and sum stay inside a warp, so that little of it is used
+MOST_REGISTERS = 224  # of a thread's 232 for tiles
+FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
+# What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
+# subtracts it without making a NaN.
+LOWEST = -1e30
+PAIR_TILES = ("bias_tile", "mask_tile")  # operands that have a number for each pair of query and key
+COUNTS = 2  # the table's first entries: how many blocks are whole, and how many are live
+UNSEEN = 1  # the entry's flag for a block with keys that no query may see
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperConfig:
+    """Rows of queries a warpgroup, keys a block, and how many blocks are fetched ahead.
+
+    With `programs` that many programs go over the tiles of queries, one after another, so that a tile's first keys are
+    fetched while the one before it ends; with 0 each tile is a program of its own. `order` is that in which tiles
+    start: the axis named last changes first.
+    """
+
+    block_q: int = 64
+    block_k: int = 128
+    stages: int = 2
+    take_turns: bool = True
+    programs: int = 0
+    order: str = HEADS_TOGETHER
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (64, 128):
+            raise rule_error("block_q is 64 or 128", self.block_q, "use 64")
+        if self.block_k % 64 or not 64 <= self.block_k <= 256:
+            raise rule_error("block_k is a multiple of 64 up to 256", self.block_k, "use 128")
+        if self.stages < 2:
+            raise rule_error("stages is two or more", self.stages, "use 2")
+        if self.programs < 0:
+            raise rule_error("programs is 0 or more", self.programs, "use 0, a program for each tile")
+        check_order(self.order)
+
+    @property
+    def tile(self) -> int:
+        """Rows of queries a program: two warpgroups' worth."""
+        return 2 * self.block_q
+
+    def divides(self, block_size: tuple[int, int]) -> bool:
+        """Whether every tile of the kernel lies inside one block of the caller's block mask."""
+        return block_size[0] % self.tile == 0 and block_size[1] % self.block_k == 0
+
+    def registers(self, head_dim: int) -> int:
+        """A thread's share of the scores, the probabilities in half precision, and the output."""
+        return self.block_q * (padded_head_dim(head_dim) + self.block_k + self.block_k // 2) // 128
+
+
+def scratch(
+    config: HopperConfig, head_dim: int, dtype: Any, pair_dtypes: Mapping[str, Any], with_lse: bool
+) -> dict[str, Any]:
+    """A program's shared memory: `head_dim` is padded, `pair_dtypes` are those of the PAIR_TILES that it has."""
+    block_q, block_k, num_stages = config.block_q, config.block_k, config.stages
+    refs: dict[str, Any] = {
+        "q": plgpu.SMEM((2, block_q, head_dim), dtype, transforms=swizzled(dtype)),  # the output's too, if alone
+        "k": plgpu.SMEM((num_stages, block_k, head_dim), dtype, transforms=swizzled(dtype)),
+        "v": plgpu.SMEM((num_stages, block_k, head_dim), dtype, transforms=swizzled(dtype)),
+    }
+    for name, pair_dtype in pair_dtypes.items():
+        transforms = swizzled(pair_dtype, pair_swizzle(block_k, pair_dtype))
+        refs[name] = plgpu.SMEM((2, block_q, block_k), pair_dtype, transforms=transforms)
+    refs |= {
+        "q_arrived": plgpu.Barrier(num_barriers=2),
+        "k_arrived": plgpu.Barrier(num_barriers=num_stages),
+        "v_arrived": plgpu.Barrier(num_barriers=num_stages),
+        "k_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "v_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+    }
+    if config.programs:
+        # The next tile's queries arrive while this one's output leaves.
+        refs["out"] = plgpu.SMEM((2, block_q, head_dim), dtype, transforms=swizzled(dtype))
+    if with_lse:
+        refs["lse"] = plgpu.SMEM((2, block_q), jnp.float32)
+    if pair_dtypes:
+        refs["pairs_arrived"] = plgpu.Barrier(num_arrivals=len(pair_dtypes), num_barriers=2)
+    return refs
+
+
+def pair_swizzle(block_k: int, dtype: Any) -> int:
+    """Bytes of the swizzle of a tile whose rows have `block_k` elements."""
+    return 128 if block_k * jnp.dtype(dtype).itemsize % 128 == 0 else 64
+
+
+@functools.lru_cache(maxsize=4096)
+def fits(config: HopperConfig, head_dim: int, dtype: Any, pair_dtypes: tuple[tuple[str, Any], ...]) -> bool:
+    # With a log-sum-exp, whether the call returns one or not: tuned configs serve both.
+    refs = scratch(config, padded_head_dim(head_dim), dtype, dict(pair_dtypes), with_lse=True)
+    return smem_bytes(refs, REDUCTION_BYTES) <= SMEM_BYTES and config.registers(head_dim) <= MOST_REGISTERS
+
+
+def bias_tile_dtype(bias: Any) -> Any:
+    """Of a bias that is streamed tile by tile, None for other ones: float64 is narrowed, one row needs no tile."""
+    if bias is None or bias.shape[2] == 1:
+        return None
+    return jnp.dtype(jnp.float32 if bias.dtype.itemsize > 4 else bias.dtype)
+
+
+def folds_mask(head_dim: int, bias: Any, masked_by_tile: bool) -> bool:
+    """Whether the widest heads leave no room for a mask beside a bias in float32: it travels in the bias."""
+    bias_dtype = bias_tile_dtype(bias)
+    return masked_by_tile and bias_dtype == jnp.float32 and padded_head_dim(head_dim) == 256
+
+
+def _fits(call: Call, config: HopperConfig) -> bool:
+    q, bias, mask = call.need("q"), call["bias"], call["mask"]
+    size = cast("tuple[int, int] | None", call.params["block_size"])
+    masked_by_tile = (mask is not None and mask.shape[2] > 1) or (size is not None and not config.divides(size))
+    pair_dtypes = {"bias_tile": bias_tile_dtype(bias)} if bias_tile_dtype(bias) is not None else {}
+    if masked_by_tile and not folds_mask(q.shape[-1], bias, masked_by_tile):
+        pair_dtypes["mask_tile"] = jnp.dtype(jnp.int8)
+    return fits(config, q.shape[-1], jnp.dtype(q.dtype), tuple(pair_dtypes.items()))
+
+
+def _plain(call: Call) -> bool:
+    """Whether position alone decides who sees whom, and nothing is added to the scores or drawn for them."""
+    absent = ("bias", "mask", "q_segments", "block_mask")
+    return not call.params["dropout_rate"] and all(call[name] is None for name in absent)
+
+
+def candidates(call: Call) -> Sequence[HopperConfig]:
+    """Block sizes whose tiles fit shared memory, and whose scores and outputs fit the registers."""
+    keys = call.need("k").shape[2]
+    configs = [
+        HopperConfig(block_q, block_k, num_stages, turns, order=best_order(call.need("q").shape[-1]))
+        for block_q, block_k in ((64, 128), (64, 64), (64, 192), (64, 256), (128, 64), (128, 128))
+        for num_stages in (2, 3, 4)
+        for turns in (True, False)
+        if block_k <= max(round_up(keys, 64), 64)
+    ]
+    if _plain(call):
+        programs = multiprocessors(call.target.device_kind)
+        configs += [dataclasses.replace(c, programs=programs) for c in configs if c.take_turns]
+    configs = [c for c in configs if _fits(call, c)]
+    size = call.params["block_size"]
+    # A block mask costs nothing where it is made of whole tiles; otherwise it becomes a mask of pairs.
+    dividing = [c for c in configs if size is None or c.divides(cast(tuple[int, int], size))]
+    return dividing or configs
+
+
+def default_config(call: Call) -> HopperConfig:
+    """By head size; fewer keys a block where the call leaves less room."""
+    head_dim = padded_head_dim(call.need("q").shape[-1])
+    # What is added to each score, or drawn for it, wants registers too.
+    preferred = {64: 256 if _plain(call) else 128, 128: 128, 256: 64}[head_dim]
+    # Tiles one after another in one program gained 9 to 24 % on an H200 where a tile is soon done, at head_dim 64, and
+    # 2 to 16 % where all tiles take as long, without causality. With it, at head_dim 128, they cost 3 to 19 % at four
+    # of five shapes: the longest no longer start first.
+    in_turn = _plain(call) and (head_dim == 64 or (head_dim == 128 and not call.params["causal"]))
+    fitting = [c for c in candidates(call) if c.block_q == 64 and c.stages == 2 and c.take_turns]
+    fitting = [c for c in fitting if bool(c.programs) == in_turn] or fitting
+    return max((c for c in fitting if c.block_k <= preferred), key=lambda c: c.block_k, default=fitting[0])
+
+
+def rank(call: Call) -> float:
+    """Where no tuned case is near. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
+    and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Where it
+    pads copies it was behind by 22 to 50 % at five shapes of six (head sizes 80, 96, 192; lengths 577, 1500)."""
+    if pads_copies(call):
+        return BELOW_CUDNN
+    if not call.params["causal"] and call.params["window"] is None:
+        return ABOVE_CUDNN if call.need("k").shape[2] <= 4096 else BELOW_CUDNN
+    return ABOVE_CUDNN
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static that the kernel knows of a call."""
+
+    config: HopperConfig
+    grid: Grid
+    batch: int
+    heads: int
+    group: int  # query heads of one key head
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    heads_first: bool  # [batch, heads, length, head_dim] in memory; else the length comes before the heads
+    folded: bool  # a bias of minus infinity stands for a mask
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"batch": self.batch, "head": self.heads, "tile": self.grid.counts[0]}
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries of all heads."""
+        return self.batch * self.grid.counts[0] * self.heads
+
+    @property
+    def launch(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The kernel's grid: a program for each tile, or as many as run at a time, which go over the tiles."""
+        if self.config.programs:
+            return (min(self.config.programs, self.tiles),), ("program",)
+        names = tuple(self.config.order.split())
+        return tuple(self.sizes[name] for name in names), names
+
+    def place(self, number: Any) -> tuple[Any, Any, Any]:
+        """(batch, head, tile) of the number-th tile."""
+        place = {}
+        for name in reversed(self.config.order.split()):
+            rest = lax.div(number, number * 0 + self.sizes[name])
+            place[name] = number - rest * self.sizes[name]
+            number = rest
+        return place["batch"], place["head"], place["tile"]
+
+    def at(self, batch: Any, head: Any, rows: Any) -> tuple[Any, ...]:
+        """Rows of one head in an operand that lies as the queries do."""
+        return (batch, head, rows) if self.heads_first else (batch, rows, head)
+
+
+def hopper_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None, mask: jax.Array | None = None,
+    q_segments: jax.Array | None = None, kv_segments: jax.Array | None = None, block_mask: jax.Array | None = None,
+    dropout_seed: jax.Array | None = None, *, config: HopperConfig, causal: bool = False, q_offset: int = 0,
+    window: Window = None, scale: float | None = None, softcap: float | None = None, dropout_rate: float = 0.0,
+    block_size: tuple[int, int] | None = None, return_lse: bool = False, physical: str = "bhtd",
+) -> Any:  # fmt: skip
+    """One kernel over all tiles of queries; see the module's text.
+
+    `physical` says how the caller's arrays lie in memory. With "bthd" the kernel reads and writes [batch, length,
+    heads, head_dim]; the transposes here and the caller's own cancel, so that none is ever made.
+    """
+    if physical not in LENGTH_AXIS:
+        raise rule_error(f"physical is one of {', '.join(LENGTH_AXIS)}", repr(physical), "use 'bhtd'")
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, columns = k.shape[1:3]
+    below, above = span(causal, q_offset, window)
+    grid = Grid(rows, Band(below, above, columns), config.tile, config.block_k)
+
+    if block_mask is not None and block_size is not None and not config.divides(block_size):
+        # Blocks that cut through a tile: from here on it is a mask of pairs.
+        mask = both(mask, expand_blocks(block_mask, jnp.arange(rows), jnp.arange(columns), block_size))
+        block_mask = None
+    folded = mask is not None and folds_mask(head_dim, bias, mask.shape[2] > 1)
+    if folded and mask is not None and bias is not None:  # the mask travels in the bias, as minus infinity
+        bias = jnp.where(mask, bias.astype(jnp.float32), -jnp.inf)
+
+    visible = grid.visible_keys(
+        mask, q_segments, kv_segments, {"causal": causal, "q_offset": q_offset, "window": window}
+    )
+    operands: dict[str, jax.Array] = {}
+    if any(x is not None for x in (mask, q_segments, block_mask)):
+        kinds = grid.kinds(mask, q_segments, kv_segments, block_mask, block_size)
+        operands["table"] = key_block_table(grid, kinds, visible)
+    if visible is not None:
+        operands["visible"] = pad_to_blocks(visible.astype(jnp.int32), config.block_k)
+    if q_segments is not None and kv_segments is not None:
+        operands["q_segments"] = pad_to_blocks(q_segments, config.tile)
+        operands["kv_segments"] = pad_to_blocks(kv_segments, config.block_k)
+    for name, x in (("bias", bias), ("mask", None if folded else mask)):
+        if x is None:
+            continue
+        if name == "mask":
+            x = x.astype(jnp.int8)
+        elif x.dtype.itemsize > 4:
+            x = x.astype(jnp.float32)  # float64 has no place in a tile of float32 scores
+        if x.shape[2] == 1:  # one row for all queries
+            operands[f"{name}_row"] = pad_to_blocks(x[:, :, 0], config.block_k)
+        else:  # padded, where it must be, so that TMA takes it in tiles and clips at its end
+            minor = pair_swizzle(config.block_k, x.dtype) // x.dtype.itemsize
+            sizes = max(round_up(x.shape[2], 8), config.tile), max(round_up(x.shape[3], minor), config.block_k)
+            operands[f"{name}_tile"] = pad_to(x, (0, 0, *sizes))
+    if dropout_rate:
+        assert dropout_seed is not None  # the op's check has seen to it
+        operands["seed"] = jax.lax.bitcast_convert_type(dropout_seed, jnp.int32)
+
+    # Transposed before padding and after cutting, so that nothing stands between the caller's transposes and these.
+    q, k, v = (laid_out(x, physical) for x in (q, k, v))
+    length_axis = LENGTH_AXIS[physical]
+
+    def padded(x: jax.Array, length: int, block: int) -> jax.Array:
+        # TMA takes lengths in multiples of 8. An axis of a single tile is dropped from its descriptor, and stores past
+        # the end would not be clipped: there is always room for both warpgroups.
+        sizes = {length_axis: max(round_up(length, 8), block), 3: padded_head_dim(head_dim)}
+        return pad_to(x, tuple(sizes.get(axis, 0) for axis in range(4)))
+
+    q, k, v = padded(q, rows, config.tile), padded(k, columns, config.block_k), padded(v, columns, config.block_k)
+    outs = {"out": out_struct(q.shape, q.dtype, q)}
+    if return_lse:
+        # One number a row is stored without a TMA descriptor, so nothing drops what lies past the last row: the
+        # array is made long enough for whole tiles and cut afterwards.
+        outs["lse"] = out_struct((batch, heads, grid.counts[0] * config.tile), jnp.float32, q)
+    plan = Plan(
+        config=config,
+        grid=grid,
+        batch=batch,
+        heads=heads,
+        group=heads // kv_heads,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        heads_first=physical == "bhtd",
+        folded=folded,
+    )
+    launch, axes = plan.launch
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan, names=("q", "k", "v", *operands, *outs)),
+        out_type=list(outs.values()),
+        grid=launch,
+        grid_names=axes,
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=REDUCTION_BYTES,
+            # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
+            unsafe_no_auto_barriers=True,
+        ),
+    )
+    out, *lse = kernel(*vary_alike((q, k, v, *operands.values())))
+    out = laid_out(jax.lax.slice_in_dim(out, 0, rows, axis=length_axis)[..., :head_dim], physical)
+    return (out, lse[0][:, :, :rows]) if return_lse else out
+
+
+def key_block_table(grid: Grid, kinds: jax.Array, visible: Any) -> jax.Array:
+    """The live blocks of each tile of queries, int32 [B|1, H|1, tiles, COUNTS + blocks + 1].
+
+    First the counts, then `block * 2 + flag` for each live block. One entry more than blocks: the kernel reads one
+    ahead. `visible` [B|1, H|1, keys] is what flags the blocks with unseen keys.
+    """
+    order = jnp.argsort(kinds, axis=-1, stable=True)
+    entries = order * 2
+    if visible is not None:
+        _, every = some_and_every(visible[:, :, None], (1, grid.block_k))
+        flags = jnp.broadcast_to((~every).astype(order.dtype), jnp.broadcast_shapes(every.shape, order.shape))
+        order = jnp.broadcast_to(order, flags.shape)
+        entries = order * 2 + jnp.take_along_axis(flags, order, axis=-1) * UNSEEN
+        kinds = jnp.broadcast_to(kinds, flags.shape)
+    counts = [(kinds == WHOLE).sum(-1, keepdims=True), (kinds != DEAD).sum(-1, keepdims=True)]
+    return jnp.concatenate([*counts, entries, jnp.zeros_like(counts[0])], axis=-1).astype(jnp.int32)
+
+
+# From here on: the kernel.
+
+
+def _kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
+    """Set up shared memory and barriers, then run the three warpgroups."""
+    refs = dict(zip(names, args, strict=True))
+    q = refs["q"]
+    pair_dtypes = {name: refs[name].dtype for name in PAIR_TILES if name in refs}
+    specs = scratch(plan.config, q.shape[-1], q.dtype, pair_dtypes, "lse" in refs)
+
+    def run_warpgroups(*allocated: Any) -> None:
+        smem = dict(zip(specs, allocated, strict=True))
+        smem.setdefault("out", smem["q"])
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 2)
+        def _() -> None:
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            _for_each_tile(plan, lambda turn, fetched: _fetch(plan, refs, smem, Walk(plan, refs, turn.place, fetched)))
+
+        @pl.when(warpgroup < 2)
+        def _() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            compute = functools.partial(_compute, plan, refs, smem, warpgroup)
+            _for_each_tile(plan, lambda turn, fetched: compute(turn, Walk(plan, refs, turn.place, fetched)))
+            plgpu.wait_smem_to_gmem(0)
+
+    pl.run_scoped(run_warpgroups, *specs.values(), collective_axes="warpgroup")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """A tile of the program's: whether it is the first, and what follows. All None: it is known to be the only one."""
+
+    place: tuple[Any, Any, Any]
+    is_first: Any = None
+    is_last: Any = None
+    next_place: tuple[Any, Any, Any] | None = None
+
+
+def _for_each_tile(plan: Plan, body: Callable[[_Turn, Any], Any]) -> None:
+    """body(turn, fetched) for every tile of this program; it returns how many blocks were fetched with its own."""
+    if not plan.config.programs:
+        batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+        body(_Turn((batch, head, tile)), 0)
+        return
+    program = lax.axis_index("program")
+    (programs,), _ = plan.launch
+    zero = program * 0
+    count = lax.div(zero + (plan.tiles + programs - 1) - program, zero + programs)
+
+    def one_tile(number: Any, fetched: Any) -> Any:
+        place = plan.place(program + number * programs)
+        # Of the last tile nothing follows; its own place stands in.
+        next_place = plan.place(program + lax.min(number + 1, count - 1) * programs)
+        return body(_Turn(place, number == 0, number + 1 == count, next_place), fetched)
+
+    lax.fori_loop(zero, count, one_tile, zero)
+
+
+class Walk:
+    """A tile's place, and the blocks of keys it goes through: steps `begin` to `end` of a range, or of a table.
+
+    `fetched` counts the blocks that the program has fetched for the tiles before this one.
+    """
+
+    def __init__(self, plan: Plan, refs: dict[str, Any], place: tuple[Any, Any, Any], fetched: Any = 0) -> None:
+        self.plan, self.fetched = plan, fetched
+        grid, block_k, band = plan.grid, plan.config.block_k, plan.grid.band
+        self.batch, self.head, tile = place
+        if band.above != FAR:  # later rows see more keys: the longest programs go first
+            tile = grid.counts[0] - 1 - tile
+        self.tile = tile
+        self.first_row = tile * plan.config.tile
+        # Bounds are values of the kernel even where they are constants: newer Mosaic refuses loops over literals.
+        self.zero = tile * 0
+        self.table: Any = refs.get("table")
+        if self.table is not None:
+            self.begin = self.zero
+            self.end = self._read(1)
+            return
+        # Blocks of keys that some row of the program sees.
+        columns = band.columns
+        self.begin = self.zero if band.below == -FAR else lax.max(self.first_row + band.below, 0) // block_k
+        end_key = self.zero + columns
+        if band.above != FAR:
+            end_key = lax.min(self.first_row + plan.config.tile + band.above, columns)
+        self.end = lax.max(lax.div(end_key + block_k - 1, block_k), self.begin)
+
+    def shared(self, ref: Any) -> tuple[Any, Any]:
+        """The batch and head of an operand that may have one of either for all."""
+        return self.batch if ref.shape[0] > 1 else 0, self.head if ref.shape[1] > 1 else 0
+
+    def _read(self, place: Any) -> Any:
+        return self.table[(*self.shared(self.table), self.tile, place)]
+
+    def entry(self, step: Any) -> Any:
+        """The table's entry, or the step itself."""
+        return step if self.table is None else self._read(COUNTS + step)
+
+    def block(self, entry: Any) -> Any:
+        return entry if self.table is None else lax.shift_right_logical(entry, jnp.ones_like(entry))
+
+    def fetched_before(self, step: Any) -> Any:
+        """How many blocks the program has fetched before this step."""
+        return self.fetched + step - self.begin
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(self.fetched_before(step), self.plan.config.stages)
+
+    def whole_steps(self, start: Any) -> tuple[Any, Any]:
+        """The steps (first, end) whose blocks every row of the warpgroup from `start` on sees whole."""
+        if self.table is not None:
+            return self.begin, self._read(0)
+        config, band = self.plan.config, self.plan.grid.band
+        first, end = self.begin, self.zero + band.columns // config.block_k
+        if band.above != FAR:
+            end = lax.min(end, lax.max(start + band.above + 1, 0) // config.block_k)
+        if band.below != -FAR:
+            last_row_edge = lax.max(start + config.block_q - 1 + band.below, 0)
+            first = lax.div(last_row_edge + config.block_k - 1, config.block_k)
+        first = lax.clamp(self.begin, first, self.end)
+        return first, lax.clamp(first, end, self.end)
+
+
+def _fetch(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: Walk) -> Any:
+    """Keys and values, block by block, as the stages drain."""
+    block_k, num_stages = plan.config.block_k, plan.config.stages
+    kv_head = lax.div(walk.head, jnp.asarray(plan.group, walk.head.dtype))
+
+    @pl.loop(walk.begin, walk.end)
+    def _block(step: Any) -> None:
+        slot = walk.slot(step)
+        at = plan.at(walk.batch, kv_head, pl.ds(walk.block(walk.entry(step)) * block_k, block_k))
+        for name in ("k", "v"):
+
+            @pl.when(walk.fetched_before(step) >= num_stages)
+            def _(name: str = name) -> None:
+                plgpu.barrier_wait(smem[f"{name}_drained"].at[slot])
+
+            plgpu.copy_gmem_to_smem(refs[name].at[at], smem[name].at[slot], smem[f"{name}_arrived"].at[slot])
+
+    return walk.fetched_before(walk.end)
+
+
+def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: Any, turn: _Turn, walk: Walk) -> Any:
+    """64 rows of queries through every block of the walk, and their output."""
+    config, grid, band = plan.config, plan.grid, plan.grid.band
+    block_q, block_k = config.block_q, config.block_k
+    head_dim, dtype = refs["q"].shape[-1], refs["q"].dtype
+    tile = Tile(block_q, block_k)
+    start = walk.first_row + warpgroup * block_q
+    rows = pl.ds(start, block_q)
+
+    def fetch_queries(walk: Walk) -> None:
+        at = plan.at(walk.batch, walk.head, pl.ds(walk.first_row + warpgroup * block_q, block_q))
+        plgpu.copy_gmem_to_smem(refs["q"].at[at], smem["q"].at[warpgroup], smem["q_arrived"].at[warpgroup])
+
+    if turn.is_first is None:
+        fetch_queries(walk)
+    else:
+        pl.when(turn.is_first)(lambda: fetch_queries(walk))
+
+    pair_names = [name for name in PAIR_TILES if name in refs]
+
+    def fetch_pairs(block: Any) -> None:
+        for name in pair_names:
+            at = (*walk.shared(refs[name]), rows, pl.ds(block * block_k, block_k))
+            plgpu.copy_gmem_to_smem(refs[name].at[at], smem[name].at[warpgroup], smem["pairs_arrived"].at[warpgroup])
+
+    if pair_names:
+        pl.when(walk.begin < walk.end)(lambda: fetch_pairs(walk.block(walk.entry(walk.begin))))
+    if "q_segments" in refs:
+        segments = load(refs["q_segments"].at[walk.batch, rows], tile.row_layout)
+    if plan.dropout_rate:
+        # The part of the generator that is computed once a row, counted over batch, heads and queries.
+        first = (walk.batch * plan.heads + walk.head) * grid.rows + start
+        numbers = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=tile.row_layout) + first
+        row_keys = prng.row_keys((refs["seed"][0], refs["seed"][1]), numbers)
+
+    def key_row(name: str, block: Any) -> Any:
+        """One number a key of the block, over the tile."""
+        at = (*walk.shared(refs[name]), pl.ds(block * block_k, block_k))
+        return tile.spread_columns(load(refs[name].at[at], tile.column_layout))
+
+    def allowed_pairs(block: Any, pairs: dict[str, Any]) -> Any:
+        """Which pairs of the tile see each other; None where nothing is ruled out."""
+        first_column = block * block_k
+        rules = []
+        column = tile.column_numbers(first_column)
+        if band.columns % block_k:
+            rules.append(column < band.columns)
+        if band.above != FAR:
+            rules.append(column <= tile.row_numbers(start + band.above))
+        if band.below != -FAR:
+            rules.append(column >= tile.row_numbers(start + band.below))
+        rules = [functools.reduce(lambda x, y: x & y, rules)] if rules else []
+        if "q_segments" in refs:
+            of_keys = load(refs["kv_segments"].at[walk.batch, pl.ds(first_column, block_k)], tile.column_layout)
+            rules.append(tile.same_segment(segments, of_keys))
+        if "mask_tile" in pairs:
+            rules.append(pairs["mask_tile"] != 0)
+        if plan.folded:  # by the bias itself: a soft cap has made its minus infinity finite
+            rules.append(pairs["bias_tile"].astype(jnp.float32) != -jnp.inf)
+        if "mask_row" in refs:
+            rules.append(key_row("mask_row", block) != 0)
+        return functools.reduce(lambda x, y: x & y, rules) if rules else None
+
+    def exponents(s: Any, block: Any, pairs: dict[str, Any], masked: bool) -> tuple[Any, float]:
+        """(x, unit), unit > 0, of raw products: x * unit are the exponents of two of bias, soft cap and masks."""
+        scale = plan.scale
+        if "bias_tile" in pairs or "bias_row" in refs:
+            bias = pairs["bias_tile"] if "bias_tile" in pairs else key_row("bias_row", block)
+            s, scale = s * scale + bias.astype(jnp.float32), 1.0
+        unit = scale * LOG2E
+        if plan.softcap is not None:
+            # tanh from an exponential, which the hardware has.
+            s = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * scale * LOG2E / plan.softcap)))
+            unit = plan.softcap * LOG2E
+        if unit <= 0:  # the maximum is taken before the unit is applied, and minus infinity must stay what it is
+            s, unit = s * unit, 1.0
+        if masked:
+            allowed = allowed_pairs(block, pairs)
+            s = s if allowed is None else jnp.where(allowed, s, -jnp.inf)
+        return s, unit
+
+    def hide_unseen_values(values: Any, entry: Any, block: Any) -> None:
+        """Clear the values of keys that no query may see, in a block that has some."""
+        first_column = block * block_k
+        if "visible" in refs:
+            visible = refs["visible"]
+
+            def seen(offset: int, size: int, layout: Any) -> Any:
+                return load(visible.at[(*walk.shared(visible), pl.ds(first_column + offset, size))], layout) != 0
+
+            pl.when((entry & UNSEEN) != 0)(lambda: zero_unseen(values, seen))
+        elif grid.splits_a_block:
+            first, end = grid.seen
+
+            def seen_by_position(offset: int, size: int, layout: Any) -> Any:
+                column = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + (first_column + offset)
+                return (column >= first) & (column < end)
+
+            unseen = (first_column < first) | (first_column + block_k > end)
+            pl.when(unseen)(lambda: zero_unseen(values, seen_by_position))
+
+    # A warpgroup has the tensor cores for one block's values and the next block's keys, and then the other has them.
+    def give_turn() -> None:
+        if config.take_turns:
+            hopper.give_turn()
+
+    def await_turn() -> None:
+        if config.take_turns:
+            hopper.await_turn()
+
+    def block_step(step: Any, carry: Any, masked: bool) -> Any:
+        acc, m_i, l_i, *ahead = carry
+        slot = walk.slot(step)
+        # A table's entry was read a step ahead: its latency is hidden.
+        entry = ahead[0] if ahead else step
+        next_entry = walk.entry(step + 1)
+        block = walk.block(entry)
+
+        def queries_by_keys(ref: Any) -> Any:
+            plgpu.wgmma(ref, smem["q"].at[warpgroup], plgpu.transpose_ref(smem["k"].at[slot], (1, 0)))
+            give_turn()
+            return ref[...]
+
+        s = pl.run_scoped(queries_by_keys, plgpu.WGMMAAccumulatorRef((block_q, block_k), jnp.float32))
+        plgpu.barrier_arrive(smem["k_drained"].at[slot])
+        pairs = {}
+        if pair_names:
+            plgpu.barrier_wait(smem["pairs_arrived"].at[warpgroup])
+            for name in pair_names:
+                if masked or name != "mask_tile":
+                    pairs[name] = load(smem[name].at[warpgroup], LAYOUT)
+            # Every thread has read its part: the next tile may land on it.
+            plgpu.commit_smem()
+            pl.when(step + 1 < walk.end)(lambda: fetch_pairs(walk.block(next_entry)))
+
+        s, unit = exponents(s, block, pairs, masked)
+        m_next = jnp.maximum(m_i, s.max(axis=1) * unit)
+        alpha = jnp.exp2(m_i - m_next)
+        p = jnp.exp2(s * unit - lax.broadcast_in_dim(m_next, s.shape, [0]))
+        acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+        l_i = l_i * alpha + p.sum(axis=1)
+        if plan.dropout_rate:  # after the rows' sums
+            p = jnp.where(tile.dropout_keeps(row_keys, block * block_k, plan.dropout_rate), p, 0.0)
+        p16 = p.astype(dtype)
+        acc, l_i, m_next, p16 = lax.optimization_barrier((acc, l_i, m_next, p16))
+        plgpu.barrier_wait(smem["v_arrived"].at[slot])
+        if masked:
+            hide_unseen_values(smem["v"].at[slot], entry, block)
+        await_turn()
+
+        def add_values(ref: Any) -> None:
+            plgpu.wgmma(ref, p16, smem["v"].at[slot])
+
+            @pl.when(step + 1 < walk.end)
+            def _() -> None:
+                plgpu.barrier_wait(smem["k_arrived"].at[walk.slot(step + 1)])
+
+        acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
+        plgpu.barrier_arrive(smem["v_drained"].at[slot])
+        return (acc, m_next, l_i, next_entry) if ahead else (acc, m_next, l_i)
+
+    plgpu.barrier_wait(smem["q_arrived"].at[warpgroup])
+    carry: Any = (
+        plgpu.layout_cast(jnp.full((block_q, head_dim), 0, jnp.float32), LAYOUT),
+        plgpu.layout_cast(jnp.full((block_q,), LOWEST, jnp.float32), LAYOUT.reduce(1)),
+        plgpu.layout_cast(jnp.full((block_q,), 0, jnp.float32), LAYOUT.reduce(1)),
+    )
+    if walk.table is not None:
+        carry = (*carry, walk.entry(walk.begin))
+
+    @pl.when(walk.begin < walk.end)
+    def _() -> None:
+        plgpu.barrier_wait(smem["k_arrived"].at[walk.slot(walk.begin)])
+
+    # The first of all turns is the first warpgroup's.
+    pl.when((warpgroup == 1) if turn.is_first is None else (warpgroup == 1) | ~turn.is_first)(await_turn)
+    whole_begin, whole_end = walk.whole_steps(start)
+    partial_step = functools.partial(block_step, masked=True)
+    if walk.table is None and band.below != -FAR:
+        carry = lax.fori_loop(walk.begin, whole_begin, partial_step, carry)
+    carry = lax.fori_loop(whole_begin, whole_end, functools.partial(block_step, masked=False), carry)
+    # Whether blocks that are seen in part may come after the whole ones.
+    by_pairs = any(name in refs for name in ("q_segments", "mask_tile", "mask_row"))
+    by_position = band.above != FAR or band.columns % block_k != 0 or (walk.table is not None and band.below != -FAR)
+    if by_pairs or by_position:
+        # Counted from zero: a count that starts from what was read from an operand varies over the mesh in shard_map.
+        zero = walk.end * 0 if walk.table is None else warpgroup * 0
+        left = walk.end - whole_end
+        carry = lax.fori_loop(zero, left, lambda n, c: partial_step(whole_end + n, c), carry)
+    # Of the very last turn nobody waits for the end.
+    pl.when((warpgroup == 0) if turn.is_last is None else (warpgroup == 0) | ~turn.is_last)(give_turn)
+    if turn.next_place is not None:
+        plgpu.commit_smem()  # all threads are done with these queries
+        following = Walk(plan, refs, turn.next_place)
+        pl.when(~turn.is_last)(lambda: fetch_queries(following))
+
+    acc, m_i, l_i = carry[:3]
+    alive = l_i != 0  # a NaN that a query sees stays one
+    kept = 1.0 - plan.dropout_rate
+    inverse = jnp.where(alive, 1.0 / jnp.where(alive, l_i * kept, 1.0), 0.0)
+    acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+    if turn.next_place is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
+    smem["out"][warpgroup] = acc.astype(dtype)
+    if "lse" in refs:
+        lse = (m_i + jnp.log2(jnp.where(alive, l_i, 1.0))) / LOG2E
+        smem["lse"][warpgroup] = jnp.where(alive, lse, -jnp.inf)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem["out"].at[warpgroup], refs["out"].at[plan.at(walk.batch, walk.head, rows)])
+    if "lse" in refs:
+        plgpu.copy_smem_to_gmem(smem["lse"].at[warpgroup], refs["lse"].at[walk.batch, walk.head, rows])
+    return walk.fetched_before(walk.end)
+
+
+IMPLEMENTATION = Implementation(
+    "hopper",
+    hopper_forward,
+    platforms=("gpu",),
+    refuses=refuses,
+    rank=rank,
+    kernel=True,
+    hints=("physical",),
+    config_type=HopperConfig,
+    default_config=default_config,
+    candidates=candidates,
+)
