@@ -42,8 +42,6 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 KERNELS = [["core"], ["pallas"], ["ops"], ["lab"]]
 
 FILES_IN_A_FOLDER = 25
-TO_BE_MERGED = {"capibara/kernels/ops/attention": 45}
-"""Folders that have more: their kernels are cut into pieces that belong in one file each."""
 
 
 @cache
@@ -169,7 +167,7 @@ def test_what_is_kept_by_argument_is_bounded() -> None:
 
 def test_folders_are_small_enough_to_read() -> None:
     count = Counter(str(path.parent.relative_to(SOURCE)) for path in _modules().values())
-    large = {folder: n for folder, n in count.items() if n > TO_BE_MERGED.get(folder, FILES_IN_A_FOLDER)}
+    large = {folder: n for folder, n in count.items() if n > FILES_IN_A_FOLDER}
     assert not large
 
 

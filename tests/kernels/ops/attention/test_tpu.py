@@ -15,10 +15,12 @@ from capibara.compile import lower_for
 from capibara.kernels import interpret, target
 from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Call
-from capibara.kernels.ops.attention import pallas_tpu, pallas_tpu_common, pallas_tpu_grad
-from capibara.kernels.ops.attention.pallas_tpu_common import DEAD, PARTIAL, WHOLE, FlashConfig
-from capibara.kernels.ops.attention.pallas_tpu_grad import FlashGradConfig
 from capibara.kernels.ops.attention.reference import reference, reference_grad
+from capibara.kernels.ops.attention.tpu import backward as tpu_backward
+from capibara.kernels.ops.attention.tpu import blocks as tpu_blocks
+from capibara.kernels.ops.attention.tpu import forward as tpu_forward
+from capibara.kernels.ops.attention.tpu.backward import FlashGradConfig
+from capibara.kernels.ops.attention.tpu.blocks import DEAD, PARTIAL, WHOLE, FlashConfig
 from capibara.kernels.pallas import prng, vmem
 
 OPTIONAL = ("bias", "mask", "q_segments", "kv_segments", "block_mask", "dropout_seed")
@@ -181,11 +183,11 @@ def emulated(case: Case, mode: str = "hlo") -> dict[str, np.ndarray]:
 
     def both(q: Any, k: Any, v: Any, do: Any, d_lse: Any, *extra: Any) -> dict[str, Any]:
         config = FlashConfig(*case.config, length_minor=case.length_minor)
-        out, lse = pallas_tpu.pallas_tpu(q, k, v, *extra, config=config, return_lse=True, **params)
+        out, lse = tpu_forward.tpu_forward(q, k, v, *extra, config=config, return_lse=True, **params)
         found = {"out": out, "lse": lse}
         grad_config = FlashGradConfig(*case.config, fused=case.fused, length_minor=case.length_minor)
         flow = jnp.where(jnp.isneginf(lse), 0.0, d_lse)
-        grads = pallas_tpu_grad.pallas_tpu_grad(q, k, v, *extra, out, lse, do, flow, config=grad_config, **params)
+        grads = tpu_backward.tpu_backward(q, k, v, *extra, out, lse, do, flow, config=grad_config, **params)
         found |= {n: x for n, x in zip(("dq", "dk", "dv", "dbias"), grads, strict=True) if x is not None}
         return found
 
@@ -264,7 +266,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_lowers_for_tpu(name: str) -> None:
     sizes, params = ODD[name]
-    for call, made in zip(calls(*sizes, **params), (pallas_tpu, pallas_tpu_grad), strict=True):
+    for call, made in zip(calls(*sizes, **params), (tpu_forward, tpu_backward), strict=True):
         assert made.refuses(call) is None  # type: ignore[attr-defined]
         implementation = made.IMPLEMENTATION  # type: ignore[attr-defined]
         for config in (implementation.default_config(call), implementation.candidates(call)[-1]):
@@ -294,13 +296,13 @@ def test_lowers_for_tpu(name: str) -> None:
 def test_work_is_proportional_to_the_live_blocks(
     t: int, s: int, params: dict[str, Any], blocks: tuple[int, int], most: tuple[int, int, int]
 ) -> None:
-    rules = pallas_tpu_common.rules_of(shapes(1, 1, t, 128), shapes(1, 1, s, 128), {**PARAMS, **params})
-    kinds = pallas_tpu_common.block_kinds(rules, *blocks)
+    rules = tpu_blocks.rules_of(shapes(1, 1, t, 128), shapes(1, 1, s, 128), {**PARAMS, **params})
+    kinds = tpu_blocks.block_kinds(rules, *blocks)
     live, partial, steps = most
     assert (int((kinds != DEAD).sum()), int((kinds == PARTIAL).sum())) == (live, partial)
-    assert pallas_tpu_common.most_live(kinds) == steps
+    assert tpu_blocks.most_live(kinds) == steps
     for by_key in (False, True):
-        walked = pallas_tpu_common.Blocks(rules, blocks, by_key=by_key)
+        walked = tpu_blocks.Blocks(rules, blocks, by_key=by_key)
         lines = walked.banded_table(np).reshape(walked.outer, walked.steps)
         for row, line in zip(kinds.T if by_key else kinds, lines, strict=True):
             alive = np.flatnonzero(row)
@@ -317,15 +319,15 @@ def test_block_kinds_against_every_pair() -> None:
         sides = [None if rng.random() < 0.5 else int(rng.integers(1, 40)) for _ in range(2)]
         params = {**PARAMS, "causal": bool(rng.random() < 0.5), "q_offset": offset, "window": tuple(sides)}
         bq, bk = (int(x) for x in rng.integers(1, 40, 2))
-        rules = pallas_tpu_common.rules_of(shapes(1, 1, t, 8), shapes(1, 1, s, 8), params)
-        kinds = pallas_tpu_common.block_kinds(rules, bq, bk, ragged_rows=True)
+        rules = tpu_blocks.rules_of(shapes(1, 1, t, 8), shapes(1, 1, s, 8), params)
+        kinds = tpu_blocks.block_kinds(rules, bq, bk, ragged_rows=True)
         pairs = np.zeros((kinds.shape[0] * bq, kinds.shape[1] * bk), bool)
         pairs[:t, :s] = allowed_pairs(Case((1, 1), (t, s), params=params))[0, 0]
         blocks = pairs.reshape(kinds.shape[0], bq, kinds.shape[1], bk)
         some, every = blocks.any((1, 3)), blocks.all((1, 3))
         np.testing.assert_array_equal(kinds == WHOLE, every)
         for by_key in (False, True):
-            walked = pallas_tpu_common.Blocks(rules, (bq, bk), by_key=by_key, ragged_rows=True)
+            walked = tpu_blocks.Blocks(rules, (bq, bk), by_key=by_key, ragged_rows=True)
             lines = walked.banded_table(np).reshape(walked.outer, walked.steps)
             for row, line in zip(kinds.T if by_key else kinds, lines, strict=True):
                 alive = np.flatnonzero(row)
@@ -335,8 +337,8 @@ def test_block_kinds_against_every_pair() -> None:
 
 
 def test_segments_and_block_masks_make_dead_blocks() -> None:
-    rules = pallas_tpu_common.rules_of(shapes(1, 1, 512, 64), shapes(1, 1, 512, 64), PARAMS)
-    walked = pallas_tpu_common.Blocks(rules, (128, 128))
+    rules = tpu_blocks.rules_of(shapes(1, 1, 512, 64), shapes(1, 1, 512, 64), PARAMS)
+    walked = tpu_blocks.Blocks(rules, (128, 128))
     segments = jnp.asarray(np.repeat([[0, 1, 1, 2]], 128, axis=1).reshape(1, -1))
     table = jax.jit(lambda a, b: walked.table(None, None, a, b)[0])(segments, segments.at[0, 300].set(2))
     one, two, three = 4 * np.array([1, 2, 3])
@@ -359,7 +361,7 @@ def test_segments_and_block_masks_make_dead_blocks() -> None:
 def test_refuses_with_a_reason() -> None:
     def reasons(*sizes: int, **params: Any) -> tuple[str | None, str | None]:
         forward, backward = calls(*sizes, **params)
-        return pallas_tpu.refuses(forward), pallas_tpu_grad.refuses(backward)
+        return tpu_forward.refuses(forward), tpu_backward.refuses(backward)
 
     assert reasons(1, 1, 1, 256, 64, extra={"bias": shapes(1, 1, 256, 256)}) == (None, None)
     for reason in reasons(1, 1, 1, 256, 512):
@@ -374,16 +376,16 @@ def test_refuses_with_a_reason() -> None:
 def test_candidates_fit_vmem_and_divide_the_block_mask() -> None:
     forward, backward = calls(1, 8, 2, 4096, 128, causal=True)
     limit = vmem.limit(forward)
-    assert all(pallas_tpu.vmem_bytes(forward, c) <= limit for c in pallas_tpu.candidates(forward))
-    made = pallas_tpu_grad.candidates(backward)
-    assert all(pallas_tpu_grad.vmem_bytes(backward, c) <= limit for c in made)
+    assert all(tpu_forward.vmem_bytes(forward, c) <= limit for c in tpu_forward.candidates(forward))
+    made = tpu_backward.candidates(backward)
+    assert all(tpu_backward.vmem_bytes(backward, c) <= limit for c in made)
     assert made[0].fused
     _, long_backward = calls(1, 8, 8, 32768, 128, causal=True)
-    assert not any(c.fused for c in pallas_tpu_grad.candidates(long_backward))  # a head's gradient is 16 MiB
+    assert not any(c.fused for c in tpu_backward.candidates(long_backward))  # a head's gradient is 16 MiB
     blocks = {"extra": {"block_mask": shapes(1, 1, 16, 8, dtype=jnp.bool_)}, "block_size": (256, 512)}
     masked, _ = calls(1, 8, 2, 4096, 128, **blocks)
-    assert pallas_tpu.candidates(masked)
-    assert all(256 % c.block_q == 0 and 512 % c.block_k == 0 for c in pallas_tpu.candidates(masked))
+    assert tpu_forward.candidates(masked)
+    assert all(256 % c.block_q == 0 and 512 % c.block_k == 0 for c in tpu_forward.candidates(masked))
 
 
 def test_heads_are_read_as_xla_lays_them_out() -> None:
@@ -391,7 +393,7 @@ def test_heads_are_read_as_xla_lays_them_out() -> None:
 
     def first(*sizes: int) -> tuple[bool, bool]:
         forward, backward = calls(*sizes)
-        made = pallas_tpu.candidates(forward), pallas_tpu_grad.candidates(backward)
+        made = tpu_forward.candidates(forward), tpu_backward.candidates(backward)
         if sizes[4] % 128:  # the other order stays a choice, after these
             assert all({c.length_minor for c in configs} == {True, False} for configs in made)
         return made[0][0].length_minor, made[1][0].length_minor
@@ -403,7 +405,7 @@ def test_heads_are_read_as_xla_lays_them_out() -> None:
 def test_nothing_but_length_minor_heads_enters_a_narrow_kernel() -> None:
     """XLA's order for narrow heads is the kernel's: around the call axes change places, which moves nothing."""
     forward, _ = calls(1, 2, 1, 256, 64)
-    fn = functools.partial(pallas_tpu.pallas_tpu, config=pallas_tpu.candidates(forward)[0], **PARAMS)
+    fn = functools.partial(tpu_forward.tpu_forward, config=tpu_forward.candidates(forward)[0], **PARAMS)
     x = shapes(1, 2, 256, 64)
     (call,) = [e for e in jax.make_jaxpr(fn)(x, x, x).eqns if e.primitive.name == "pallas_call"]
     heads = [v.aval.shape for v in (*call.invars, *call.outvars) if v.aval.dtype == jnp.bfloat16]
@@ -424,7 +426,7 @@ def test_inside_shard_map_lowers_for_tpu() -> None:
     """The kernel's tables vary over the mesh as its operands do, so a checked shard_map takes it."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
     spec = jax.sharding.PartitionSpec("data")
-    fn = functools.partial(pallas_tpu.pallas_tpu, config=FlashConfig(), **{**PARAMS, "causal": True})
+    fn = functools.partial(tpu_forward.tpu_forward, config=FlashConfig(), **{**PARAMS, "causal": True})
     mapped = jax.shard_map(lambda q, k, v: fn(q, k, v), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     x = shapes(2, 2, 256, 64)
     with target("tpu", "TPU v4"):

@@ -17,12 +17,10 @@ from capibara.kernels.ops.attention import (
     gradient,
     inputs,
     mesh,
-    pallas_tpu,
-    pallas_tpu_grad,
     peers,
     rules,
-    xla_chunked,
-    xla_chunked_grad,
+    xla,
+    xla_grad,
 )
 from capibara.kernels.ops.attention.block_mask import MaskFn
 from capibara.kernels.ops.attention.cases import CASES, GRAD_CASES
@@ -32,6 +30,8 @@ from capibara.kernels.ops.attention.hopper import backward as hopper_backward
 from capibara.kernels.ops.attention.hopper import forward as hopper_forward
 from capibara.kernels.ops.attention.reference import reference, reference_grad
 from capibara.kernels.ops.attention.rope import Rope, rotate_both
+from capibara.kernels.ops.attention.tpu import backward as tpu_backward
+from capibara.kernels.ops.attention.tpu import forward as tpu_forward
 
 OPERANDS = ("q", "k", "v", "bias", "mask", "q_segments", "kv_segments", "block_mask", "dropout_seed")
 PARAMS = {
@@ -90,24 +90,24 @@ ATTENTION = Op(
 
 # Every implementation, forward and backward. An implementation that was asked for by name is asked for backward too.
 IMPLEMENTATIONS = (
-    xla_chunked.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
+    xla.IMPLEMENTATION,
+    tpu_forward.IMPLEMENTATION,
     hopper_forward.IMPLEMENTATION,
     cudnn.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 )
 GRAD_IMPLEMENTATIONS = (
-    xla_chunked_grad.IMPLEMENTATION,
-    pallas_tpu_grad.IMPLEMENTATION,
+    xla_grad.IMPLEMENTATION,
+    tpu_backward.IMPLEMENTATION,
     hopper_backward.IMPLEMENTATION,
     cudnn.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1),
 )
 
-for _made in IMPLEMENTATIONS:
-    ATTENTION.implement(_made)
-for _made in GRAD_IMPLEMENTATIONS:
-    ATTENTION_GRAD.implement(_made)
+for _implementation in IMPLEMENTATIONS:
+    ATTENTION.implement(_implementation)
+for _implementation in GRAD_IMPLEMENTATIONS:
+    ATTENTION_GRAD.implement(_implementation)
 
 
 def attention(

@@ -141,8 +141,8 @@ class Chunked:
     def live(self, row_chunk: Any, column_chunk: Any) -> jax.Array:
         """Whether the block mask and the segments leave anything of a chunk."""
         rows, columns = self._indices(row_chunk, column_chunk)
-        found = self._by_data(rows, columns, with_mask=False)
-        return found.any()  # type: ignore[union-attr]
+        allowed = self._by_data(rows, columns, with_mask=False)
+        return allowed.any()  # type: ignore[union-attr]
 
     def _indices(self, row_chunk: Any, column_chunk: Any) -> tuple[jax.Array, jax.Array]:
         rows = self.row_start(row_chunk) + jnp.arange(self.cq)
@@ -150,17 +150,17 @@ class Chunked:
 
     def _by_data(self, rows: jax.Array, columns: jax.Array, *, with_mask: bool = True) -> jax.Array | None:
         """What the mask, the segments and the block mask allow, as [B|1, Hkv|1, G|1, rows, columns]."""
-        found = None
+        allowed = None
         if self.q_segments is not None and self.kv_segments is not None:
             left = slice_of(self.q_segments, rows[0], self.cq, 1)
             right = slice_of(self.kv_segments, columns[0], self.ck, 1)
-            found = (left[:, :, None] == right[:, None, :])[:, None, None]
+            allowed = (left[:, :, None] == right[:, None, :])[:, None, None]
         if self.block_mask is not None and self.block_size is not None:
             blocks = expand_blocks(self.block_mask, rows, columns, self.block_size)
-            found = both(found, self.by_group(blocks))
+            allowed = both(allowed, self.by_group(blocks))
         if with_mask and self.mask is not None:
-            found = both(found, self.tile(self.mask, rows, columns))
-        return found
+            allowed = both(allowed, self.tile(self.mask, rows, columns))
+        return allowed
 
     def tile(self, x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
         """A mask's or bias's part of a chunk, [B|1, Hkv|1, G|1, rows|1, columns]."""

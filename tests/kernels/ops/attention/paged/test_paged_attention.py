@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import explain, interpret, target
 from capibara.kernels.lab.check import check
-from capibara.kernels.ops.attention.paged import PAGED_ATTENTION, paged_attention, pallas_tpu
+from capibara.kernels.ops.attention.paged import PAGED_ATTENTION, paged_attention
 from capibara.kernels.ops.attention.paged.rules import Sizes
+from capibara.kernels.ops.attention.paged.tpu import forward as tpu
 from capibara.kernels.ops.attention.paged.xla import GroupConfig
 
 SMALL = 100_000  # numbers of a pool
@@ -257,12 +258,12 @@ def sizes_with(**changed: int) -> Sizes:
 )
 def test_a_page_is_read_as_it_lies(n: Sizes, side_by_side: bool, form: str) -> None:
     """What the TPU compiler was seen to lay out without a copy."""
-    assert pallas_tpu.form_of(n, jnp.bfloat16, side_by_side) == form
+    assert tpu.form_of(n, jnp.bfloat16, side_by_side) == form
     pool = (n.pages, n.page_size, n.kv_heads * n.depth) if side_by_side else (n.pages, n.page_size, n.kv_heads, n.depth)
     shapes = [(n.tokens, n.heads, n.depth), pool, pool, (64, 64), (64,)]
     args = [jax.ShapeDtypeStruct(s, "bfloat16" if i < 3 else "int32") for i, s in enumerate(shapes)]
     with target("tpu", "TPU v4"):
-        made = pallas_tpu.candidates(PAGED_ATTENTION.call(*args))
+        made = tpu.candidates(PAGED_ATTENTION.call(*args))
     assert {config.form for config in made} == {form}
 
 
@@ -271,8 +272,8 @@ def test_the_form_is_how_the_pools_enter_the_kernel() -> None:
     case = PAGED_ATTENTION.case("keys-minor")
     pages = case.shapes[1][0]
     for form, page in {"rows": (256, 64), "lanes": (128, 128), "turned": (128, 128)}.items():
-        config = pallas_tpu.PagesConfig(pages=2, chunk=1, form=form)
-        fn = lambda *xs, c=config: pallas_tpu.pallas_tpu(*xs, config=c, **{**PAGED_ATTENTION.params, **case.params})  # noqa: E731
+        config = tpu.PagesConfig(pages=2, chunk=1, form=form)
+        fn = lambda *xs, c=config: tpu.tpu_forward(*xs, config=c, **{**PAGED_ATTENTION.params, **case.params})  # noqa: E731
         traced = jax.make_jaxpr(fn)(*(x for x in case.args() if x is not None))
         (call,) = [e for e in traced.eqns if e.primitive.name == "pallas_call"]
         assert [v.aval.shape for v in call.invars[-2:]] == [(pages, *page)] * 2
@@ -281,11 +282,11 @@ def test_the_form_is_how_the_pools_enter_the_kernel() -> None:
 
 def test_a_form_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="form"):
-        pallas_tpu.PagesConfig(form="columns")
+        tpu.PagesConfig(form="columns")
     pool = jnp.ones((5, 4, 2, 64))
     given = small(query=jnp.ones((3, 4, 64)), key_pages=pool, value_pages=pool)
     with interpret(), pytest.raises(ValueError, match="a page's keys are a multiple of 128 here, not 4"):
-        paged_attention(**given, implementation="pallas_tpu", config=pallas_tpu.PagesConfig(form="turned"))
+        paged_attention(**given, implementation="pallas_tpu", config=tpu.PagesConfig(form="turned"))
 
 
 def test_dispatch_names_its_choice() -> None:

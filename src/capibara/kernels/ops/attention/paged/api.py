@@ -11,9 +11,11 @@ from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.spec import Implementation
 from capibara.kernels.ops.attention import inputs
 from capibara.kernels.ops.attention.paged import debug as values
-from capibara.kernels.ops.attention.paged import mesh, pallas_gpu, pallas_tpu, rules, xla
+from capibara.kernels.ops.attention.paged import mesh, rules, xla
 from capibara.kernels.ops.attention.paged.cases import CASES
+from capibara.kernels.ops.attention.paged.hopper import forward as hopper
 from capibara.kernels.ops.attention.paged.reference import reference
+from capibara.kernels.ops.attention.paged.tpu import forward as tpu
 
 PAGED_ATTENTION = Op(
     "paged_attention",
@@ -30,12 +32,12 @@ PAGED_ATTENTION = Op(
 
 IMPLEMENTATIONS = (
     xla.IMPLEMENTATION,
-    pallas_tpu.IMPLEMENTATION,
-    pallas_gpu.IMPLEMENTATION,
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 )
-for _made in IMPLEMENTATIONS:
-    PAGED_ATTENTION.implement(_made)
+for _implementation in IMPLEMENTATIONS:
+    PAGED_ATTENTION.implement(_implementation)
 
 
 def paged_attention(

@@ -50,7 +50,7 @@ def work_list(
     contexts = jnp.clip(context_lengths, 0, capacity)
     if query_starts is None:
         sequence = jnp.arange(tokens, dtype=jnp.int32)
-        token, held, position = sequence, jnp.ones_like(sequence), contexts - 1
+        token, count, position = sequence, jnp.ones_like(sequence), contexts - 1
     else:
         starts = jnp.clip(query_starts, 0, tokens)
         counts = jnp.maximum(jnp.diff(starts), 0)
@@ -62,11 +62,11 @@ def work_list(
         sequence = jnp.where(live, sequence, 0)
         before = (index - (ends - tiles)[sequence]) * per_tile  # tokens of the sequence in its earlier tiles
         token = starts[sequence] + before
-        held = jnp.where(live, jnp.minimum(per_tile, counts[sequence] - before), 0)
+        count = jnp.where(live, jnp.minimum(per_tile, counts[sequence] - before), 0)
         position = contexts[sequence] - counts[sequence] + before
-    end = jnp.where(held > 0, jnp.maximum(position + held, 0), 0)
+    end = jnp.where(count > 0, jnp.maximum(position + count, 0), 0)
     begin = jnp.zeros_like(end) if window is None else jnp.clip(position - (window - 1), 0, end)
-    return Tiles(*(x.astype(jnp.int32) for x in (sequence, token, held, position, begin, end)))
+    return Tiles(*(x.astype(jnp.int32) for x in (sequence, token, count, position, begin, end)))
 
 
 def split_blocks(tiles: Tiles, block: int, splits: int) -> tuple[jax.Array, jax.Array]:

@@ -71,12 +71,12 @@ def default_config(call: Call) -> GroupConfig:
 def candidates(call: Call) -> Sequence[GroupConfig]:
     first = default_config(call)
     lengths = {first.tokens} if call["query_starts"] is None else {first.tokens, 1, 16, 64}
-    made = [
+    configs = [
         dataclasses.replace(first, tokens=t, keys=k, tiles=max(1, first.tiles * first.keys // k))
         for t in sorted(lengths)
         for k in (first.keys, 128, 2048)
     ]
-    return list(dict.fromkeys([first, *made]))
+    return list(dict.fromkeys([first, *configs]))
 
 
 def xla(
@@ -105,20 +105,20 @@ def xla(
     first, last = work.split_blocks(tiles, block, splits)
     rows = tiles.rows(per_tile, tokens)
     # In plain decoding a tile is a token: nothing is moved, which also leaves a mesh's split of it alone.
-    held = query if query_starts is None else query.at[rows].get(mode="fill", fill_value=0)
-    held = held.reshape(count, per_tile, kv_heads, group, depth)
+    q = query if query_starts is None else query.at[rows].get(mode="fill", fill_value=0)
+    q = q.reshape(count, per_tile, kv_heads, group, depth)
 
-    def one_group(given: Any) -> tuple[jax.Array, jax.Array]:
-        held, tiles, first, last = given
+    def one_group(operands: Any) -> tuple[jax.Array, jax.Array]:
+        q, tiles, first, last = operands
         table = page_table if tiles.sequence.shape[0] == sequences == tokens else page_table[tiles.sequence]
         position = tiles.position[:, None] + jnp.arange(per_tile)  # [tiles, tokens]
-        shape = (held.shape[0], splits, kv_heads, group, per_tile)
-        nothing = vary_like(jnp.zeros(shape, wide), query)
-        start = (nothing - jnp.inf, nothing, jnp.broadcast_to(nothing[..., None], (*shape, depth)))
-        scaled = held.astype(product)
+        shape = (q.shape[0], splits, kv_heads, group, per_tile)
+        zeros = vary_like(jnp.zeros(shape, wide), query)
+        start = (zeros - jnp.inf, zeros, jnp.broadcast_to(zeros[..., None], (*shape, depth)))
+        q = q.astype(product)
 
         def step(number: Any, carry: Any) -> Any:
-            highest, total, summed = carry
+            m_i, l_i, acc = carry
             at = first + number  # the block that each part of each tile is at, [tiles, splits]
             column = at[..., None] * block_pages + jnp.arange(block_pages)
             live = (at < last)[..., None] & (column * page_size < tiles.end[:, None, None])
@@ -133,35 +133,35 @@ def xla(
             here = (at < last)[..., None] & (place >= tiles.begin[:, None, None]) & (place < tiles.end[:, None, None])
             # A product with zero would keep a NaN alive: what no token of the tile sees is put to zero.
             value = jnp.where(here[..., None, None], value, 0)
-            scores = dot("wtkgd,wpskd->wpkgts", scaled, key, wide) * scale_of(scale, depth)
+            scores = dot("wtkgd,wpskd->wpkgts", q, key, wide) * scale_of(scale, depth)
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
             seen = here[:, :, None] & (place[:, :, None] <= position[:, None, :, None])
             if window is not None:
                 seen &= place[:, :, None] > position[:, None, :, None] - window
             scores = jnp.where(seen[:, :, None, None], scores, -jnp.inf)
-            risen = jnp.maximum(highest, scores.max(-1))
-            base = jnp.where(jnp.isneginf(risen), 0, risen)
-            weights = jnp.exp(scores - base[..., None])
-            fade = jnp.exp(highest - base)
-            part = dot("wpkgts,wpskd->wpkgtd", weights.astype(product), value, wide)
-            return risen, total * fade + weights.sum(-1), summed * fade[..., None] + part
+            m_next = jnp.maximum(m_i, scores.max(-1))
+            base = jnp.where(jnp.isneginf(m_next), 0, m_next)
+            p = jnp.exp(scores - base[..., None])
+            alpha = jnp.exp(m_i - base)
+            part = dot("wpkgts,wpskd->wpkgtd", p.astype(product), value, wide)
+            return m_next, l_i * alpha + p.sum(-1), acc * alpha[..., None] + part
 
-        highest, total, summed = jax.lax.fori_loop(0, (last - first).max(), step, start)
-        alive = total != 0  # a NaN among the keys in sight is not nothing, and stays
-        safe = jnp.where(alive, total, 1)
-        lse = jnp.where(alive, highest + jnp.log(safe), -jnp.inf)
-        out, lse = work.join_splits(jnp.where(alive[..., None], summed / safe[..., None], 0), lse, axis=1)
+        m_i, l_i, acc = jax.lax.fori_loop(0, (last - first).max(), step, start)
+        alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
+        safe = jnp.where(alive, l_i, 1)
+        lse = jnp.where(alive, m_i + jnp.log(safe), -jnp.inf)
+        out, lse = work.join_splits(jnp.where(alive[..., None], acc / safe[..., None], 0), lse, axis=1)
         return out.astype(query.dtype), lse  # [tiles, kv_heads, group, tokens, ...]
 
-    given = (held, tiles, first, last)
+    operands = (q, tiles, first, last)
     together = min(config.tiles, count)
     if together == count:
-        out, lse = one_group(given)
+        out, lse = one_group(operands)
     else:
         spare = -count % together
         grouped = jax.tree.map(
-            lambda x: jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, together, *x.shape[1:]), given
+            lambda x: jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, together, *x.shape[1:]), operands
         )
         out, lse = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], jax.lax.map(one_group, grouped))
     out, lse = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1)

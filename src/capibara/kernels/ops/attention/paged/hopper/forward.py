@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
+from capibara.kernels.ops.attention.hopper.masking import smem_bytes
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, swizzled
@@ -36,6 +37,7 @@ ROWS = 64  # of a tensor-core product
 FETCH_REGISTERS = 40
 OUT_COLUMNS = 128  # of the output that leave through shared memory at a time
 COMPUTE_REGISTERS = {1: 240, 2: 232}  # by computing warpgroups
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,36 +68,52 @@ class StreamConfig:
         if self.stages < 2 or self.stages % self.warpgroups:
             raise rule_error("stages is 2 or more and a multiple of warpgroups", self.stages, "use 4")
 
-    def smem_bytes(self, depth: int) -> int:
-        """The query's rows, the ring of keys and values, each warpgroup's output in float32; barriers, alignment."""
-        ring = 2 * 2 * self.stages * self.keys * depth
-        return 2 * ROWS * depth + ring + self.warpgroups * 4 * ROWS * (min(depth, OUT_COLUMNS) + 1) + 4096
+
+def scratch(config: StreamConfig, n: Sizes, dtype: Any, out_dtype: Any) -> dict[str, Any]:
+    """A program's shared memory: the query's rows, the ring of keys and values, each warpgroup's output."""
+    block_k, num_stages, computing = config.keys, config.stages, config.warpgroups
+    pages = max(1, block_k // n.page_size)  # fetched for a block
+    return {
+        "q": plgpu.SMEM((ROWS, n.depth), dtype, transforms=swizzled(dtype)),
+        "k": plgpu.SMEM((num_stages, block_k, n.depth), dtype, transforms=swizzled(dtype)),
+        "v": plgpu.SMEM((num_stages, block_k, n.depth), dtype, transforms=swizzled(dtype)),
+        "out": plgpu.SMEM((computing, ROWS, min(n.depth, OUT_COLUMNS)), out_dtype, transforms=swizzled(out_dtype)),
+        "lse": plgpu.SMEM((computing, ROWS), jnp.float32),
+        "q_arrived": plgpu.Barrier(),
+        "k_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages),
+        "v_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages),
+        "k_drained": plgpu.Barrier(num_barriers=num_stages),
+        "v_drained": plgpu.Barrier(num_barriers=num_stages),
+    }
 
 
-def _matches(config: StreamConfig, n: Sizes) -> bool:
-    whole = config.keys % n.page_size == 0 or n.page_size % config.keys == 0
+def _fits(config: StreamConfig, n: Sizes, dtype: Any) -> bool:
+    if config.keys % n.page_size and n.page_size % config.keys:
+        return False
+    # With the output in float32, as it is where there are several parts to join.
+    used = smem_bytes(scratch(config, n, dtype, jnp.float32), COMPILER_PARAMS.reduction_scratch_bytes)
     registers = (ROWS * (n.depth + config.keys) + ROWS * config.keys // 2) // 128
-    return whole and config.smem_bytes(n.depth) <= SMEM_BYTES and registers <= 192
+    return used <= SMEM_BYTES and registers <= 192
 
 
 def candidates(call: Call) -> Sequence[StreamConfig]:
     """Rings that fit shared memory, the deepest of each block first."""
-    n = sizes(call)
+    n, dtype = sizes(call), call.need("query").dtype
     tokens = 1
     if call["query_starts"] is not None and n.group & (n.group - 1) == 0:
         while tokens * n.sequences < n.tokens and 2 * tokens * n.group <= ROWS:
             tokens *= 2
-    made = []
+    configs = []
     for keys, warpgroups in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
         fitting = (
             StreamConfig(tokens, keys, stages, warpgroups) for stages in (6, 5, 4, 3, 2) if not stages % warpgroups
         )
-        deepest = next((c for c in fitting if _matches(c, n)), None)
+        deepest = next((c for c in fitting if _fits(c, n, dtype)), None)
         if deepest is not None:
             programs = work.most_tiles(n.tokens, n.sequences, tokens) * n.kv_heads
             splits = work.choose_splits(programs, math.ceil(n.capacity / keys), work.cores_of(call))
-            made.append(dataclasses.replace(deepest, splits=splits))
-    return made
+            configs.append(dataclasses.replace(deepest, splits=splits))
+    return configs
 
 
 def refuses(call: Call) -> str | None:
@@ -120,7 +138,7 @@ def refuses(call: Call) -> str | None:
     return None if candidates(call) else f"no block of whole pages of {n.page_size} keys fits shared memory"
 
 
-def mosaic_gpu(
+def hopper_forward(
     query: jax.Array, key_pages: jax.Array, value_pages: jax.Array, page_table: jax.Array, context_lengths: jax.Array,
     query_starts: jax.Array | None = None, *, config: StreamConfig, window: int | None, scale: float | None,
     softcap: float | None, key_splits: int | None, return_lse: bool,
@@ -135,16 +153,16 @@ def mosaic_gpu(
     count = tiles.token.shape[0]
     first, last = work.split_blocks(tiles, config.keys, splits)
     token_rows = tiles.rows(per_tile, n.tokens)
-    held = query if query_starts is None else query.at[token_rows].get(mode="fill", fill_value=0)
-    held = held.reshape(count, per_tile, n.kv_heads, n.group, n.depth).swapaxes(1, 2)
+    q = query if query_starts is None else query.at[token_rows].get(mode="fill", fill_value=0)
+    q = q.reshape(count, per_tile, n.kv_heads, n.group, n.depth).swapaxes(1, 2)
     used = per_tile * n.group
     rows = -(-used // 8) * 8  # TMA moves whole tiles of 8 rows
-    held = jnp.pad(held.reshape(count, n.kv_heads, used, n.depth), ((0, 0), (0, 0), (0, rows - used), (0, 0)))
+    q = jnp.pad(q.reshape(count, n.kv_heads, used, n.depth), ((0, 0), (0, 0), (0, rows - used), (0, 0)))
     parts = splits * config.warpgroups
     out_dtype = query.dtype if parts == 1 else jnp.float32
     kernel = plgpu.kernel(
         functools.partial(
-            _program, n=n, config=config, splits=splits, per_tile=per_tile, rows=rows, window=window,
+            _kernel, n=n, config=config, splits=splits, per_tile=per_tile, rows=rows, window=window,
             scale=scale_of(scale, n.depth), softcap=softcap,
         ),
         out_type=[
@@ -155,12 +173,12 @@ def mosaic_gpu(
         grid_names=("split", "tile", "head"),
         num_threads=1 + config.warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
     )  # fmt: skip
     # Every key of every page as a row, every head as columns of it: the same bytes.
     pools = [x.reshape(n.pages * n.page_size, n.kv_heads * n.depth) for x in (key_pages, value_pages)]
     spans = jnp.stack([tiles.sequence, tiles.position, tiles.begin, tiles.end], axis=1)
-    out, lse = kernel(held, *pools, page_table, spans, jnp.stack([first, last], axis=2))
+    out, lse = kernel(q, *pools, page_table, spans, jnp.stack([first, last], axis=2))
     if parts == 1:
         out, lse = out[:, 0], lse[:, 0]
     else:
@@ -181,35 +199,17 @@ def _ceil_div(x: Any, by: int) -> Any:
     return lax.div(lax.max(x, x * 0) + (by - 1), by)
 
 
-def _program(
+def _kernel(
     q_hbm: Any, k_hbm: Any, v_hbm: Any, table_hbm: Any, spans_hbm: Any, blocks_hbm: Any, out_hbm: Any, lse_hbm: Any,
     *, n: Sizes, config: StreamConfig, splits: int, per_tile: int, rows: int, window: int | None, scale: float,
     softcap: float | None,
 ) -> None:  # fmt: skip
-    block_k, stages, computing = config.keys, config.stages, config.warpgroups
+    block_k, num_stages, computing = config.keys, config.stages, config.warpgroups
     depth, dtype = n.depth, q_hbm.dtype
-    width = min(depth, OUT_COLUMNS)
     pages = max(1, block_k // n.page_size)  # fetched for a block
     piece = block_k // pages  # keys of each
 
-    @functools.partial(
-        pl.run_scoped,
-        q_smem=plgpu.SMEM((ROWS, depth), dtype, transforms=swizzled(dtype)),
-        k_smem=plgpu.SMEM((stages, block_k, depth), dtype, transforms=swizzled(dtype)),
-        v_smem=plgpu.SMEM((stages, block_k, depth), dtype, transforms=swizzled(dtype)),
-        out_smem=plgpu.SMEM((computing, ROWS, width), out_hbm.dtype, transforms=swizzled(out_hbm.dtype)),
-        lse_smem=plgpu.SMEM((computing, ROWS), jnp.float32),
-        q_arrived=plgpu.Barrier(),
-        k_arrived=plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
-        v_arrived=plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
-        k_drained=plgpu.Barrier(num_barriers=stages),
-        v_drained=plgpu.Barrier(num_barriers=stages),
-        collective_axes="warpgroup",
-    )
-    def _scoped(
-        q_smem: Any, k_smem: Any, v_smem: Any, out_smem: Any, lse_smem: Any, q_arrived: Any, k_arrived: Any,
-        v_arrived: Any, k_drained: Any, v_drained: Any,
-    ) -> None:  # fmt: skip
+    def run_warpgroups(smem: dict[str, Any]) -> None:
         split, tile, head = (lax.axis_index(name) for name in ("split", "tile", "head"))
         warpgroup = lax.axis_index("warpgroup")
         first, last = blocks_hbm[tile, split, 0], blocks_hbm[tile, split, 1]
@@ -218,36 +218,35 @@ def _program(
         @pl.when(warpgroup == computing)
         def _fetch() -> None:
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            plgpu.copy_gmem_to_smem(q_hbm.at[tile, head], q_smem.at[pl.ds(0, rows)], q_arrived)
+            plgpu.copy_gmem_to_smem(q_hbm.at[tile, head], smem["q"].at[pl.ds(0, rows)], smem["q_arrived"])
             sequence = spans_hbm[tile, 0]
             columns = pl.ds(head * depth, depth)
-            lowest = lax.div(begin, n.page_size)
-            highest = lax.max(lax.div(end - 1, n.page_size), lowest)
+            first_page = lax.div(begin, n.page_size)
+            last_page = lax.max(lax.div(end - 1, n.page_size), first_page)
 
             def page_of(block: Any, number: int) -> Any:
                 """Of the pages in sight only: past the last, it is named again, and masked. Never outside the pool."""
                 at = lax.div(block * block_k + number * piece, n.page_size)
-                page = table_hbm[sequence, lax.clamp(lowest, at, highest)]
+                page = table_hbm[sequence, lax.clamp(first_page, at, last_page)]
                 return lax.clamp(page * 0, page, page * 0 + (n.pages - 1))
 
             def fetch(block: Any, ahead: tuple[Any, ...]) -> tuple[Any, ...]:
-                slot = lax.rem(block - first, stages)
+                slot = lax.rem(block - first, num_stages)
                 # The table is read a block ahead, while the ring is waited for.
                 following = tuple(page_of(block + 1, number) for number in range(pages))
                 inside = lax.rem(block * block_k, n.page_size) if pages == 1 else 0
-                for source, smem, arrived, drained in (
-                    (k_hbm, k_smem, k_arrived, k_drained),
-                    (v_hbm, v_smem, v_arrived, v_drained),
-                ):
+                for name, source in (("k", k_hbm), ("v", v_hbm)):
 
-                    @pl.when(block - first >= stages)
-                    def _(drained: Any = drained) -> None:
-                        plgpu.barrier_wait(drained.at[slot])
+                    @pl.when(block - first >= num_stages)
+                    def _(name: str = name) -> None:
+                        plgpu.barrier_wait(smem[f"{name}_drained"].at[slot])
 
                     for number, page in enumerate(ahead):
                         keys = pl.ds(page * n.page_size + inside, piece)
-                        target = smem.at[slot, pl.ds(number * piece, piece)] if pages > 1 else smem.at[slot]
-                        plgpu.copy_gmem_to_smem(source.at[keys, columns], target, arrived.at[slot])
+                        target = smem[name].at[slot]
+                        if pages > 1:
+                            target = smem[name].at[slot, pl.ds(number * piece, piece)]
+                        plgpu.copy_gmem_to_smem(source.at[keys, columns], target, smem[f"{name}_arrived"].at[slot])
                 return following
 
             @pl.when(first < last)
@@ -276,24 +275,24 @@ def _program(
             def blank(slot: Any, start: Any) -> None:
                 """Zeros for the values of a block that no row sees: a product with zero would keep a NaN alive."""
                 for at in range(0, block_k, 64):
-                    part = v_smem.at[slot, pl.ds(at, 64)]
+                    part = smem["v"].at[slot, pl.ds(at, 64)]
                     key = plgpu.broadcasted_iota(jnp.int32, (64, depth), 0, layout=layout) + (start + at)
                     value = load(part, layout)
                     part[...] = jnp.where((key >= begin) & (key < end), value, jnp.zeros_like(value))
                 plgpu.commit_smem()
 
             def step(turn: Any, carry: Any, masked: bool) -> Any:
-                acc, highest, total = carry
+                acc, m_i, l_i = carry
                 block = first + warpgroup + turn * computing
-                slot = lax.rem(block - first, stages)
-                plgpu.barrier_wait(k_arrived.at[slot])
+                slot = lax.rem(block - first, num_stages)
+                plgpu.barrier_wait(smem["k_arrived"].at[slot])
 
                 def scores(ref: Any) -> Any:
-                    plgpu.wgmma(ref, q_smem, plgpu.transpose_ref(k_smem.at[slot], (1, 0)))
+                    plgpu.wgmma(ref, smem["q"], plgpu.transpose_ref(smem["k"].at[slot], (1, 0)))
                     return ref[...]
 
                 s = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, block_k), jnp.float32))
-                plgpu.barrier_arrive(k_drained.at[slot])
+                plgpu.barrier_arrive(smem["k_drained"].at[slot])
                 unit = scale * LOG2E
                 if softcap is not None:
                     # tanh from an exponential, which the hardware has.
@@ -303,22 +302,22 @@ def _program(
                 s = s * unit
                 if masked:
                     s = jnp.where(visible(block * block_k), s, -jnp.inf)
-                new_highest = jnp.maximum(highest, s.max(axis=1))
-                shrink = jnp.exp2(highest - new_highest)
-                p = jnp.exp2(s - lax.broadcast_in_dim(new_highest, s.shape, [0]))
-                acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-                total = total * shrink + p.sum(axis=1)
+                m_next = jnp.maximum(m_i, s.max(axis=1))
+                alpha = jnp.exp2(m_i - m_next)
+                p = jnp.exp2(s - lax.broadcast_in_dim(m_next, s.shape, [0]))
+                acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+                l_i = l_i * alpha + p.sum(axis=1)
                 p16 = p.astype(dtype)
-                plgpu.barrier_wait(v_arrived.at[slot])
+                plgpu.barrier_wait(smem["v_arrived"].at[slot])
                 if masked:
                     blank(slot, block * block_k)
 
                 def add_values(ref: Any) -> None:
-                    plgpu.wgmma(ref, p16, v_smem.at[slot])
+                    plgpu.wgmma(ref, p16, smem["v"].at[slot])
 
                 acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
-                plgpu.barrier_arrive(v_drained.at[slot])
-                return acc, new_highest, total
+                plgpu.barrier_arrive(smem["v_drained"].at[slot])
+                return acc, m_next, l_i
 
             # This warpgroup's turns; those in the middle, whose blocks every row sees whole, need no mask.
             turns = _ceil_div(last - first - warpgroup, computing)
@@ -329,7 +328,7 @@ def _program(
                 whole_begin = _ceil_div(end - window, block_k)
                 start = lax.min(_ceil_div(whole_begin - first - warpgroup, computing), turns)
                 stop = lax.max(stop, start)
-            plgpu.barrier_wait(q_arrived)
+            plgpu.barrier_wait(smem["q_arrived"])
             carry = (
                 plgpu.layout_cast(jnp.full((ROWS, depth), 0, jnp.float32), layout),
                 plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), layout.reduce(1)),
@@ -338,36 +337,39 @@ def _program(
             if window is not None:
                 carry = _steps(turns * 0, start, functools.partial(step, masked=True), carry)
             carry = _steps(start, stop, functools.partial(step, masked=False), carry)
-            acc, highest, total = _steps(stop, turns, functools.partial(step, masked=True), carry)
+            acc, m_i, l_i = _steps(stop, turns, functools.partial(step, masked=True), carry)
 
-            seen = total != 0  # a NaN among the keys in sight is not nothing, and stays
-            inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
+            alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
+            inverse = jnp.where(alive, 1.0 / jnp.where(alive, l_i, 1.0), 0.0)
             acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-            logs = (highest + jnp.log2(jnp.where(seen, total, 1.0))) / LOG2E
-            lse_smem[warpgroup] = jnp.where(seen, logs, -jnp.inf)
+            lse = (m_i + jnp.log2(jnp.where(alive, l_i, 1.0))) / LOG2E
+            smem["lse"][warpgroup] = jnp.where(alive, lse, -jnp.inf)
             part = split * computing + warpgroup
             kept = pl.ds(0, rows)
+            width = smem["out"].shape[-1]
             for at in range(0, depth, width):
                 if at:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[warpgroup] = acc[:, at : at + width].astype(out_hbm.dtype)
+                smem["out"][warpgroup] = acc[:, at : at + width].astype(out_hbm.dtype)
                 plgpu.commit_smem()
                 target = out_hbm.at[tile, part, head, :, pl.ds(at, width)]
-                plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, kept], target)
-            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup, kept], lse_hbm.at[tile, part, head])
+                plgpu.copy_smem_to_gmem(smem["out"].at[warpgroup, kept], target)
+            plgpu.copy_smem_to_gmem(smem["lse"].at[warpgroup, kept], lse_hbm.at[tile, part, head])
             plgpu.wait_smem_to_gmem(0)
+
+    pl.run_scoped(run_warpgroups, scratch(config, n, dtype, out_hbm.dtype), collective_axes="warpgroup")
 
 
 def _steps(first: Any, last: Any, body: Any, carry: Any) -> Any:
     """fori_loop, counted from zero: in shard_map a count that starts from what was read from an operand varies over the
     mesh, and one that is added to does not."""
     zero = lax.axis_index("warpgroup") * 0
-    return lax.fori_loop(zero, last - first, lambda n, made: body(first + n, made), carry)
+    return lax.fori_loop(zero, last - first, lambda n, carry: body(first + n, carry), carry)
 
 
 IMPLEMENTATION = Implementation(
     "hopper",
-    mosaic_gpu,
+    hopper_forward,
     platforms=("gpu",),
     refuses=refuses,
     rank=lambda call: 15,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from capibara.kernels.ops.attention.masking import FAR, by_position
-from capibara.kernels.ops.attention.pallas_tpu_common import LANES, Rules, round_up
+from capibara.kernels.ops.attention.tpu.blocks import LANES, Rules, round_up
 from capibara.kernels.pallas import prng
 
 
@@ -68,9 +68,12 @@ class Operands:
 
     def add_pairs(self, name: str, x: jax.Array) -> None:
         """An operand [B|1, H|1, T|1, S]: an axis of one is not walked."""
-        one = tuple(n == 1 for n in x.shape[:3])
-        pick = lambda b, h, i, j: (*(0 if o else at for o, at in zip(one, (b, h, i), strict=True)), j)  # noqa: E731
-        self.add(name, x, self.spec((None, None, 1 if one[2] else self.blocks[0], self.blocks[1]), pick))
+        shared = tuple(n == 1 for n in x.shape[:3])
+
+        def pick(b: Any, h: Any, i: Any, j: Any) -> tuple[Any, ...]:
+            return *(0 if once else at for once, at in zip(shared, (b, h, i), strict=True)), j
+
+        self.add(name, x, self.spec((None, None, 1 if shared[2] else self.blocks[0], self.blocks[1]), pick))
 
     def add_bias(self, bias: jax.Array | None) -> None:
         if bias is not None:
@@ -166,14 +169,14 @@ def pairs_by_position(rules: Rules, row: Any, column: Any, shape: tuple[int, int
     """
     keys = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     queries = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    found = [queries < rules.rows - row] if tails[0] else []
+    inside = [queries < rules.rows - row] if tails[0] else []
     if tails[1]:
-        found.append(keys < rules.columns - column)
+        inside.append(keys < rules.columns - column)
     if rules.above != FAR:
-        found.append(keys - queries <= rules.above + row - column)
+        inside.append(keys - queries <= rules.above + row - column)
     if rules.below != -FAR:
-        found.append(keys - queries >= rules.below + row - column)
-    return functools.reduce(jnp.logical_and, found) if found else None
+        inside.append(keys - queries >= rules.below + row - column)
+    return functools.reduce(jnp.logical_and, inside) if inside else None
 
 
 def pairs_allowed(
@@ -190,14 +193,14 @@ def pairs_allowed(
     """
     queries, keys = pl.ds(starts[0], shape[1]), pl.ds(starts[1], shape[0])
     placed = pairs_by_position(rules, at[0], at[1], shape, tails)
-    found = [] if placed is None else [placed]
+    allowed = [] if placed is None else [placed]
     if "q_segments" in refs:
         of_keys = jnp.broadcast_to(refs["kv_segments"][:, keys], shape[::-1]).T
-        found.append(of_keys == refs["q_segments"][:, queries])
+        allowed.append(of_keys == refs["q_segments"][:, queries])
     if "mask" in refs:
         mask = refs["mask"][queries if refs["mask"].shape[0] > 1 else slice(None), keys].astype(jnp.int32)
-        found.append(jnp.broadcast_to(mask, shape[::-1]).T != 0)
-    return found
+        allowed.append(jnp.broadcast_to(mask, shape[::-1]).T != 0)
+    return allowed
 
 
 def bias_tile(refs: dict[str, Any], starts: tuple[int, int], shape: tuple[int, int]) -> jax.Array:

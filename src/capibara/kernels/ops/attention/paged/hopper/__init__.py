@@ -1,0 +1,1 @@
+"""Paged attention for Hopper, in Pallas (Mosaic GPU)."""

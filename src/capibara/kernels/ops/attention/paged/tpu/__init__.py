@@ -1,0 +1,1 @@
+"""Paged attention for the TPU's matrix units, in Pallas (Mosaic)."""
