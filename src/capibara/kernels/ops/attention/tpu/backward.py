@@ -39,6 +39,7 @@ from capibara.kernels.ops.attention.tpu.blocks import (
     PARTIAL,
     WHOLE,
     Blocks,
+    Buffers,
     FlashConfig,
     Rules,
     head_bytes,
@@ -64,31 +65,31 @@ class FlashGradConfig(FlashConfig):
 
 def scratch(
     kernel: str, config: FlashGradConfig, rules: Rules, dtype: Any, bias_block: tuple[int, int] | None = None
-) -> dict[str, Any]:
+) -> Buffers:
     """Scratch of the kernel "fused", "dkv", "dq" or "dbias", for operands that `config` was cut to."""
     block_q, block_k, depth, length_minor = config.block_q, config.block_k, rules.depth, config.length_minor
-    rows = {}  # keys and values as [keys, depth], where they come the other way
+    rows: Buffers = {}  # keys and values as [keys, depth], where they come the other way
     if length_minor:
-        rows = {name: pltpu.VMEM((block_k, depth), dtype) for name in ("k_rows", "v_rows")}
-        rows["tall"] = pltpu.VMEM((round_up(depth), block_k), dtype)
+        rows = dict.fromkeys(("k_rows", "v_rows"), ((block_k, depth), dtype))
+        rows["tall"] = ((round_up(depth), block_k), dtype)
     if bias_block is not None:
-        return {"dbias_sum": pltpu.VMEM(bias_block, jnp.float32)} | rows
-    transposes = {"kt": pltpu.VMEM((depth, block_k), dtype)} | rows
+        return {"dbias_sum": (bias_block, jnp.float32)} | rows
+    transposes: Buffers = {"kt": ((depth, block_k), dtype)} | rows
     if depth % LANES and not length_minor:
-        transposes["pad"] = pltpu.VMEM((max(block_q, block_k), round_up(depth)), dtype)
-        transposes["wide"] = pltpu.VMEM((round_up(depth), block_q), jnp.float32)
+        transposes["pad"] = ((max(block_q, block_k), round_up(depth)), dtype)
+        transposes["wide"] = ((round_up(depth), block_q), jnp.float32)
     query_blocks, key_blocks = -(-rules.rows // block_q), -(-rules.columns // block_k)
     # The sums of all keys of a head stay where several query heads are added to them one after another.
     kept = key_blocks if kernel == "fused" and rules.groups > 1 else 1
     sum_shape = (kept, depth, block_k) if length_minor else (kept, block_k, depth)
-    key_sums = {name: pltpu.VMEM(sum_shape, jnp.float32) for name in ("dk_sum", "dv_sum")}
+    key_sums: Buffers = dict.fromkeys(("dk_sum", "dv_sum"), (sum_shape, jnp.float32))
     if kernel == "fused":
-        return {"dq_sum": pltpu.VMEM((query_blocks, depth, block_q), jnp.float32)} | key_sums | transposes
+        return {"dq_sum": ((query_blocks, depth, block_q), jnp.float32)} | key_sums | transposes
     if kernel == "dkv":
         return key_sums | rows
-    buffers = {"dq_sum": pltpu.VMEM((depth, block_q), jnp.float32)}
+    buffers: Buffers = {"dq_sum": ((depth, block_q), jnp.float32)}
     if not length_minor:
-        buffers |= {name: pltpu.VMEM((depth, block_q), dtype) for name in ("qt", "dot")}
+        buffers |= dict.fromkeys(("qt", "dot"), ((depth, block_q), dtype))
     return buffers | transposes
 
 
@@ -149,7 +150,7 @@ def refuses(call: Call) -> str | None:
 
 def _call(
     body: Any, plan: GradPlan, operands: tiles.Operands, prefetched: dict[str, Any], grid: tuple[int, ...],
-    outs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]], buffers: dict[str, Any],
+    outs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]], buffers: Buffers,
     *, parallel: int, products: int,
 ) -> Any:  # fmt: skip
     """The pallas_call that every kernel here is.
@@ -166,7 +167,7 @@ def _call(
             grid=grid,
             in_specs=operands.specs,
             out_specs=tuple(spec for _, spec in outs.values()),
-            scratch_shapes=tuple(buffers.values()),
+            scratch_shapes=[pltpu.VMEM(*buffer) for buffer in buffers.values()],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         cost_estimate=pl.CostEstimate(

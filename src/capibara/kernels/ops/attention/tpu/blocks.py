@@ -18,7 +18,6 @@ from typing import Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
 from capibara.errors import rule_error
 from capibara.kernels.core.context import matmul_precision
@@ -289,6 +288,8 @@ def entry(table: Any, shape: tuple[int, int], rows: int, steps: int, at: tuple[A
 
 
 AnyConfig = TypeVar("AnyConfig", bound=FlashConfig)
+Buffers = dict[str, tuple[tuple[int, ...], Any]]
+"""A kernel's scratch in VMEM, shape and type by name: what is allocated is what is counted."""
 
 
 def tile_bytes(rows: int, columns: int, dtype: Any) -> int:
@@ -297,10 +298,8 @@ def tile_bytes(rows: int, columns: int, dtype: Any) -> int:
     return round_up(rows, 8 * (4 // size)) * round_up(columns) * size
 
 
-def scratch_bytes(scratch: Mapping[str, Any]) -> int:
-    """VMEM of the pltpu.VMEM buffers among a kernel's scratch; semaphores and scalars lie elsewhere."""
-    buffers = [ref for ref in scratch.values() if getattr(ref, "memory_space", None) == pltpu.VMEM]
-    return sum(math.prod(ref.shape[:-2]) * tile_bytes(*ref.shape[-2:], ref.dtype) for ref in buffers)
+def scratch_bytes(buffers: Buffers) -> int:
+    return sum(math.prod(shape[:-2]) * tile_bytes(*shape[-2:], dtype) for shape, dtype in buffers.values())
 
 
 def head_bytes(config: FlashConfig, depth: int, length: int, dtype: Any) -> int:

@@ -37,6 +37,7 @@ from capibara.kernels.ops.attention.tpu.blocks import (
     PARTIAL,
     WHOLE,
     Blocks,
+    Buffers,
     FlashConfig,
     Rules,
     head_bytes,
@@ -49,22 +50,22 @@ from capibara.kernels.ops.attention.tpu.blocks import (
 SKIP_Q = 512
 
 
-def scratch(config: FlashConfig, depth: int, dtype: Any) -> dict[str, Any]:
+def scratch(config: FlashConfig, depth: int, dtype: Any) -> Buffers:
     """Scratch of a call whose operands `config` was cut to."""
     block_q, block_k = config.block_q, config.block_k
-    buffers = {
-        "qt": pltpu.VMEM((depth, block_q), dtype),
-        "vt": pltpu.VMEM((depth, block_k), dtype),
-        "acc": pltpu.VMEM((depth, block_q), jnp.float32),
-        "m": pltpu.VMEM((1, block_q), jnp.float32),
-        "l": pltpu.VMEM((1, block_q), jnp.float32),
+    buffers: Buffers = {
+        "qt": ((depth, block_q), dtype),
+        "vt": ((depth, block_k), dtype),
+        "acc": ((depth, block_q), jnp.float32),
+        "m": ((1, block_q), jnp.float32),
+        "l": ((1, block_q), jnp.float32),
     }
     if config.length_minor:
-        buffers["k_rows"] = pltpu.VMEM((block_k, depth), dtype)
-        buffers["tall"] = pltpu.VMEM((round_up(depth), block_k), dtype)
+        buffers["k_rows"] = ((block_k, depth), dtype)
+        buffers["tall"] = ((round_up(depth), block_k), dtype)
     elif depth % LANES:
-        buffers["pad"] = pltpu.VMEM((max(block_q, block_k), round_up(depth)), dtype)
-        buffers["wide"] = pltpu.VMEM((round_up(depth), block_q), jnp.float32)
+        buffers["pad"] = ((max(block_q, block_k), round_up(depth)), dtype)
+        buffers["wide"] = ((round_up(depth), block_q), jnp.float32)
     return buffers
 
 
@@ -160,7 +161,7 @@ def tpu_forward(
             grid=(batch, heads, live.outer, steps),
             in_specs=operands.specs,
             out_specs=tuple(out_specs),
-            scratch_shapes=tuple(buffers.values()),
+            scratch_shapes=[pltpu.VMEM(*buffer) for buffer in buffers.values()],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),

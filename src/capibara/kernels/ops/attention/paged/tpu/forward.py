@@ -44,6 +44,7 @@ from capibara.kernels.ops.attention.tpu.blocks import (
     LOG2_E,
     MASKED,
     TABLE_BYTES,
+    Buffers,
     matrix_precision,
     round_up,
     scratch_bytes,
@@ -175,20 +176,18 @@ def form_of(n: Sizes, dtype: Any, side_by_side: bool) -> str:
     return next((form for form in forms if _misfit(n, dtype, form) is None), "rows")
 
 
-def scratch(plan: Plan, rows: int, dtype: Any) -> dict[str, Any]:
+def scratch(plan: Plan, rows: int, dtype: Any) -> Buffers:
     """Scratch of tiles of `rows` query heads."""
-    slots = pltpu.VMEM((SLOTS, *plan.matrix(plan.config.pages)), dtype)
-    buffers = {
+    slots = ((SLOTS, *plan.matrix(plan.config.pages)), dtype)
+    buffers: Buffers = {
         "k_slots": slots,
         "v_slots": slots,
-        "acc": pltpu.VMEM((rows, plan.depth), jnp.float32),
-        "m": pltpu.VMEM((rows, 1), jnp.float32),
-        "l": pltpu.VMEM((rows, 1), jnp.float32),
-        "arrived": pltpu.SemaphoreType.DMA((SLOTS, 2)),
-        "done": pltpu.SMEM((1,), jnp.int32),
+        "acc": ((rows, plan.depth), jnp.float32),
+        "m": ((rows, 1), jnp.float32),
+        "l": ((rows, 1), jnp.float32),
     }
     if plan.spread:
-        buffers["q_spread"] = pltpu.VMEM((rows, plan.depth), dtype)
+        buffers["q_spread"] = ((rows, plan.depth), dtype)
     return buffers
 
 
@@ -323,7 +322,8 @@ def tpu_forward(
             return pl.BlockSpec(memory_space=pltpu.HBM)
         return pl.BlockSpec((None, rows, n.depth), of_tile) if name == "q" else pl.BlockSpec(operands[name].shape, same)
 
-    buffers = scratch(plan, rows, query.dtype)
+    buffers: dict[str, Any] = {name: pltpu.VMEM(*buffer) for name, buffer in scratch(plan, rows, query.dtype).items()}
+    buffers |= {"arrived": pltpu.SemaphoreType.DMA((SLOTS, 2)), "done": pltpu.SMEM((1,), jnp.int32)}
     outs = {
         "out": out_struct((items, rows, n.depth), query.dtype if splits == 1 else jnp.float32, query),
         "lse": out_struct((items, rows, 1), jnp.float32, query),
