@@ -29,9 +29,9 @@ def refuses(call: Call) -> str | None:
     most = 256 if kind.startswith(HOPPER_AND_LATER) else 128
     if np.dtype(q.dtype).name not in ("bfloat16", "float16") or not q.dtype == k.dtype == v.dtype:
         return f"cuDNN's flash attention takes bfloat16 or float16 alike for q, k and v, not {q.dtype} and {k.dtype}"
-    given = [n for n in ("bias", "mask", "q_segments", "block_mask") if call[n] is not None]
-    if given:
-        return f"{', '.join(given)} is not passed on to cuDNN here"
+    extra = [n for n in ("bias", "mask", "q_segments", "block_mask") if call[n] is not None]
+    if extra:
+        return f"{', '.join(extra)} is not passed on to cuDNN here"
     for name in ("q_offset", "softcap", "dropout_rate"):
         if call.params[name]:
             return f"cuDNN has no {name} that JAX passes on"
@@ -104,11 +104,11 @@ def cudnn(
     """cuDNN's flash attention."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    made = fused._dot_product_attention_fwd_p_wrapper.bind(
+    outputs = fused._dot_product_attention_fwd_p_wrapper.bind(
         *_stored(physical, q, k, v), *_absent(q), is_training=return_lse, **_options(q, causal, window, scale, physical)
     )
-    (out,) = _stored(physical, made[0])
-    return (out, made[1]) if return_lse else out
+    (out,) = _stored(physical, outputs[0])
+    return (out, outputs[1]) if return_lse else out
 
 
 def cudnn_grad(
@@ -123,10 +123,10 @@ def cudnn_grad(
 
     options, absent = _options(q, causal, window, scale, physical), _absent(q)
     q, k, v, out, d_out = _stored(physical, q, k, v, out, d_out.astype(q.dtype))
-    made = fused._dot_product_attention_bwd_p_wrapper.bind(
+    gradients = fused._dot_product_attention_bwd_p_wrapper.bind(
         q, k, v, *absent, lse.astype(jnp.float32), out, d_out, **options
     )
-    dq, dk, dv = _stored(physical, *made[:3])
+    dq, dk, dv = _stored(physical, *gradients[:3])
     return dq, dk, dv, None
 
 

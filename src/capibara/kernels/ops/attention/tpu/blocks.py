@@ -299,7 +299,7 @@ def tile_bytes(rows: int, columns: int, dtype: Any) -> int:
 
 
 def scratch_bytes(buffers: Buffers) -> int:
-    return sum(math.prod(shape[:-2]) * tile_bytes(*shape[-2:], dtype) for shape, dtype in buffers.values())
+    return sum(math.prod(shape[:-2]) * tile_bytes(shape[-2], shape[-1], dtype) for shape, dtype in buffers.values())
 
 
 def head_bytes(config: FlashConfig, depth: int, length: int, dtype: Any) -> int:
