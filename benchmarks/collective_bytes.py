@@ -78,10 +78,12 @@ def program(way: str, devices: int) -> str:
         if way == "compressed":
             return compressed_all_reduce(tree, "data")[0]
         if way == "float32 inside, compressed across":
-            return compressed_all_reduce(tree, "data", inner_axis="chip")[0]
+            return compressed_all_reduce(tree, "data", inner_axis_name="chip")[0]
         if way == "float32 inside, then across":
             buckets, restore = bucketed(tree)
-            return restore([hierarchical_all_reduce(x, inner_axis="chip", outer_axis="data") for x in buckets])
+            return restore(
+                [hierarchical_all_reduce(x, inner_axis_name="chip", outer_axis_name="data") for x in buckets]
+            )
         return bucketed_all_reduce(tree, ("data", "chip"))
 
     inner = 4 if "inside" in way else 1

@@ -95,7 +95,7 @@ def activations(small: bool) -> list[Row]:
     key = jax.random.key(3)
 
     def ours(x: Any, kind: str, implementation: str | None = None) -> Any:
-        return activation(x, kind=kind, dropout_rate=0.1, dropout_rng=key, implementation=implementation)
+        return activation(x, kind=kind, dropout_rate=0.1, key=key, implementation=implementation)
 
     def plain(x: Any, kind: str) -> Any:
         y = jax.nn.gelu(x, approximate=kind == "gelu_tanh")

@@ -182,7 +182,7 @@ def activation_rows(shapes: Sequence[tuple[str, bool, float, int, int]], small: 
     key = jax.random.key(3)
     for kind, gated, rate, rows, columns in shapes:
         rows = rows // 64 if small else rows
-        given: dict[str, Any] = {"dropout_rate": rate, "dropout_rng": key} if rate else {}
+        given: dict[str, Any] = {"dropout_rate": rate, "key": key} if rate else {}
         ours = functools.partial(gated_activation if gated else activation, **given)
 
         def peer(x: Any, up: Any = None, kind: str = kind, rate: float = rate) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.kernels.ops.linalg.einsum import contract, path_report
+from capibara.kernels import contract, path_report
 
 MiB = 2**20
 

@@ -49,7 +49,7 @@ def reduced(way, gradients, kept, key):
         return bucketed_all_reduce(gradients, "data", op="mean"), kept
     state = None if "no feedback" in way else kept
     unbiased_key = key if "unbiased" in way else None
-    mean, state = compressed_all_reduce(gradients, "data", op="mean", state=state, unbiased_key=unbiased_key)
+    mean, state = compressed_all_reduce(gradients, "data", op="mean", state=state, key=unbiased_key)
     return mean, kept if state is None else state
 
 

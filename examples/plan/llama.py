@@ -120,14 +120,14 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
 def block(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     """One layer, [batch, sequence, hidden] to the same."""
     w = {name: weight if name.startswith("norm") else weight.astype(x.dtype) for name, weight in w.items()}
-    named = functools.partial(with_sharding_constraint, axes=("batch", "sequence", "heads", None))
+    named = functools.partial(with_sharding_constraint, names=("batch", "sequence", "heads", None))
 
     y = rms_norm(x, w["norm_attention"], config.epsilon)
     q = rotate(named(jnp.einsum("bth,hnd->btnd", y, w["query"])), config.rope_base)
     k = rotate(named(jnp.einsum("bth,hnd->btnd", y, w["key"])), config.rope_base)
     v = named(jnp.einsum("bth,hnd->btnd", y, w["value"]))
     if config.fused:
-        mixed = attention(q, k, v, causal=True, layout="bthd")
+        mixed = attention(q, k, v, causal=True)
     else:
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + jnp.einsum("btnd,ndh->bth", named(mixed), w["out"])

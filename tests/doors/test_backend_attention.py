@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from typing import Any
@@ -32,7 +33,7 @@ ops = TpuV4AttentionOps()
 
 
 def exact(**options: Any) -> Any:
-    return attention(Q, K, V, implementation="reference", **options)
+    return attention(Q, K, V, layout="bhtd", implementation="reference", **options)
 
 
 def error(got: Any, want: Any) -> float:
@@ -105,7 +106,7 @@ def test_a_block_size_is_the_tile_of_what_runs() -> None:
             (chosen,) = explain(ops.flash_attention, x, x, x, block_size=size).selections
             assert (chosen.config.block_q, chosen.config.block_k) == (size, size)
     with target("gpu", "NVIDIA H200"):
-        config = config_for(128, (x, x, x), {"implementation": "hopper"})
+        config = config_for(128, (x, x, x), {"implementation": "hopper", "layout": "bhtd"})
         assert (2 * config.block_q, config.block_k) == (128, 128)
     with interpret():
         got = ops.flash_attention(Q, K, V, block_size=128, precision="float32", implementation="pallas_tpu")
@@ -149,11 +150,14 @@ def test_every_other_rule_passes_through() -> None:
         {"block_mask": blocks, "block_size": 16},
         {"mask_fn": near, "block_size": (16, 16)},
         {"softcap": 2.0, "scale": 0.5},
-        {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1)},
+        {"dropout_rate": 0.5, "dropout_key": jax.random.key(1)},
     )
+    room = functools.partial(attention, layout="bhtd")
     for options in each:
-        assert program(ops.flash_attention, **options, precision=None) == program(attention, **options)
-        assert program(attention, **options) != program(attention)
+        assert program(ops.flash_attention, **options, precision=None) == program(room, **options)
+        assert program(room, **options) != program(room)
+    drops, said = each[-1], {"dropout_rate": 0.5, "rng": jax.random.key(1)}
+    assert program(ops.flash_attention, **drops) == program(ops.flash_attention, **said), "the documents' word"
     got = ops.flash_attention(Q, K, V, precision="float32", **each[0])
     assert error(got, exact(**each[0])) < FLOAT32
     with pytest.raises(TypeError, match="no_such"):

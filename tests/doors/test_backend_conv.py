@@ -58,11 +58,9 @@ def test_precision_is_a_policy() -> None:
 
 def test_sequences() -> None:
     x, w, h = X[0], W[0, :, 0, :], X[0, :, 0, :]
-    y, state = ops.causal_conv1d(x, w, jnp.ones(4), activation="silu", return_final_state=True)
+    y, state = ops.causal_conv1d(x, w, jnp.ones(4), activation="silu", return_state=True)
     step, after = ops.causal_conv1d_step(state, x[:, 0], w, jnp.ones(4), activation="silu")
-    again, _ = ops.causal_conv1d(
-        x[:, :1], w, jnp.ones(4), activation="silu", initial_state=state, return_final_state=True
-    )
+    again, _ = ops.causal_conv1d(x[:, :1], w, jnp.ones(4), activation="silu", initial_state=state, return_state=True)
     # The same sums of four numbers in another order.
     np.testing.assert_allclose(step, again[:, 0], atol=1e-5)
     assert after.shape == state.shape

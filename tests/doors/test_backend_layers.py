@@ -44,11 +44,11 @@ CALLS: dict[str, tuple[Any, Any]] = {
     ),
     "activation": (
         lambda p: ops.activation(X, kind="silu", dropout_rate=0.5, rng=KEY, precision=p),
-        lambda: layers.activation(X, kind="silu", dropout_rate=0.5, dropout_rng=KEY),
+        lambda: layers.activation(X, kind="silu", dropout_rate=0.5, key=KEY),
     ),
     "gated_activation": (
         lambda p: ops.gated_activation(X, Y, kind="gelu", dropout_rate=0.5, rng=KEY, precision=p),
-        lambda: layers.gated_activation(X, Y, kind="gelu", dropout_rate=0.5, dropout_rng=KEY),
+        lambda: layers.gated_activation(X, Y, kind="gelu", dropout_rate=0.5, key=KEY),
     ),
     "moe_layer": (
         # As one program: step by step, each step is compiled by itself.
@@ -154,7 +154,7 @@ def test_the_reference_has_forward_derivatives_in_float32() -> None:
 @pytest.mark.quick
 def test_gradients_pass_through_a_precision() -> None:
     def loss(params: Any, x: Any, precision: str | None) -> Any:
-        y, metrics = ops.moe_layer(params, x, top_k=2, precision=precision, jitter=0.1, rng=KEY)
+        y, metrics = ops.moe_layer(params, x, top_k=2, precision=precision, jitter=0.1, key=KEY)
         return jnp.square(y).sum() + metrics.load_balancing_loss
 
     # "float32" is held through both passes, None is not touched: on a CPU they are the same products.
@@ -170,7 +170,7 @@ def test_experts_over_a_mesh() -> None:
 
     @jax.jit
     def split(params: Any, x: Any) -> Any:
-        return ops.moe_layer(params, x, top_k=2, precision="float32", mesh=mesh, token_axes=("data",))
+        return ops.moe_layer(params, x, top_k=2, precision="float32", mesh=mesh, token_axis_names=("data",))
 
     y, metrics = split(PARAMS, X)
     want, same = jax.jit(lambda: ops.moe_layer(PARAMS, X, top_k=2, precision="float32"))()
@@ -178,7 +178,7 @@ def test_experts_over_a_mesh() -> None:
     np.testing.assert_array_equal(metrics.counts, same.counts)
     assert "all_to_all" in str(jax.make_jaxpr(split)(PARAMS, X))
     with pytest.raises(ValueError, match=r"axes of the mesh.*pass mesh="):
-        ops.moe_layer(PARAMS, X, top_k=2, axis="expert")
+        ops.moe_layer(PARAMS, X, top_k=2, axis_name="expert")
     # What only the other layer has is a mistake with a name, not a missing argument of an inner function.
     with pytest.raises(ValueError, match=r"^capacity_factor is for experts on one device.*pair_capacity_factor"):
         ops.moe_layer(PARAMS, X, top_k=2, mesh=mesh, capacity_factor=1.0)

@@ -35,7 +35,7 @@ exactly = TPUv4Kernels("float32")
 
 
 def exact(**options: Any) -> Any:
-    return attention(Q, K, V, implementation="reference", **options)
+    return attention(Q, K, V, layout="bhtd", implementation="reference", **options)
 
 
 def error(got: Any, want: Any) -> float:
@@ -201,7 +201,7 @@ def test_a_sequence_goes_where_the_rules_in_force_put_it(
     split = sequence.sequence_parallel_attention
 
     def noted(*args: Any, **options: Any) -> Any:
-        asked.append((options["axis"], options["batch_axis"], options["head_axis"]))
+        asked.append(tuple(options[f"{what}axis_name"] for what in ("", "batch_", "head_")))
         return split(*args, **options)
 
     monkeypatch.setattr(sequence, "sequence_parallel_attention", noted)
@@ -257,7 +257,7 @@ def test_a_sequence_over_a_mesh(caplog: pytest.LogCaptureFixture) -> None:
                 lambda: TPUv4Kernels("float32", "none").flash_attention(Q, K, V, sequence_parallel=True),
             ):
                 assert "shard_map" not in str(jax.make_jaxpr(call)())
-    whole, pull = jax.vjp(lambda q: attention(q, K, V, causal=True), Q)
+    whole, pull = jax.vjp(lambda q: attention(q, K, V, layout="bhtd", causal=True), Q)
     assert error(value, whole) < FLOAT32
     assert error(gradient, pull(whole)[0]) < 10 * FLOAT32
     said = "\n".join(record.getMessage() for record in caplog.records)

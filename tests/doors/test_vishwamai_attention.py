@@ -29,7 +29,7 @@ FLOAT32 = 4 * (16**0.5 + 40**0.5) * 2**-24
 
 
 def exact(**options: Any) -> Any:
-    return attention(Q, K, V, implementation="reference", **options)
+    return attention(Q, K, V, layout="bhtd", implementation="reference", **options)
 
 
 def error(got: Any, want: Any) -> float:

@@ -73,7 +73,7 @@ def test_the_gates() -> None:
     np.testing.assert_allclose(glu(X, UP), sigmoid * up, atol=CLOSE)
     np.testing.assert_allclose(swiglu(X, UP), x * sigmoid * up, atol=CLOSE)
     np.testing.assert_allclose(geglu(X, UP), jax.nn.gelu(X, approximate=False) * UP, atol=CLOSE)
-    dropped = swiglu(X, UP, dropout_rate=0.5, dropout_rng=jax.random.key(0))
+    dropped = swiglu(X, UP, dropout_rate=0.5, key=jax.random.key(0))
     # 512 coins: six standard deviations are 0.13.
     assert abs(float((dropped == 0).mean()) - 0.5) < 0.13
 
@@ -103,7 +103,7 @@ def test_experts() -> None:
 
     @tpu_kernel
     def parallel(params: Any, x: jax.Array) -> Any:
-        return expert_layer(params, x, top_k=3, mesh=mesh, token_axes=("data",))
+        return expert_layer(params, x, top_k=3, mesh=mesh, token_axis_names=("data",))
 
     program = str(jax.make_jaxpr(parallel)(params, X))
     assert program.count("all_to_all[") >= 3  # rows and their experts go, results come back

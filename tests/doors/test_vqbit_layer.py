@@ -306,7 +306,7 @@ def test_use_tpu_optimizations(caplog: pytest.LogCaptureFixture) -> None:
 def test_codebook_split_over_a_mesh() -> None:
     """A training step with the codes over four devices and the rows over two is the step of one device."""
     mesh = jax.make_mesh((2, 4), ("data", "codes"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
-    split = VQbitLayer(16, 8, mesh=mesh, codebook_axis="codes", revive_after=1, kmeans_start=False)
+    split = VQbitLayer(16, 8, mesh=mesh, codebook_axis_name="codes", revive_after=1, kmeans_start=False)
     whole = VQbitLayer(16, 8, revive_after=1, kmeans_start=False)
     x = _normal(11, 64, 8).at[3, 0].set(jnp.nan)
     codebook = _normal(12, 16, 8)
@@ -373,7 +373,7 @@ def test_training_on_real_text() -> None:
         ({"commitment": "x"}, "commitment is a finite weight"),
         ({"revive_after": 0}, "revive_after"),
         ({"seed": -1}, "seed"),
-        ({"codebook_axis": "codes"}, "mesh=None"),
+        ({"codebook_axis_name": "codes"}, "mesh=None"),
     ],
 )
 def test_bad_layers(change: dict[str, Any], text: str) -> None:
@@ -384,9 +384,9 @@ def test_bad_layers(change: dict[str, Any], text: str) -> None:
 def test_bad_meshes() -> None:
     mesh = jax.make_mesh((4,), ("codes",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     with pytest.raises(ValueError, match="Did you mean 'codes'"):
-        VQbitLayer(8, 2, mesh=mesh, codebook_axis="code")
+        VQbitLayer(8, 2, mesh=mesh, codebook_axis_name="code")
     with pytest.raises(ValueError, match="6 codes over 4 devices"):
-        VQbitLayer(6, 2, mesh=mesh, codebook_axis="codes")
+        VQbitLayer(6, 2, mesh=mesh, codebook_axis_name="codes")
     with pytest.raises(ValueError, match="pass mesh="):
         VQbitLayer(6, 2).shardings()
 

@@ -52,7 +52,7 @@ def norm_rows() -> list[Claim]:
 
 
 def dropped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *xs: fn(*xs, dropout_rate=0.1, dropout_rng=KEY)
+    return lambda *xs: fn(*xs, dropout_rate=0.1, key=KEY)
 
 
 def chosen(top_k: int) -> Callable[..., Any]:

@@ -67,7 +67,7 @@ def test_attention(shape: tuple[int, ...], kv_heads: int, forward: str, backward
     ],
 )
 def test_activation(kind: str, gated: bool, rate: float, shape: tuple[int, ...], forward: str, backward: str) -> None:
-    given = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)} if rate else {}
+    given = {"dropout_rate": rate, "key": jax.random.key(0)} if rate else {}
     fn = gated_activation if gated else activation
 
     def backward_pass(d_out: jax.Array, *x: jax.Array) -> object:

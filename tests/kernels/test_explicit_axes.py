@@ -24,7 +24,7 @@ def _numbers(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _attended(q: Any, k: Any, v: Any) -> Any:
-    return attention(q, k, v, causal=True, implementation="xla")
+    return attention(q, k, v, layout="bhtd", causal=True, implementation="xla")
 
 
 def _faded(a: Any, b: Any) -> Any:

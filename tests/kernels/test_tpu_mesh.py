@@ -43,7 +43,7 @@ def _on_tpu(fn: Any, arrays: Any) -> tuple[Any, str]:
 
 
 def _attended(q: Any, k: Any, v: Any) -> Any:
-    return attention(q, k, v, causal=True, implementation=KERNEL)
+    return attention(q, k, v, layout="bhtd", causal=True, implementation=KERNEL)
 
 
 # Float32 products by XLA on the CPU and sums of at most 128 terms of size one: a few units in the last place of each.
@@ -124,7 +124,7 @@ def test_dropout_is_drawn_in_the_whole_batch_and_says_why_it_is_not_split(caplog
     placed = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in _qkv()]
 
     def dropped(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, dropout_rate=0.3, dropout_rng=jax.random.key(7), implementation=KERNEL)
+        return attention(q, k, v, layout="bhtd", dropout_rate=0.3, dropout_key=jax.random.key(7), implementation=KERNEL)
 
     got, _ = _on_tpu(dropped, placed)
     alone, _ = _on_tpu(dropped, _qkv())

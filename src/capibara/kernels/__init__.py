@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.collective import hierarchical_all_reduce as hierarchical_all_reduce
     from capibara.kernels.ops.collective import matmul_reduce_scatter as matmul_reduce_scatter
     from capibara.kernels.ops.collective import permute as permute
+    from capibara.kernels.ops.collective import redistribute as redistribute
     from capibara.kernels.ops.collective import reduce_scatter as reduce_scatter
     from capibara.kernels.ops.collective import ring_all_gather as ring_all_gather
     from capibara.kernels.ops.collective import ring_all_reduce as ring_all_reduce
@@ -100,6 +101,8 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.layers.router.losses import load_balancing_loss as load_balancing_loss
     from capibara.kernels.ops.layers.router.losses import update_bias as update_bias
     from capibara.kernels.ops.layers.router.losses import z_loss as z_loss
+    from capibara.kernels.ops.linalg.einsum import contract as contract
+    from capibara.kernels.ops.linalg.einsum import path_report as path_report
     from capibara.kernels.ops.linalg.gemm.api import gemm as gemm
     from capibara.kernels.ops.linalg.svd.api import fast_svd as fast_svd
     from capibara.kernels.ops.linalg.svd.api import svd_plan as svd_plan
@@ -138,7 +141,8 @@ __all__, __getattr__, __dir__ = exports(
         "ops.collective": (
             "all_gather all_gather_matmul all_reduce all_reduce_tree all_to_all bucketed bucketed_all_reduce "
             "compressed_all_reduce decode_int8 encode_int8 error_bound feedback_state hierarchical_all_reduce "
-            "matmul_reduce_scatter permute reduce_scatter ring_all_gather ring_all_reduce ring_reduce_scatter"
+            "matmul_reduce_scatter permute redistribute reduce_scatter ring_all_gather ring_all_reduce "
+            "ring_reduce_scatter"
         ),
         "ops.conv.causal1d.api": "causal_conv1d causal_conv1d_step",
         "ops.conv.conv2d.api": "conv2d winograd_conv2d",
@@ -155,6 +159,7 @@ __all__, __getattr__, __dir__ = exports(
         "ops.layers.norm.api": "layer_norm rms_norm",
         "ops.layers.router.api": "Routing route",
         "ops.layers.router.losses": "expert_counts load_balancing_loss update_bias z_loss",
+        "ops.linalg.einsum": "contract path_report",
         "ops.linalg.gemm.api": "gemm",
         "ops.linalg.svd.api": "fast_svd svd_plan",
         "ops.scan": (

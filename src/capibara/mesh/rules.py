@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -27,6 +27,8 @@ __all__ = [
     "use_rules",
     "with_sharding_constraint",
 ]
+
+Tree = TypeVar("Tree")
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def logical_sharding(
     return NamedSharding(built, partition_spec(names or (), dict(built.shape), shape, rules))
 
 
-def shard_params(tree: Any, logical_tree: Any, mesh: Mesh | MeshConfig, rules: Rules | None = None) -> Any:
+def shard_params(tree: Tree, logical_tree: Any, mesh: Mesh | MeshConfig, rules: Rules | None = None) -> Tree:
     """The tree with every leaf laid out by its logical names.
 
     `logical_tree` has the tree's structure with a tuple of names, or None, at each leaf. A ShapeDtypeStruct gets the
@@ -102,23 +104,23 @@ def _put(leaf: Any, names: Any, mesh: Mesh, rules: Rules) -> Any:
 
 
 def with_sharding_constraint(
-    x: Any,
-    axes: Sequence[str | None] | PartitionSpec | Sharding | None,
+    x: Tree,
+    names: Sequence[str | None] | PartitionSpec | Sharding | None,
     *,
     rules: Rules | None = None,
-) -> Any:
+) -> Tree:
     """Ask that `x` is laid out so; `x` itself when no mesh is active.
 
-    `axes` names a logical axis for each dimension (`("batch", "hidden")`), placed by `rules` or by the table in force
+    `names` has a logical axis for each dimension (`("batch", "hidden")`), placed by `rules` or by the table in force
     (`use_rules`). Or it is a PartitionSpec for the active mesh, or a Sharding, which is jax's own call. `x` may be a
-    pytree whose leaves all take these axes.
+    pytree whose leaves all take these names.
     """
-    if isinstance(axes, Sharding):
-        return jax.lax.with_sharding_constraint(x, axes)
-    if isinstance(axes, PartitionSpec):
-        return jax.tree.map(lambda leaf: _constrain(leaf, axes), x)
+    if isinstance(names, Sharding):
+        return jax.lax.with_sharding_constraint(x, names)
+    if isinstance(names, PartitionSpec):
+        return jax.tree.map(lambda leaf: _constrain(leaf, names), x)
     table = _table(rules)
-    return jax.tree.map(lambda leaf: _constrain_logical(leaf, axes, table), x)
+    return jax.tree.map(lambda leaf: _constrain_logical(leaf, names, table), x)
 
 
 def _table(rules: Rules | None) -> Rules:

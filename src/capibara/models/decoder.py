@@ -81,7 +81,7 @@ def _layer(preset: Preset, x: jax.Array, weights: dict[str, jax.Array]) -> jax.A
     )
     q, k = _rotated(q), _rotated(k)
     if preset.attention == "fused":
-        mixed = attention(q, k, v, causal=True, layout="bthd")
+        mixed = attention(q, k, v, causal=True)
     else:
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + jnp.einsum("btnd,ndh->bth", with_sharding_constraint(mixed, heads), w["out"])

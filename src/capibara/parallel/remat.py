@@ -8,7 +8,7 @@ as it is, and its values and gradients are the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 from jax.extend import core
@@ -24,8 +24,11 @@ POLICIES = ("none", "dots", "full")
 # are already checkpointed are left alone, since what they keep is their author's choice.
 _TRANSPARENT = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def checkpoint_scans(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
+
+def checkpoint_scans(fn: Callable[P, R], policy: str) -> Callable[P, R]:
     """`fn` with the body of every outermost scan under `jax.checkpoint` with this policy (one of `POLICIES`).
 
     Examples:
@@ -47,7 +50,7 @@ def checkpoint_scans(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
         flat = core.jaxpr_as_fun(_rewritten(closed, policy))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), flat)
 
-    return rewritten
+    return cast("Callable[P, R]", rewritten)
 
 
 def outermost_scans(fn: Callable[..., Any], *args: Any) -> int:

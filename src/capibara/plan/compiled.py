@@ -113,9 +113,9 @@ class Compiled:
         return cls(**{**kept, "collectives": tuple(exchanges)})
 
 
-def compile_layout(job: Job, layout: Layout, slice_name: str | Slice) -> Compiled:
+def compile_layout(job: Job, layout: Layout, on: str | Slice) -> Compiled:
     """The layout compiled for a TPU slice, in this process. A failure is in `.error`, not thrown."""
-    where = slice_by_name(slice_name)
+    where = slice_by_name(on)
     compiler = tpu_compiler()
     evidence = f"compiled by the TPU compiler libtpu {compiler.version or ''} for {where.name}; not run on a chip"
     if not compiler.available:

@@ -95,7 +95,7 @@ def attend(
     mask, bias = mask_and_bias(attention_mask, q4.shape[0], q4.shape[1], q4.shape[2], k4.shape[2])
     arrays = {
         "query": q, "key": k, "value": v, "mask": mask, "bias": bias, "segment_ids": segment_ids,
-        "key_segment_ids": key_segment_ids, "dropout_rng": rng,
+        "key_segment_ids": key_segment_ids, "dropout_key": rng,
     }  # fmt: skip
     arrays = {name: inputs.array(name, x) for name, x in arrays.items() if x is not None}
     implementation = LEVELS[settings.optimization_level]
@@ -151,7 +151,10 @@ def _attended(arrays: dict[str, Any], how: _How) -> Any:
 
         del options["dropout_rate"]  # 0, or this would not be a ring
         split = functools.partial(
-            sequence_parallel_attention, axis=how.axis, batch_axis=how.batch_axis, head_axis=how.head_axis
+            sequence_parallel_attention,
+            axis_name=how.axis,
+            batch_axis_name=how.batch_axis,
+            head_axis_name=how.head_axis,
         )
         out = flash_attention(q, k, v, precision=how.precision, attend=split, **rest, **options)
     if not how.fuse:

@@ -15,7 +15,7 @@ from capibara.kernels.ops.attention.api import attention
 from capibara.kernels.ops.linalg.gemm.rules import LAX_PRECISIONS
 
 # The arguments of attention() that are arrays and are not differentiated.
-_GIVEN = ("mask", "block_mask", "segment_ids", "key_segment_ids", "rope", "dropout_rng")
+_GIVEN = ("mask", "block_mask", "segment_ids", "key_segment_ids", "rope", "dropout_key")
 
 
 def flash_attention(
@@ -26,6 +26,8 @@ def flash_attention(
     precision: str | None = None,
     block_size: int | tuple[int, int] | None = None,
     bias: Any = None,
+    layout: str = "bhtd",
+    rng: Any = None,
     attend: Callable[..., Any] = attention,
     **options: Any,
 ) -> Any:
@@ -38,6 +40,8 @@ def flash_attention(
       block_size: the side of a tile of queries and keys in the forward pass, see `tiling`; the backward pass chooses
         for itself. With `block_mask` or `mask_fn` it is the size of their blocks instead, and the kernel's tiles
         follow from it.
+      layout: the documented names' own, [batch, heads, length, head_dim], by default.
+      rng: the documents' word for `dropout_key`.
       attend: another function of attention's arguments, or of those among them that are passed here.
       bias, options: attention's other arguments.
     """
@@ -55,11 +59,13 @@ def flash_attention(
     elif precision is not None:
         policy = precisions.policy(precision)
         arrays, passes, out_dtype = policy.cast_to_compute(arrays), policy.matmul_precision, policy.output_dtype
+    if rng is not None:
+        options["dropout_key"] = rng
     given = {name: options.pop(name) for name in _GIVEN if options.get(name) is not None}
 
     def run(differentiated: Any, given: dict[str, Any]) -> Any:
         q, k, v, bias = differentiated
-        asked = {**options, **given}
+        asked = {"layout": layout, **options, **given}
         if bias is not None:
             asked["bias"] = bias
         if tile is not None:

@@ -78,8 +78,8 @@ def moe_in_precision(
     x: Any,
     precision: str | None,
     mesh: Mesh | None = None,
-    axis: str | None = None,
-    token_axes: Sequence[str] | None = None,
+    axis_name: str | None = None,
+    token_axis_names: Sequence[str] | None = None,
     **options: Any,
 ) -> Any:
     """(y, metrics): `moe_layer`, or `expert_parallel_moe` where a mesh is given, by a policy.
@@ -89,10 +89,12 @@ def moe_in_precision(
     """
     fn: Callable[..., Any] = moe_layer
     if mesh is not None:
-        places: dict[str, Any] = {"axis": axis, "token_axes": token_axes}
+        places: dict[str, Any] = {"axis_name": axis_name, "token_axis_names": token_axis_names}
         fn = functools.partial(expert_parallel_moe, mesh=mesh, **{k: v for k, v in places.items() if v is not None})
-    elif axis is not None or token_axes is not None:
-        raise rule_error("axis and token_axes are axes of the mesh", "no mesh", "pass mesh= too, or leave them out")
+    elif axis_name is not None or token_axis_names is not None:
+        raise rule_error(
+            "axis_name and token_axis_names are axes of the mesh", "no mesh", "pass mesh= too, or leave them out"
+        )
     others_only = ("pair_capacity_factor",) if mesh is None else ("capacity_factor", "keep")
     for name in others_only:
         if options.pop(name, None) is not None:

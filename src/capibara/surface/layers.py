@@ -194,7 +194,7 @@ def gelu_dropout(
 
 def _gelu_dropped(arrays: dict[str, Any], how: How, *, rate: float, kind: str) -> jax.Array:
     x = how.policy.cast_to_compute(arrays["input_tensor"])
-    made = activation(x, kind=kind, dropout_rate=rate, dropout_rng=arrays.get("rng"), implementation=how.implementation)
+    made = activation(x, kind=kind, dropout_rate=rate, key=arrays.get("rng"), implementation=how.implementation)
     return how.policy.cast_to_output(made)
 
 

@@ -168,7 +168,7 @@ def multihead_attention(
     query = by_head[:, :, :, : heads.groups].reshape(batch, length, heads.count, heads.dim)
     key, value = by_head[:, :, :, heads.groups], by_head[:, :, :, heads.groups + 1]
     mixed = flash_attention(
-        query, key, value, layout="bthd", dropout_rate=dropout_rate, dropout_rng=rng, precision=precision, **options
+        query, key, value, layout="bthd", dropout_rate=dropout_rate, dropout_key=rng, precision=precision, **options
     )
     joined = mixed.reshape(batch, length, heads.count * heads.dim)
     return gemm(joined, held["out"], bias=held.get("out_bias"), precision=precision)

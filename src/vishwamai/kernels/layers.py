@@ -39,7 +39,7 @@ def layer_norm(
 def glu(
     gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], use_fused_ops: bool = True, **extra: Any
 ) -> Float[Array, "*rows columns"]:
-    """sigmoid(gate) · up; `use_fused_ops` as in `layer_norm`, `extra`: dropout_rate with dropout_rng, config."""
+    """sigmoid(gate) · up; `use_fused_ops` as in `layer_norm`, `extra`: dropout_rate with key, config."""
     return layers.glu(gate, up, implementation=None if use_fused_ops else "reference", **extra)
 
 
@@ -69,11 +69,11 @@ def expert_layer(
 
     Args:
       params: from `init_expert_layer(key, width, hidden, num_experts)`.
-      mesh: have experts and tokens over the mesh's axis "expert" (or `axis`, in extra).
+      mesh: have experts and tokens over the mesh's axis "expert" (or `axis_name`, in extra).
       precision: a policy to round rows and experts by, or its name ("default", "high", "highest", "fp8", or "bfloat16",
         "mixed", "float32"); None keeps x's type.
-      extra: activation, gate, normalize, scale, jitter with rng; without a mesh capacity_factor and keep, with one
-        axis, token_axes and pair_capacity_factor.
+      extra: activation, gate, normalize, scale, jitter with key; without a mesh capacity_factor and keep, with one
+        axis_name, token_axis_names and pair_capacity_factor.
     """
     return moe_in_precision(params, x, _policy_name(precision), mesh, top_k=top_k, **extra)
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from capibara.dropin import decorate
 from capibara.kernels.core.user_ops import register_tpu_op, unregister
 from capibara.kernels.lab.timing import Timing, measure
-from capibara.kernels.ops.attention.rope import rope, rope_tables
+from capibara.kernels.ops.attention.rope import rope as room_rope
+from capibara.kernels.ops.attention.rope import rope_tables
 from capibara.mesh.context import tpu_v4_optimization_context
 from capibara.mesh.validate import validate_sharding
 from capibara.precision import PrecisionConfig
@@ -61,7 +62,7 @@ def flash_attention(
       block_size: queries and keys of one tile of the forward pass, as near as the implementation has it, which says
         where it is not exact; None takes the tuned tile.
       use_flash: False runs the reference, every pair of query and key at once. It has no tiles, and says so once.
-      extra: causal, window, segment_ids, bias, dropout_rate with dropout_rng, precision, and attention's others.
+      extra: causal, window, segment_ids, bias, dropout_rate with rng, precision, and attention's others.
     """
     return patterns.masked(query, key, value, mask, block_size, use_flash, **extra)
 
@@ -103,6 +104,22 @@ def block_sparse_attention(
       mask, extra: as for flash_attention.
     """
     return patterns.block_sparse(query, key, value, block_mask, block_size, mask, **extra)
+
+
+def rope(
+    x: Float[Array, "B H T D"],
+    positions: Any = None,
+    *,
+    layout: str = "bhtd",
+    **extra: Any,
+) -> Float[Array, "B H T D"]:
+    """Queries or keys [batch, heads, length, head_dim] turned by their positions, 0, 1, 2, … by default.
+
+    Args:
+      positions: [length] or [batch, length].
+      extra: base, style, scaling, rotary_dim, and tables from `rope_tables`: see `capibara.kernels.rope`.
+    """
+    return room_rope(x, positions, layout=layout, **extra)
 
 
 def gemm(

@@ -263,7 +263,7 @@ def test_a_function_that_is_none_is_refused_with_the_reason(fn: Any, said: str) 
         ({"microbatches": 6}, "16 rows. Fix: use 12 or 18 rows"),
         ({"microbatches": 2, "batch": 2}, "`batch` numbers arguments. Got 2 of 2"),
         ({"microbatches": 2, "combine": "max"}, "Unknown way to combine.*'mean', 'sum'"),
-        ({"microbatches": 2, "axis": "stage"}, "Unknown mesh axis 'stage'"),
+        ({"microbatches": 2, "axis_name": "stage"}, "Unknown mesh axis 'stage'"),
         ({"microbatches": 4, "mesh": mesh_of(pipeline=4), "layers": 6}, "6 layers for 4 stages. Fix: use 4 or 8"),
     ],
 )

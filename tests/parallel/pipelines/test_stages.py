@@ -170,7 +170,7 @@ def test_remat_keeps_only_what_enters_a_stage() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"axis": "stage"}, r"Unknown mesh axis 'stage'.*'pipeline'"),
+        ({"axis_name": "stage"}, r"Unknown mesh axis 'stage'.*'pipeline'"),
         ({"weights": (6, WIDE, WIDE)}, r"6 layers for 4 stages. Fix: use 4 or 8 layers"),
         ({"weights": (2, 4, WIDE, WIDE), "rounds": 4}, r"\[4 rounds, layers of a round, ...\]"),
         ({"microbatches": 6}, r"6 microbatches for 4 stages. Fix: use 4 or 8"),

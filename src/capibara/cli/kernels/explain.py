@@ -11,7 +11,7 @@ from capibara.cli.kernels.options import Imports, Json, On, target_of
 
 
 def explain(
-    op: Annotated[str, typer.Argument(metavar="OP", help="The op's name.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="The op's name, or that of a function it runs.")],
     shapes: Annotated[
         list[str],
         typer.Argument(metavar="SHAPES...", help="Operands: bf16[4096,4096], or - for an absent one."),
@@ -34,7 +34,8 @@ def explain(
 
     found = ops.lookup(op)
     arrays = [operands.operand(text) for text in shapes]
-    given = operands.parameters(param or [])
+    _, of_function = found.functions.get(op, (None, {}))
+    given = {**of_function, **operands.parameters(param or [])}
     with target_of(on) as target:
         call = found.call(*arrays, target=target, **given)
         selection = dispatch.select(call)

@@ -48,7 +48,7 @@ def explain(fn: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
     """
     if isinstance(fn, str):
         op = lookup(fn)
-        fn = op.public or op
+        fn = op.functions[fn][0] if fn in op.functions else op.public or op
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
     shapes = [_struct(x) for x, a in zip(leaves, is_array, strict=True) if a]

@@ -148,6 +148,8 @@ class Op:
         self.cases = tuple(cases)
         self.remark = remark
         self.public = public
+        # Public functions of other names that run it, each with the parameters that make it that function.
+        self.functions: dict[str, tuple[Callable[..., Any], Mapping[str, Hashable]]] = {}
         self.peers = MappingProxyType(dict(peers or {}))
         self.stock_tpu = stock_tpu
         self.excerpt = excerpt
@@ -245,10 +247,18 @@ def registry() -> dict[str, Op]:
 
 
 def lookup(name: str) -> Op:
+    """The op of this name, or the one that runs the public function of this name.
+
+    >>> lookup("gemm").name, lookup("rms_norm").name
+    ('gemm', 'norm')
+    """
     ops = registry()
-    if name not in ops:
-        raise unknown_name("op", name, ops)
-    return ops[name]
+    if name in ops:
+        return ops[name]
+    behind = {function: op for op in ops.values() for function in op.functions}
+    if name not in behind:
+        raise unknown_name("op", name, [*ops, *behind])
+    return behind[name]
 
 
 def call_of(op: Op, arrays: Sequence[Any], params: Mapping[str, Hashable]) -> Call:

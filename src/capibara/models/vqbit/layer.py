@@ -52,7 +52,7 @@ class VQbitLayer:
       kmeans_start: the first codes are the k-means centres of the first batch, instead of random numbers.
       revive_after: a code that had no row for so many training steps becomes a random row of the batch. None: never.
       seed: of the first codes and of the random rows.
-      mesh, codebook_axis: keep the state split over this axis of this mesh, each device with its part of the codes.
+      mesh, codebook_axis_name: keep the state split over this axis of this mesh, each device with some of the codes.
 
     Metrics: perplexity (of the batch's use of codes), usage (share of codes with a row in the batch), commitment_loss,
     codebook_loss (both the mean square of a number's error), loss (what to add to the model's), dead_codes (codes
@@ -78,7 +78,7 @@ class VQbitLayer:
         revive_after: int | None = 100,
         seed: int = 0,
         mesh: Mesh | None = None,
-        codebook_axis: str | None = None,
+        codebook_axis_name: str | None = None,
     ) -> None:
         self.codebook_size = _whole("codebook_size", codebook_size, 1)
         self.embedding_dim = _whole("embedding_dim", embedding_dim, 1)
@@ -95,8 +95,8 @@ class VQbitLayer:
         self.kmeans_start = bool(kmeans_start)
         self.revive_after = None if revive_after is None else _whole("revive_after", revive_after, 1)
         self.seed = _whole("seed", seed, 0)
-        self._check_mesh(mesh, codebook_axis)
-        self.mesh, self.codebook_axis = mesh, codebook_axis
+        self._check_mesh(mesh, codebook_axis_name)
+        self.mesh, self.codebook_axis_name = mesh, codebook_axis_name
         self._state: VQbitState | None = None
         self._name = object()  # tells this layer's sayings from another's
         self._step = jax.jit(self._pure_step, static_argnames=("training", "start"))
@@ -147,8 +147,8 @@ class VQbitLayer:
         return state if self.mesh is None else jax.device_put(state, self.shardings())
 
     def specs(self) -> VQbitState:
-        """A PartitionSpec for each part of the state: the codes are split over `codebook_axis`, the rest is whole."""
-        one, two = PartitionSpec(self.codebook_axis), PartitionSpec(self.codebook_axis, None)
+        """A PartitionSpec for each part of the state: codes are split over `codebook_axis_name`, the rest is whole."""
+        one, two = PartitionSpec(self.codebook_axis_name), PartitionSpec(self.codebook_axis_name, None)
         return VQbitState(two, one, two, one, PartitionSpec(), PartitionSpec())
 
     def shardings(self) -> VQbitState:
@@ -323,7 +323,7 @@ class VQbitLayer:
         if axis is None:
             return
         if mesh is None:
-            raise rule_error("codebook_axis is an axis of the mesh", f"{axis!r} and mesh=None", "pass mesh= too")
+            raise rule_error("codebook_axis_name is an axis of the mesh", f"{axis!r} and mesh=None", "pass mesh= too")
         if axis not in mesh.shape:
             raise unknown_name("axis of the mesh", axis, mesh.shape)
         if self.codebook_size % mesh.shape[axis]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,22 @@ __all__ = ["COMBINE", "pipelined", "why_not_pipelined"]
 COMBINE = ("mean", "sum")
 """What a result without rows is of the microbatches' results, where a user says so."""
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def pipelined(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     *,
     microbatches: int,
     batch: int | Sequence[int] = 1,
-    axis: str = "pipeline",
+    axis_name: str = "pipeline",
     mesh: Any = None,
     combine: str | None = None,
     remat: bool = False,
     float32_sums: bool = False,
     form: str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """`fn` with its scan over layers run as a pipeline along a mesh axis: the same results and gradients.
 
     The function is traced, and the scan found that takes slices of parameters and carries an activation. What comes
@@ -48,7 +51,7 @@ def pipelined(
         sums, but not in it.
       microbatches: parts that the rows are cut into, a multiple of the stages. More of them wait less.
       batch: which arguments are the batch, arrays [rows, ...]. By default the second, as in `loss(params, batch)`.
-      axis: the mesh axis of the stages; the stacked parameters lie there by `PartitionSpec(axis)`.
+      axis_name: the mesh axis of the stages; the stacked parameters lie there by `PartitionSpec(axis_name)`.
       mesh: a mesh with the axis; the one in force (`jax.set_mesh`) by default. Its other axes stay automatic.
       combine: None takes a result without rows apart where rows meet in it: sums over rows are added up over the
         microbatches, and what is made of them (a masked mean's division, a perplexity) is done once. It is refused
@@ -76,8 +79,8 @@ def pipelined(
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        found = mesh_of(mesh, axis)
-        schedule = Schedule(found.shape[axis], microbatches)
+        found = mesh_of(mesh, axis_name)
+        schedule = Schedule(found.shape[axis_name], microbatches)
         _check_batch(args, numbers)
         cut, tail = _cut(fn, args, numbers, microbatches, combine)
         check_layers(cut.part.equation.params["length"], schedule)
@@ -87,16 +90,16 @@ def pipelined(
             cut.feed,
             schedule,
             found,
-            axis,
+            axis_name,
             aside=cut.aside,
             whole=cut.consts,
             remat=remat,
             float32_sums=float32_sums,
             form=form,
         )
-        return cut.finish(tail, carries, extras, schedule, found, axis, combine)
+        return cut.finish(tail, carries, extras, schedule, found, axis_name, combine)
 
-    return run
+    return cast("Callable[P, R]", run)
 
 
 def why_not_pipelined(fn: Callable[..., Any], args: Sequence[Any], batch: Sequence[int] = (1,)) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +29,22 @@ logger = logging.getLogger("capibara.parallel")
 FORMS = ("manual", "automatic")
 """Who lays the stages out: this module, or XLA's partitioner."""
 
+Tree = TypeVar("Tree")
+
 
 def pipeline(
     layer: Callable[[Any, Any], Any],
     stacked: Any,
-    x: Any,
+    x: Tree,
     *,
     microbatches: int,
     mesh: Any = None,
-    axis: str = "pipeline",
+    axis_name: str = "pipeline",
     rounds: int = 1,
     remat: bool = False,
     float32_sums: bool = False,
     form: str | None = None,
-) -> Any:
+) -> Tree:
     """`x` through a stack of equal layers that lie on the stages of a mesh axis.
 
     It is `lax.scan(lambda x, w: (layer(x, w), None), x, stacked)[0]`, values and gradients, for a layer that treats the
@@ -51,12 +53,13 @@ def pipeline(
     Args:
       layer: `layer(x, w) -> x`, one layer: rows of any number, of one shape and type.
       stacked: the layers' parameters, leaves [layers, ...], of which each stage holds its run: lay them out with
-        `PartitionSpec(axis)`. With `rounds`, leaves [rounds, layers of a round, ...] and `PartitionSpec(None, axis)`.
+        `PartitionSpec(axis_name)`. With `rounds`, leaves [rounds, layers of a round, ...] and
+        `PartitionSpec(None, axis_name)`.
       x: a pytree of arrays [rows, ...].
       microbatches: parts that the rows are cut into, a multiple of the stages. More of them wait less.
       mesh: a mesh with the axis; the one in force (`jax.set_mesh`) by default. Its other axes stay automatic: what the
         layer says of data or model sharding holds inside.
-      axis: the mesh axis of the stages.
+      axis_name: the mesh axis of the stages.
       rounds: how often a microbatch passes all stages; see `Schedule`.
       remat: keep of a stage only what entered it, one microbatch a tick, and compute the rest again.
       float32_sums: add up the parameters' gradients over microbatches in float32 whatever their type, which takes
@@ -74,8 +77,8 @@ def pipeline(
         >>> pipeline(lambda x, w: jnp.sin(x @ w), w, x, microbatches=2, mesh=mesh).shape
         (6, 2)
     """
-    found = mesh_of(mesh, axis)
-    schedule = Schedule(found.shape[axis], microbatches, rounds)
+    found = mesh_of(mesh, axis_name)
+    schedule = Schedule(found.shape[axis_name], microbatches, rounds)
     _check_stacked(stacked, schedule)
     feed = jax.tree.map(lambda leaf: in_microbatches(leaf, microbatches), x)
     _check_carry(layer, stacked, feed, rounds)
@@ -84,7 +87,9 @@ def pipeline(
         del aside, whole
         return jax.lax.scan(lambda one, w: (layer(one, w), None), carry, weights)
 
-    out, _ = run_stages(stage, stacked, feed, schedule, found, axis, remat=remat, float32_sums=float32_sums, form=form)
+    out, _ = run_stages(
+        stage, stacked, feed, schedule, found, axis_name, remat=remat, float32_sums=float32_sums, form=form
+    )
     return jax.tree.map(rows_again, out)
 
 

@@ -65,7 +65,7 @@ class MeshSharding:
                 (self.config.size, _TOKENS_A_CHIP, 1),
                 self.config,
                 optimization_target=chosen,
-                chip_name="v4" if found is None or found.measured else found.name,
+                chip="v4" if found is None or found.measured else found.name,
             ).specs
         return _plain(params, self.config, chosen)
 

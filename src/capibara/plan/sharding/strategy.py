@@ -72,7 +72,7 @@ def optimize_sharding_strategy(
     *,
     batch: Any = None,
     optimization_target: str | None = None,
-    chip_name: str = "v4",
+    chip: str = "v4",
 ) -> ShardingStrategy:
     """The best layout of a model on a mesh of this shape, that fits; an error names the nearest change otherwise.
 
@@ -100,7 +100,7 @@ def optimize_sharding_strategy(
         limit = min(limit or math.inf, mesh.memory_limit_gb * GiB)
     target = _TARGETS[mesh.target] if optimization_target is None else optimization_target
     model_params = shaped(model_params)
-    where, notes = _where(chip_name, mesh.size)
+    where, notes = _where(chip, mesh.size)
     model: Callable[[Job, Any], Any] | None = None
     if loss is None:
         if batch is not None:

@@ -16,9 +16,12 @@ from tests.kernels.ops.attention import naive
 from capibara.kernels import explain, interpret, target
 from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.check import check
-from capibara.kernels.ops.attention.api import ATTENTION, attention
+from capibara.kernels.ops.attention import api
+from capibara.kernels.ops.attention.api import ATTENTION
 from capibara.kernels.ops.attention.chunks import ChunkConfig
 from capibara.kernels.pallas import prng
+
+attention = functools.partial(api.attention, layout="bhtd")
 
 FORMS = ("reference", "xla")
 
@@ -202,7 +205,7 @@ def test_dropout_is_the_same_whatever_the_chunks() -> None:
         for config in (ChunkConfig(3, 4), ChunkConfig(10, 10))
     ]
     np.testing.assert_allclose(*made, atol=1e-6)
-    by_key = [attention(q, k, v, dropout_rate=0.5, dropout_rng=jax.random.key(n)) for n in (0, 0, 1)]
+    by_key = [attention(q, k, v, dropout_rate=0.5, dropout_key=jax.random.key(n)) for n in (0, 0, 1)]
     np.testing.assert_array_equal(by_key[0], by_key[1])
     assert not np.allclose(by_key[0], by_key[2])
 
@@ -211,9 +214,9 @@ def test_dropout_under_vmap_is_each_element_alone() -> None:
     q, k, v = (_seeded(i, 3, 1, 2, 6, 4) for i in range(3))
     keys = jax.random.split(jax.random.key(0), 3)
     run = functools.partial(attention, dropout_rate=0.5)
-    got = jax.vmap(lambda q, k, v, r: run(q, k, v, dropout_rng=r))(q, k, v, keys)
+    got = jax.vmap(lambda q, k, v, r: run(q, k, v, dropout_key=r))(q, k, v, keys)
     for element in range(3):
-        alone = run(q[element], k[element], v[element], dropout_rng=keys[element])
+        alone = run(q[element], k[element], v[element], dropout_key=keys[element])
         np.testing.assert_allclose(got[element], alone, atol=1e-6)
 
 

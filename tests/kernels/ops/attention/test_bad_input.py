@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.errors import UnknownNameError
-from capibara.kernels.ops.attention.api import ATTENTION, ATTENTION_GRAD, attention
+from capibara.kernels.ops.attention import api
+from capibara.kernels.ops.attention.api import ATTENTION, ATTENTION_GRAD
+
+attention = functools.partial(api.attention, layout="bhtd")
 
 
 def _q(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -52,9 +56,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "segments of queries alone": ({"segment_ids": jnp.zeros((2, 6), int)}, "key_segment_ids"),
     "segments of keys alone": ({"key_segment_ids": jnp.zeros((2, 5), int)}, "segment_ids"),
     "segment type": ({"segment_ids": _q(2, 6), "key_segment_ids": _q(2, 5)}, "integers"),
-    "dropout of 1": ({"dropout_rate": 1.0, "dropout_rng": jax.random.key(0)}, r"\[0, 1\)"),
+    "dropout of 1": ({"dropout_rate": 1.0, "dropout_key": jax.random.key(0)}, r"\[0, 1\)"),
     "dropout below 0": ({"dropout_rate": -0.1}, r"\[0, 1\)"),
-    "dropout without a key": ({"dropout_rate": 0.1}, "dropout_rng"),
+    "dropout without a key": ({"dropout_rate": 0.1}, "dropout_key"),
     "scale": ({"scale": float("nan")}, "finite"),
     "softcap": ({"softcap": 0.0}, "above 0"),
 }

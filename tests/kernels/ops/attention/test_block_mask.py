@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from capibara.kernels import attention, block_mask_from
+from capibara import kernels
+from capibara.kernels import block_mask_from
+
+attention = functools.partial(kernels.attention, layout="bhtd")
 
 
 @pytest.mark.quick

@@ -129,8 +129,8 @@ def test_vmap_of_the_gradient_with_a_shared_bias() -> None:
 @pytest.mark.quick
 def test_the_public_function_is_a_function() -> None:
     x = jnp.ones((1, 2, 4, 8))
-    assert attention(x, x, x).shape == x.shape
+    assert attention(x, x, x, layout="bhtd").shape == x.shape
     assert inspect.isfunction(attention)
     assert "query_offset" in inspect.signature(attention).parameters
-    assert explain("attention", x, x, x).implementation == "xla"
-    assert explain(attention, x, x, x, causal=True).implementation == "xla"
+    assert explain("attention", x, x, x, layout="bhtd").implementation == "xla"
+    assert explain(attention, x, x, x, causal=True, layout="bhtd").implementation == "xla"

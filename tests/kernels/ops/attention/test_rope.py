@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,11 +13,15 @@ import pytest
 from tests.kernels.ops.attention import naive
 
 from capibara.kernels import explain
-from capibara.kernels.ops.attention.api import attention
+from capibara.kernels.ops.attention import api
 from capibara.kernels.ops.attention.chunks import ChunkConfig
-from capibara.kernels.ops.attention.rope import Rope, rope, rope_tables, rotate_both
+from capibara.kernels.ops.attention.rope import Rope, rope_tables, rotate_both
+from capibara.kernels.ops.attention.rope import rope as public_rope
 from capibara.kernels.ops.attention.rope_scaling import frequencies
 from capibara.surface.flash import flash_attention
+
+attention = functools.partial(api.attention, layout="bhtd")
+rope = functools.partial(public_rope, layout="bhtd")
 
 SCALINGS: dict[str, Any] = {
     "none": None,

@@ -107,8 +107,8 @@ def test_equal_to_the_whole(name: str) -> None:
     def made(*qkv: Any) -> Any:
         def parallel(*qkv: Any) -> Any:
             out, lse = sequence_parallel_attention(
-                *map(arrange, qkv), mesh=_mesh(*case.mesh), axis="seq", batch_axis="data", head_axis="model",
-                method=case.method, order=case.order, layout=case.layout, return_lse=True,
+                *map(arrange, qkv), mesh=_mesh(*case.mesh), axis_name="seq", batch_axis_name="data",
+                head_axis_name="model", method=case.method, order=case.order, layout=case.layout, return_lse=True,
                 segment_ids=None if ids is None else arrange(jnp.asarray(ids)), **case.rules,
             )  # fmt: skip
             return arrange(out, undo=True), arrange(lse, undo=True)
@@ -132,7 +132,7 @@ def _causal(seed: int = 0, heads: int = 4, length: int = 16) -> tuple[list[jax.A
     return qkv, ATTENTION(*qkv, implementation="reference", causal=True)
 
 
-call_causal = functools.partial(sequence_parallel_attention, axis="seq", causal=True)
+call_causal = functools.partial(sequence_parallel_attention, axis_name="seq", causal=True, layout="bhtd")
 
 
 @pytest.mark.quick
@@ -159,14 +159,14 @@ def test_the_active_mesh_is_used(kind: AxisType) -> None:
     qkv, wanted = _causal()
     mesh = _mesh(2, 4, kind=kind)
     with jax.set_mesh(mesh):
-        made = call_causal(*qkv, batch_axis="data", method="all_to_all")
+        made = call_causal(*qkv, batch_axis_name="data", method="all_to_all")
     np.testing.assert_allclose(made, wanted, atol=1e-5)
     assert made.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "seq")), 4)
 
 
 def test_a_mesh_with_explicit_axes_may_be_passed() -> None:
     qkv, wanted = _causal()
-    made = call_causal(*qkv, mesh=_mesh(2, 4, kind=AxisType.Explicit), batch_axis="data", method="all_to_all")
+    made = call_causal(*qkv, mesh=_mesh(2, 4, kind=AxisType.Explicit), batch_axis_name="data", method="all_to_all")
     np.testing.assert_allclose(made, wanted, atol=1e-5)
 
 
@@ -231,7 +231,7 @@ def test_the_ring_sends_keys_and_values_from_device_to_device(rules: Any, hops: 
     """Nothing is gathered. A hop is one device's keys and values; those that no device needs are not made."""
     mesh, qkv = _placed()
     q, k = (x.nbytes // 4 for x in qkv[:2])
-    ring = functools.partial(sequence_parallel_attention, mesh=mesh, axis="seq", **rules)
+    ring = functools.partial(sequence_parallel_attention, layout="bhtd", mesh=mesh, axis_name="seq", **rules)
     # Balancing moves every half of q, k and v on the way in, and of the output on the way out.
     assert _sent(ring, *qkv) == {"collective-permute": hops * 2 * k + (2 * q + 2 * k) * exchanged}
 
@@ -243,7 +243,7 @@ def test_the_backward_ring_sends_gradients_along() -> None:
     """
     mesh, qkv = _placed()
     k = qkv[1].nbytes // 4
-    ring = functools.partial(sequence_parallel_attention, mesh=mesh, axis="seq")
+    ring = functools.partial(sequence_parallel_attention, layout="bhtd", mesh=mesh, axis_name="seq")
 
     def both(flow: Any, *qkv: Any) -> Any:
         out, pull = jax.vjp(ring, *qkv)
@@ -258,7 +258,7 @@ def test_the_backward_ring_sends_gradients_along() -> None:
 def test_nothing_of_a_step_is_kept_for_the_backward_pass(devices: int, rules: Any) -> None:
     """The residuals are the operands, the output and one number a query, however many steps there were."""
     mesh, qkv = _placed(devices=devices, length=4 * devices)
-    ring = functools.partial(sequence_parallel_attention, mesh=mesh, axis="seq", **rules)
+    ring = functools.partial(sequence_parallel_attention, layout="bhtd", mesh=mesh, axis_name="seq", **rules)
     residuals = jax.eval_shape(lambda *x: jax.vjp(ring, *x)[1], *qkv)
     kept = sum(x.size for x in jax.tree.leaves(residuals) if x.size > devices)  # less a few flags, one a device
     q, k, v = (x.size for x in qkv)
@@ -283,7 +283,7 @@ def _order_of(jaxpr: Any, names: dict[str, str]) -> str:
 @pytest.mark.quick
 def test_the_next_block_is_sent_for_before_the_product() -> None:
     mesh, qkv = _placed()
-    ring = functools.partial(sequence_parallel_attention, mesh=mesh, axis="seq")
+    ring = functools.partial(sequence_parallel_attention, layout="bhtd", mesh=mesh, axis_name="seq")
     jaxpr = jax.make_jaxpr(lambda flow, *qkv: jax.vjp(ring, *qkv)[1](flow))(qkv[0], *qkv)
     forward = "ssxx" * 3 + "xx"  # two sends, then two products; the last block is sent nowhere
     backward = ("ss" + "xxxxx" + "ss") * 3 + "xxxxx" + "ss"  # keys go before the products, gradients after
@@ -328,15 +328,15 @@ X = jnp.ones((2, 4, 16, 8))
         ((2, 4, 18, 8), {}, "split evenly.*a length of 18.*pad to 20"),
         ((2, 4, 12, 8), {"order": "zigzag"}, "two chunks a device.*a length of 12.*pad to 16"),
         ((2, 6, 16, 8), {"method": "all_to_all"}, "6 heads on a device for 4 devices.*multiple of 4"),
-        ((3, 4, 16, 8), {"batch_axis": "data"}, "a batch of 3.*multiple of 2"),
-        ((2, 3, 16, 8), {"head_axis": "data"}, "a number of heads of 3.*multiple of 2"),
+        ((3, 4, 16, 8), {"batch_axis_name": "data"}, "a batch of 3.*multiple of 2"),
+        ((2, 3, 16, 8), {"head_axis_name": "data"}, "a number of heads of 3.*multiple of 2"),
         ((2, 4, 16), {}, "four axes"),
         ((2, 4, 16, 8), {"method": "rings"}, "Unknown method.*'ring'"),
         ((2, 4, 16, 8), {"order": "zig"}, "Unknown order.*'zigzag'"),
         ((2, 4, 16, 8), {"layout": "tbhd"}, "Unknown layout"),
-        ((2, 4, 16, 8), {"axis": "sequence"}, "Unknown mesh axis 'sequence'.*'seq'"),
-        ((2, 4, 16, 8), {"axis": ("seq",)}, "axis names one mesh axis"),
-        ((2, 4, 16, 8), {"batch_axis": "seq"}, "splits one thing"),
+        ((2, 4, 16, 8), {"axis_name": "sequence"}, "Unknown mesh axis 'sequence'.*'seq'"),
+        ((2, 4, 16, 8), {"axis_name": ("seq",)}, "axis_name is one mesh axis"),
+        ((2, 4, 16, 8), {"batch_axis_name": "seq"}, "splits one thing"),
         ((2, 4, 16, 8), {"mesh": None}, "no mesh.*jax.set_mesh"),
         ((2, 4, 16, 8), {"mesh": (2, 4)}, "mesh is a jax.sharding.Mesh.*tuple"),
         ((2, 4, 16, 8), {"implementation": "reference"}, "use implementation='xla'"),
@@ -351,7 +351,7 @@ X = jnp.ones((2, 4, 16, 8))
 def test_errors(shape: tuple[int, ...], keywords: dict[str, Any], words: str) -> None:
     x = jnp.ones(shape)
     with pytest.raises(ValueError, match=words):
-        sequence_parallel_attention(x, x, x, **{"mesh": _mesh(2, 4), "axis": "seq", **keywords})
+        sequence_parallel_attention(x, x, x, **{"layout": "bhtd", "mesh": _mesh(2, 4), "axis_name": "seq", **keywords})
 
 
 def test_other_refusals() -> None:
@@ -371,7 +371,7 @@ def test_other_refusals() -> None:
 
     with pytest.raises(ValueError, match=r"split already\. Got mesh"):
         inside({"data", "seq", "model"}, mesh=mesh)
-    with pytest.raises(ValueError, match=r"split already\. Got batch_axis"):
-        inside({"data", "seq", "model"}, batch_axis="data")
+    with pytest.raises(ValueError, match=r"split already\. Got batch_axis_name"):
+        inside({"data", "seq", "model"}, batch_axis_name="data")
     with pytest.raises(ValueError, match="take 'seq' in the surrounding shard_map too"):
         inside({"data"})

@@ -175,7 +175,7 @@ def test_shard_map_knows_that_a_sum_is_the_same_everywhere() -> None:
     mesh = mesh_of(dcn=2, ici=4)
     x = drawn(8, 5, 3)
     for op, right in REDUCED.items():
-        call = partial(collective.hierarchical_all_reduce, inner_axis="ici", outer_axis="dcn", op=op)
+        call = partial(collective.hierarchical_all_reduce, inner_axis_name="ici", outer_axis_name="dcn", op=op)
         rows = P(("dcn", "ici"))
         made = jax.jit(jax.shard_map(lambda x, f=call: f(x[0]), mesh=mesh, in_specs=rows, out_specs=P()))(x)
         np.testing.assert_allclose(made, right(x), rtol=1e-6)  # the mean divides twice
@@ -185,14 +185,16 @@ def test_shard_map_knows_that_a_sum_is_the_same_everywhere() -> None:
 def test_hierarchical_with_rings_inside(form: str) -> None:
     mesh = mesh_of(dcn=2, ici=4)
     x = drawn(8, 5, 3)
-    call = partial(collective.hierarchical_all_reduce, inner_axis="ici", outer_axis="dcn", implementation=form)
+    call = partial(
+        collective.hierarchical_all_reduce, inner_axis_name="ici", outer_axis_name="dcn", implementation=form
+    )
     np.testing.assert_array_equal(each(call, mesh)(x), np.broadcast_to(x.sum(0), x.shape))
 
 
 def test_hierarchical_sends_one_part_across() -> None:
     """Between the groups goes 1 / inner of the array: read from the program."""
     mesh = mesh_of(dcn=2, ici=4)
-    call = partial(collective.hierarchical_all_reduce, inner_axis="ici", outer_axis="dcn")
+    call = partial(collective.hierarchical_all_reduce, inner_axis_name="ici", outer_axis_name="dcn")
     text = str(jax.make_jaxpr(each(call, mesh))(drawn(8, 16, 4)))
     across = [line for line in text.splitlines() if "psum" in line and "'dcn'" in line and "scatter" not in line]
     assert across, text
@@ -260,7 +262,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a pair": (partial(collective.permute, axis_name="x", pairs=[(0, 1), (2, 1)]), "each target once"),
     "neither": (partial(collective.permute, axis_name="x"), "shift or pairs"),
     "two groups": (
-        partial(collective.hierarchical_all_reduce, inner_axis="x", outer_axis="x"),
+        partial(collective.hierarchical_all_reduce, inner_axis_name="x", outer_axis_name="x"),
         "inside the groups or between them",
     ),
 }  # fmt: skip

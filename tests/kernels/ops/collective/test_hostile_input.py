@@ -96,7 +96,7 @@ def test_an_axis_that_vmap_names() -> None:
         other = "outer" if name == "inner" else "inner"
 
         def both(x: Any, name: str = name, other: str = other) -> Any:
-            return collective.hierarchical_all_reduce(x, inner_axis=name, outer_axis=other)
+            return collective.hierarchical_all_reduce(x, inner_axis_name=name, outer_axis_name=other)
 
         summed = jax.vmap(jax.vmap(both, axis_name="inner"), axis_name="outer")(two)
         np.testing.assert_array_equal(summed, jnp.broadcast_to(rows.sum(0), two.shape))
@@ -111,10 +111,10 @@ def test_a_state_that_does_not_fit_says_so() -> None:
 
 
 def test_the_codec_takes_whole_blocks_and_keys() -> None:
-    with pytest.raises(ValueError, match=r"block is a positive whole number.*Got 256.0"):
-        collective.encode_int8(X, block=256.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unbiased_key is one JAX key"):
-        _on_four(lambda x: collective.compressed_all_reduce(x, "a", unbiased_key=3)[0], X)
+    with pytest.raises(ValueError, match=r"block_size is a positive whole number.*Got 256.0"):
+        collective.encode_int8(X, block_size=256.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="key is one JAX key"):
+        _on_four(lambda x: collective.compressed_all_reduce(x, "a", key=3)[0], X)
 
 
 def test_two_names_for_a_gather_are_one_too_many() -> None:
@@ -133,7 +133,7 @@ def test_nothing_is_exchanged_as_nothing() -> None:
             collective.all_gather(x, both, axis=1, tiled=False),
             collective.all_gather_matmul(x, w, both),
             collective.matmul_reduce_scatter(x, w, both),
-            collective.hierarchical_all_reduce(x, inner_axis="a", outer_axis="b"),
+            collective.hierarchical_all_reduce(x, inner_axis_name="a", outer_axis_name="b"),
         )
 
     for rows in (0, 4):

@@ -35,7 +35,7 @@ def _naive(x: Any, w: Any, bias: Any, state: Any) -> np.ndarray:
 def test_against_numpy(name: str) -> None:
     with interpret("hlo"):
         y, state = causal_conv1d(
-            X, W, BIAS, activation="silu", initial_state=STATE, return_final_state=True, implementation=name
+            X, W, BIAS, activation="silu", initial_state=STATE, return_state=True, implementation=name
         )
     # Float32: four taps, a bias and the activation, of numbers up to about 5.
     np.testing.assert_allclose(y, _naive(X, W, BIAS, STATE), atol=1e-5)
@@ -44,9 +44,9 @@ def test_against_numpy(name: str) -> None:
 
 @pytest.mark.quick
 def test_pieces_and_steps_equal_the_whole() -> None:
-    whole, last = causal_conv1d(X, W, BIAS, activation="silu", return_final_state=True)
-    first, state = causal_conv1d(X[:, :2], W, BIAS, activation="silu", return_final_state=True)
-    second, state = causal_conv1d(X[:, 2:7], W, BIAS, activation="silu", initial_state=state, return_final_state=True)
+    whole, last = causal_conv1d(X, W, BIAS, activation="silu", return_state=True)
+    first, state = causal_conv1d(X[:, :2], W, BIAS, activation="silu", return_state=True)
+    second, state = causal_conv1d(X[:, 2:7], W, BIAS, activation="silu", initial_state=state, return_state=True)
     parts = [first, second]
     for t in (7, 8):
         y, state = causal_conv1d_step(state, X[:, t], W, BIAS, activation="silu")

@@ -116,14 +116,14 @@ def test_a_complex_array_costs_no_pass_in_front_of_the_vendors_transform() -> No
 
 def test_factors_are_used_as_far_as_the_length_allows() -> None:
     x = _complex(2, 12)
-    text = jax.jit(lambda x: fft.fft(x, factors=(2, 6), implementation="xla_matmul")).lower(x).as_text()
+    text = jax.jit(lambda x: fft.fft(x, radix_factors=(2, 6), implementation="xla_matmul")).lower(x).as_text()
     assert "2x2x2x2x" in text.replace("tensor<", "")  # the radix-2 matrix on planes, beside a signal in two parts
     with pytest.raises(ImplementationRefused, match="chooses its own radices"):
-        fft.fft(x, factors=(2, 6), implementation="xla")
-    told = explain(lambda x: fft.fft(x, factors=(2, 5), implementation="xla_matmul"), x)
+        fft.fft(x, radix_factors=(2, 6), implementation="xla")
+    told = explain(lambda x: fft.fft(x, radix_factors=(2, 5), implementation="xla_matmul"), x)
     assert "radices (2, 6): of (2, 5) the plan for 12 points uses 2, leaves out 5, not a divisor" in str(told)
     assert told.as_dict()["selections"][0]["remark"].endswith("fills in 6")
-    assert "the plan for" not in str(explain(lambda x: fft.fft(x, factors=(2, 6)), x)), "as asked: nothing to say"
+    assert "the plan for" not in str(explain(lambda x: fft.fft(x, radix_factors=(2, 6)), x)), "as asked: nothing to say"
     for n in (1, 2, 64, 100, 131, 262, 1000, 4096):
         made = fft.plan(n, (2, 4, 8))
         assert np.prod(made.factors) == (fft.plan(n).padded or n)
@@ -132,7 +132,7 @@ def test_factors_are_used_as_far_as_the_length_allows() -> None:
     assert fft.plan(131, (2, 4, 8)).factors == (2, 4, 36)
     y = _complex(3, 131)
     bound = tolerance_of((131,), "float32", (2, 4, 8))
-    assert _error(fft.fft(y, factors=(2, 4, 8)), np.fft.fft(y)) < bound
+    assert _error(fft.fft(y, radix_factors=(2, 4, 8)), np.fft.fft(y)) < bound
     with pytest.raises(ValueError, match=r"from 1 to 128.*like \(16, 16\)"):
         fft.plan(256, (256,))
     with pytest.raises(ValueError, match="from 1 to 128"):
@@ -165,8 +165,8 @@ def test_bad_calls_say_what_to_do() -> None:
         (lambda x: fft.rfft(x.real, axis="a"), "axis is a whole number"),
         (lambda x: fft.fft(x, 8.0), "n is a whole number"),
         (lambda x: fft.irfft(x, "8"), "n is a whole number"),
-        (lambda x: fft.fft(x, factors=(3.0, 4.0)), "factors is a sequence of whole numbers"),
-        (lambda x: fft.fft(x, factors=12), "factors is a sequence of whole numbers"),
+        (lambda x: fft.fft(x, radix_factors=(3.0, 4.0)), "factors is a sequence of whole numbers"),
+        (lambda x: fft.fft(x, radix_factors=12), "factors is a sequence of whole numbers"),
         (lambda x: fft.radix_fft(x, "34"), "factors is a sequence of whole numbers"),
         (lambda x: fft.radix_fft(x, inverse="no"), "inverse is True or False"),
         (lambda x: fft.fft2(x, s=4), "s is a sequence of whole numbers"),
@@ -177,7 +177,7 @@ def test_bad_calls_say_what_to_do() -> None:
         (lambda x: fft.irfft2(x, s=(3, 4, 5)), "s has a length for each axis"),
         (lambda x: fft.fft(x, precision=["a"]), "precision"),
         (lambda x: fft.rfft(x.real, config={"rows": 1}), "config is of its implementation's own type"),
-        (lambda x: fft.fft_planes(x.real, x.imag, factors=12), "factors is a sequence of whole numbers"),
+        (lambda x: fft.fft_planes(x.real, x.imag, radix_factors=12), "factors is a sequence of whole numbers"),
         (lambda x: fft.fft_planes(x.real, x.imag, inverse="no"), "inverse is True or False"),
         (lambda x: fft.fft_planes(None, x.imag), "fft_planes takes arrays"),
     ],
@@ -214,7 +214,7 @@ def test_planes_are_of_one_type() -> None:
 
 
 def test_planes_take_lists() -> None:
-    re, im = fft.fft_planes([1.0, 2.0, 3.0, 4.0], [0.0] * 4, factors=[2, 2], implementation="xla_matmul")  # type: ignore[arg-type]
+    re, im = fft.fft_planes([1.0, 2.0, 3.0, 4.0], [0.0] * 4, radix_factors=[2, 2], implementation="xla_matmul")  # type: ignore[arg-type]
     assert _error(re + 1j * im, np.fft.fft([1.0, 2.0, 3.0, 4.0])) < tolerance_of((4,), "float32")
 
 

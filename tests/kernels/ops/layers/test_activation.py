@@ -66,7 +66,7 @@ def test_the_mask_is_the_generators(name: str) -> None:
     x = 1 + jnp.abs(_normal(3, 5, 70))
     with interpret("hlo"):
         y = dropout(x, 0.25, KEY, implementation=name)
-        gated = gated_activation(x, x, kind="silu", dropout_rate=0.25, dropout_rng=KEY, implementation=name)
+        gated = gated_activation(x, x, kind="silu", dropout_rate=0.25, key=KEY, implementation=name)
     keep = _mask(x.shape, 0.25)
     np.testing.assert_allclose(y, np.where(keep, x / 0.75, 0), rtol=1e-6)
     np.testing.assert_array_equal(np.asarray(gated) != 0, keep)
@@ -79,7 +79,7 @@ def test_the_backward_pass_draws_the_same_mask_and_stores_none(name: str) -> Non
     gate, up, flow = _normal(6, 130), _normal(6, 130, seed=1), _normal(6, 130, seed=2)
 
     def fn(gate: Any, up: Any) -> Any:
-        return geglu(gate, up, dropout_rate=0.5, dropout_rng=KEY, implementation=name)
+        return geglu(gate, up, dropout_rate=0.5, key=KEY, implementation=name)
 
     with interpret("hlo"):
         _, pull = jax.vjp(fn, gate, up)
@@ -108,7 +108,7 @@ def test_the_mask_does_not_depend_on_the_mesh(name: str, spec: P) -> None:
     x = _normal(4, 8, 60)
 
     def loss(x: Any) -> Any:
-        y = activation(x, kind="gelu", dropout_rate=0.3, dropout_rng=KEY, implementation=name)
+        y = activation(x, kind="gelu", dropout_rate=0.3, key=KEY, implementation=name)
         return (y**2).sum(), y
 
     with interpret("hlo"):
@@ -170,7 +170,7 @@ def test_the_thin_functions() -> None:
 
 def test_rate_0_needs_no_key_and_uses_none() -> None:
     x = _normal(3, 8)
-    np.testing.assert_array_equal(gelu(x, dropout_rate=0.0, dropout_rng=KEY), gelu(x))
+    np.testing.assert_array_equal(gelu(x, dropout_rate=0.0, key=KEY), gelu(x))
     half = np.float32(0.5)  # numpy's numbers are as good as Python's
     np.testing.assert_array_equal(dropout(x, half, KEY), dropout(x, 0.5, KEY))
 
@@ -221,14 +221,14 @@ def test_vmap_of_vmap_of_no_rows() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: gelu(x, dropout_rate=1.0, dropout_rng=KEY), "from 0 to below 1"),
-        (lambda x: gelu(x, dropout_rate=-0.1, dropout_rng=KEY), "from 0 to below 1"),
-        (lambda x: gelu(x, dropout_rate=float("nan"), dropout_rng=KEY), "from 0 to below 1"),
-        (lambda x: gelu(x, dropout_rate="much", dropout_rng=KEY), "from 0 to below 1"),
-        (lambda x: gelu(x, dropout_rate=True, dropout_rng=KEY), "from 0 to below 1"),
-        (lambda x: jax.jit(lambda r: gelu(x, dropout_rate=r, dropout_rng=KEY))(0.5), "known before tracing"),
+        (lambda x: gelu(x, dropout_rate=1.0, key=KEY), "from 0 to below 1"),
+        (lambda x: gelu(x, dropout_rate=-0.1, key=KEY), "from 0 to below 1"),
+        (lambda x: gelu(x, dropout_rate=float("nan"), key=KEY), "from 0 to below 1"),
+        (lambda x: gelu(x, dropout_rate="much", key=KEY), "from 0 to below 1"),
+        (lambda x: gelu(x, dropout_rate=True, key=KEY), "from 0 to below 1"),
+        (lambda x: jax.jit(lambda r: gelu(x, dropout_rate=r, key=KEY))(0.5), "known before tracing"),
         (lambda x: gelu(x, dropout_rate=0.5), "Dropout draws from a key"),
-        (lambda x: gelu(x, dropout_rate=0.5, dropout_rng="seed"), "Dropout draws from a JAX key"),
+        (lambda x: gelu(x, dropout_rate=0.5, key="seed"), "Dropout draws from a JAX key"),
         (lambda x: activation(x, kind="gellu"), "Did you mean 'gelu'"),
         (lambda x: gelu(x.astype(jnp.int32)), "x of i32"),
         (lambda x: gelu(x[0, 0]), r"an array \[..., columns\]"),

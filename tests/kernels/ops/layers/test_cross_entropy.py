@@ -46,7 +46,7 @@ def _plain(
 FORMS = [
     ({}, {}),
     ({"z_loss": 1e-2}, {"z": 1e-2}),
-    ({"label_smoothing": 0.2, "z_loss": 1e-3, "logit_soft_cap": 3.0}, {"smoothing": 0.2, "z": 1e-3, "cap": 3.0}),
+    ({"label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 3.0}, {"smoothing": 0.2, "z": 1e-3, "cap": 3.0}),
 ]
 
 
@@ -63,7 +63,7 @@ def test_loss_and_gradients_against_logits_in_memory(given: Any, plain: Any, gra
         # 53 columns, or 18 tokens, in chunks that do not divide them.
         block = {"recompute": 20, "in_forward": 7}[gradient]
         return 2 * cross_entropy(
-            hidden, table, labels, transpose_weights=transpose, block=block, gradient=gradient, **given
+            hidden, table, labels, transpose_weights=transpose, block_size=block, gradient=gradient, **given
         )
 
     def right(hidden: Any, weights: Any) -> Any:
@@ -133,7 +133,7 @@ def test_a_chunk_and_no_more_is_in_memory() -> None:
     hidden, weights, labels = _draw((512,), 32, 8192, "bfloat16")
 
     def temporary(block: int | None, implementation: str) -> int:
-        fn = functools.partial(cross_entropy, block=block, implementation=implementation)
+        fn = functools.partial(cross_entropy, block_size=block, implementation=implementation)
         stats = jax.jit(jax.grad(fn, argnums=(0, 1))).lower(hidden, weights, labels).compile().memory_analysis()
         return stats.temp_size_in_bytes
 
@@ -165,7 +165,8 @@ def test_tokens_and_vocabulary_are_split_over_a_mesh(tokens: P, columns: str | N
     labels = labels.at[1, 1].set(IGNORED)
     table = weights.T if transpose else weights
     fn = jax.value_and_grad(
-        functools.partial(cross_entropy, transpose_weights=transpose, block=12, label_smoothing=0.1), argnums=(0, 1)
+        functools.partial(cross_entropy, transpose_weights=transpose, block_size=12, label_smoothing=0.1),
+        argnums=(0, 1),
     )
     split = NamedSharding(mesh, P(columns, None) if transpose else P(None, columns))
     placed = (
@@ -189,7 +190,9 @@ def test_in_forward_on_a_mesh(tokens: P, columns: str | None) -> None:
     hidden, weights, labels = _draw((8, 12), 16, 64)
     labels = labels.at[1, 1].set(IGNORED)
     more = {"label_smoothing": 0.1, "z_loss": 1e-2}
-    fn = jax.jit(jax.value_and_grad(functools.partial(cross_entropy, gradient="in_forward", block=5, **more), (0, 1)))
+    fn = jax.jit(
+        jax.value_and_grad(functools.partial(cross_entropy, gradient="in_forward", block_size=5, **more), (0, 1))
+    )
     split = NamedSharding(mesh, P(None, columns))
     placed = (
         jax.device_put(hidden, NamedSharding(mesh, tokens)),
@@ -273,7 +276,7 @@ def test_inside_a_checked_shard_map(gradient: str, block: int) -> None:
     hidden, weights, labels = _draw((16,), 16, 64)
 
     def local(hidden: Any, weights: Any, labels: Any) -> Any:
-        total = cross_entropy(hidden, weights, labels, reduction="sum", gradient=gradient, block=block)
+        total = cross_entropy(hidden, weights, labels, reduction="sum", gradient=gradient, block_size=block)
         return jax.lax.psum(total, "data")
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P())
@@ -287,7 +290,7 @@ def test_inside_a_checked_shard_map(gradient: str, block: int) -> None:
 def test_gradients_by_example() -> None:
     """vmap of grad gives each example its own gradient of weights that they share."""
     hidden, weights, labels = _draw((3, 5), 8, 40)
-    fn = functools.partial(cross_entropy, block=16)
+    fn = functools.partial(cross_entropy, block_size=16)
     grads = jax.jit(jax.grad(fn, argnums=(0, 1)))
     got = jax.jit(jax.vmap(grads, in_axes=(0, None, 0)))(hidden, weights, labels)
     assert got[1].shape == (3, 8, 40)
@@ -305,8 +308,8 @@ def test_labels_of_any_whole_type(dtype: str, vocabulary: int) -> None:
     hidden, weights, _ = _draw((4,), 8, vocabulary)
     labels = jnp.array([1, 88, 120, 156 if dtype == "uint8" else 7])
     for block in (None, 100):
-        got = cross_entropy(hidden, weights, labels.astype(dtype), reduction="none", block=block)
-        np.testing.assert_array_equal(got, cross_entropy(hidden, weights, labels, reduction="none", block=block))
+        got = cross_entropy(hidden, weights, labels.astype(dtype), reduction="none", block_size=block)
+        np.testing.assert_array_equal(got, cross_entropy(hidden, weights, labels, reduction="none", block_size=block))
     if dtype == "int8":
         assert float(cross_entropy(hidden[:1], weights, jnp.array([IGNORED], dtype))) == 0
 
@@ -342,7 +345,7 @@ def test_no_tokens(gradient: str) -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     hidden, weights = jnp.full((1, 1), 1000.0), jnp.array([[1.0, -1.0, 0.5]])
-    loss = cross_entropy(hidden, weights, jnp.array([2]), block=1)
+    loss = cross_entropy(hidden, weights, jnp.array([2]), block_size=1)
     assert float(loss) == 500.0
 
 
@@ -377,10 +380,10 @@ def test_explain_shows_both_directions() -> None:
         (lambda h, w, y: cross_entropy(h, w, y, gradient="in_forward", reduction="none"), "what becomes of each token"),
         (lambda h, w, y: cross_entropy(h, w, y, label_smoothing=1.0), "label_smoothing is a number from 0 to below 1"),
         (lambda h, w, y: cross_entropy(h, w, y, z_loss=-1.0), "z_loss is a finite number, 0 or more"),
-        (lambda h, w, y: cross_entropy(h, w, y, logit_soft_cap=0.0), "The soft cap is a finite number above 0"),
+        (lambda h, w, y: cross_entropy(h, w, y, softcap=0.0), "The soft cap is a finite number above 0"),
         (lambda h, w, y: cross_entropy(h, w, y, ignore_index=0.5), "ignore_index is a whole number"),
-        (lambda h, w, y: cross_entropy(h, w, y, block=0), "block is a whole number of columns"),
-        (lambda h, w, y: cross_entropy(h, w, y, block=8, implementation="reference"), "leave block out"),
+        (lambda h, w, y: cross_entropy(h, w, y, block_size=0), "block_size is a whole number of columns"),
+        (lambda h, w, y: cross_entropy(h, w, y, block_size=8, implementation="reference"), "leave block_size out"),
         (lambda h, w, y: TileConfig(0, 128), "tokens and columns are 1 or more"),
         (lambda h, w, y: CROSS_ENTROPY_GRAD(h, w, y, y), "d_lse is a number a token"),
     ],

@@ -21,7 +21,7 @@ def operands(dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def loss_and_grads(how: str, block: int | None, arrays: tuple[jax.Array, ...], **more: object):
     def loss(hidden: jax.Array, weights: jax.Array) -> jax.Array:
-        return cross_entropy(hidden, weights, arrays[2], gradient=how, block=block, z_loss=1e-3, **more)
+        return cross_entropy(hidden, weights, arrays[2], gradient=how, block_size=block, z_loss=1e-3, **more)
 
     return jax.jit(jax.value_and_grad(loss, (0, 1)))
 

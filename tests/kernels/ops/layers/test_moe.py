@@ -185,7 +185,7 @@ def test_metrics_room_for_all_and_room_for_some() -> None:
 
 def test_jitter_moves_the_choice() -> None:
     params, x = _params(), _normal(64, WIDTH)
-    slight, strong = (_layer(params, x, top_k=1, jitter=jitter, rng=jax.random.key(0)) for jitter in (1e-7, 0.9))
+    slight, strong = (_layer(params, x, top_k=1, jitter=jitter, key=jax.random.key(0)) for jitter in (1e-7, 0.9))
     _close(slight[1].z_loss, _layer(params, x, top_k=1)[1].z_loss)
     assert not np.allclose(strong[0], slight[0])
 
@@ -235,8 +235,8 @@ def test_parameters_may_be_lists_of_numbers() -> None:
         ({"keep": "weight"}, "keep is for a capacity factor"),
         ({"activation": "swish"}, "Unknown activation of grouped_gated_gemm 'swish'.*'silu'"),
         ({"jitter": 0.1}, "The jitter and its key come together"),
-        ({"rng": jax.random.key(0)}, "The jitter and its key come together"),
-        ({"jitter": 1.5, "rng": jax.random.key(0)}, "from 0 to below 1"),
+        ({"key": jax.random.key(0)}, "The jitter and its key come together"),
+        ({"jitter": 1.5, "key": jax.random.key(0)}, "from 0 to below 1"),
     ],
 )
 def test_bad_options_are_named(change: dict[str, Any], words: str) -> None:

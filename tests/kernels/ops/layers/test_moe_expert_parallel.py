@@ -27,7 +27,7 @@ def _normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 PARAMS = init_moe(jax.random.key(0), WIDTH, HIDDEN, EXPERTS)
-OPTIONS: dict[str, Any] = {"top_k": 2, "jitter": 0.1, "rng": jax.random.key(3)}
+OPTIONS: dict[str, Any] = {"top_k": 2, "jitter": 0.1, "key": jax.random.key(3)}
 
 
 def _close(got: Any, wanted: Any) -> None:
@@ -44,7 +44,7 @@ def test_equals_one_device(axes: dict[str, int], token_axes: tuple[str, ...], sk
     """Skewed: a bias sends every token to experts of one device, so its buffers are full and the others' empty."""
     x, flow = _normal(4, 16, WIDTH), _normal(4, 16, WIDTH, seed=1)
     params = PARAMS | ({"bias": jnp.zeros(EXPERTS).at[:2].set(100.0)} if skewed else {})
-    where: dict[str, Any] = {"mesh": _mesh(**axes), "token_axes": token_axes}
+    where: dict[str, Any] = {"mesh": _mesh(**axes), "token_axis_names": token_axes}
 
     def slopes(layer: Any, **where: Any) -> Any:
         def loss(params: Any, x: Any) -> Any:
@@ -96,9 +96,9 @@ def test_a_pair_capacity_drops_the_last_tokens_of_a_pair() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"axis": "experts"}, "Unknown axis of the mesh"),
-        ({"token_axes": ("rows",)}, "Unknown axis of the mesh"),
-        ({"token_axes": ("expert",)}, "split over each axis once"),
+        ({"axis_name": "experts"}, "Unknown axis of the mesh"),
+        ({"token_axis_names": ("rows",)}, "Unknown axis of the mesh"),
+        ({"token_axis_names": ("expert",)}, "split over each axis once"),
         ({"x": _normal(30, WIDTH)}, "tokens are split evenly over the 8 devices"),
         ({"params": init_moe(jax.random.key(0), WIDTH, HIDDEN, 12)}, "experts are split evenly over the 8 devices"),
         ({"pair_capacity_factor": 0.0}, "capacity factor is a finite number above 0"),

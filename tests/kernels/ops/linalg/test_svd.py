@@ -95,7 +95,7 @@ def basis_errors(a: np.ndarray, width: int, power_iterations: int) -> tuple[floa
         u, _, _ = wide(
             fast_svd(
                 jnp.asarray(a, jnp.float32), rank=width, oversampling=0, method="randomized",
-                power_iterations=power_iterations, seed=seed,
+                power_iterations=power_iterations, key=seed,
             )
         )  # fmt: skip
         rest = a - u @ (u.T @ a)
@@ -146,8 +146,8 @@ def test_every_keyword_changes_what_happens() -> None:
     plain = error(oversampling=2, power_iterations=0)
     assert error(oversampling=30, power_iterations=0) < plain
     assert error(oversampling=2, power_iterations=2) < plain
-    assert error(oversampling=2, power_iterations=0, seed=1) != plain
-    assert error(oversampling=2, power_iterations=0, seed=jax.random.key(0)) == plain
+    assert error(oversampling=2, power_iterations=0, key=1) != plain
+    assert error(oversampling=2, power_iterations=0, key=jax.random.key(0)) == plain
     exact = fast_svd(a, rank=RANK, method="exact")
     best = np.linalg.norm(SLOW[RANK:])
     assert np.linalg.norm(np.asarray(a) - (np.asarray(exact[0]) * exact[1]) @ np.asarray(exact[2])) < best * 1.00001
@@ -231,8 +231,8 @@ def test_mistakes() -> None:
         ({"rank": 2, "core": "qr"}, r"Unknown core of fast_svd 'qr'"),
         ({"method": "exact", "core": "jacobi"}, r"core are for a sketch, and the exact method takes none"),
         ({"method": "exact", "power_iterations": 0}, r"power_iterations are for a sketch.*Got power_iterations=0"),
-        ({"method": "exact", "seed": 1}, r"seed is for a sketch.*Got seed=1"),
-        ({"seed": "x"}, r"seed is an int or one jax.random.key. Got 'x'"),
+        ({"method": "exact", "key": 1}, r"key is for a sketch.*Got key=1"),
+        ({"key": "x"}, r"key is one jax.random.key or an int. Got 'x'"),
     ]:
         with pytest.raises(ValueError, match=match):
             fast_svd(a, **keywords)

@@ -54,7 +54,7 @@ FEW_STEPS = 4e-6  # six steps or fewer in float32: two roundings of 2^-24 each, 
 def test_against_numpy(name: str, reverse: bool) -> None:
     a, b, initial = _decay(2, 21, 3), _normal(2, 21, 3), _normal(2, 3, seed=1)
     with interpret("hlo"):
-        h, final = linear_recurrence(a, b, initial, reverse=reverse, return_final=True, implementation=name)
+        h, final = linear_recurrence(a, b, initial, reverse=reverse, return_state=True, implementation=name)
         alone = linear_recurrence(a, b, reverse=reverse, implementation=name)
     # Float32: two roundings a step of numbers up to about 10, 21 steps.
     for got, wanted in zip((h, final), _loop(a, b, initial, reverse=reverse), strict=True):
@@ -67,7 +67,7 @@ def test_any_axis_of_any_array(shape: tuple[int, ...]) -> None:
     a, b = _decay(*shape), _normal(*shape)
     for axis in range(-1, len(shape)):
         state = _normal(*np.delete(shape, axis), seed=1)
-        h, final = linear_recurrence(a, b, state, axis=axis, return_final=True)
+        h, final = linear_recurrence(a, b, state, axis=axis, return_state=True)
         wanted, last = _loop(a, b, state, axis=axis)
         np.testing.assert_allclose(h, wanted, atol=FEW_STEPS)
         np.testing.assert_allclose(final, last, atol=FEW_STEPS)
@@ -87,7 +87,7 @@ def test_complex_numbers() -> None:
     a, b = draw_complex_decay(generator, (2, 9, 3)), draw_complex(generator, (2, 9, 3))
     np.testing.assert_allclose(linear_recurrence(a, b), _loop(a, b)[0], atol=2e-5)
     real = _normal(2, 9, 3)
-    mixed, state = linear_recurrence(a, real, return_final=True)
+    mixed, state = linear_recurrence(a, real, return_state=True)
     assert mixed.dtype == state.dtype == jnp.complex64
     np.testing.assert_allclose(mixed, _loop(a, real.astype("complex64"))[0], atol=2e-5)
 
@@ -105,7 +105,7 @@ def test_the_state_is_float32(name: str) -> None:
     """Ones added up in bfloat16 would stop at 256; the last state is returned unrounded."""
     ones = jnp.ones((1, 300, 1), "bfloat16")
     with interpret("hlo"):
-        h, final = linear_recurrence(ones, ones, return_final=True, implementation=name)
+        h, final = linear_recurrence(ones, ones, return_state=True, implementation=name)
     assert h.dtype == jnp.bfloat16
     assert final.dtype == jnp.float32
     assert float(final[0, 0]) == 300
@@ -114,22 +114,22 @@ def test_the_state_is_float32(name: str) -> None:
 
 def test_two_pieces_are_one() -> None:
     a, b = _decay(2, 10, 3, dtype="bfloat16"), _normal(2, 10, 3, dtype="bfloat16")
-    whole, last = linear_recurrence(a, b, return_final=True)
-    first, state = linear_recurrence(a[:, :4], b[:, :4], return_final=True)
-    second, final = linear_recurrence(a[:, 4:], b[:, 4:], state, return_final=True)
+    whole, last = linear_recurrence(a, b, return_state=True)
+    first, state = linear_recurrence(a[:, :4], b[:, :4], return_state=True)
+    second, final = linear_recurrence(a[:, 4:], b[:, 4:], state, return_state=True)
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (whole, jnp.concatenate([first, second], 1))))
     np.testing.assert_array_equal(last, final)
 
 
 def test_nothing_to_do() -> None:
     start = _normal(2, 3)
-    h, final = linear_recurrence(jnp.ones((2, 0, 3)), jnp.ones((2, 0, 3)), start, return_final=True)
+    h, final = linear_recurrence(jnp.ones((2, 0, 3)), jnp.ones((2, 0, 3)), start, return_state=True)
     assert h.shape == (2, 0, 3)
     np.testing.assert_array_equal(final, start)
     assert linear_recurrence(jnp.ones((0, 4, 3)), jnp.ones((0, 4, 3))).shape == (0, 4, 3)
     empty = jax.vmap(linear_recurrence)(jnp.ones((2, 0, 4, 3)), jnp.ones((2, 0, 4, 3)))
     assert empty.shape == (2, 0, 4, 3)
-    start_grad = jax.grad(lambda s: (linear_recurrence(h, h, s, return_final=True)[1] * start).sum())(start)
+    start_grad = jax.grad(lambda s: (linear_recurrence(h, h, s, return_state=True)[1] * start).sum())(start)
     np.testing.assert_array_equal(start_grad, start)
 
 
@@ -163,7 +163,7 @@ def test_second_derivatives(name: str) -> None:
 
     def slope(implementation: str) -> Any:
         def loss(*xs: Any) -> Any:
-            h, final = linear_recurrence(*xs, return_final=True, implementation=implementation)
+            h, final = linear_recurrence(*xs, return_state=True, implementation=implementation)
             return (h**3).sum() + (final**2).sum()
 
         bent = jax.grad(lambda *xs: (jax.grad(loss)(*xs) * direction).sum(), argnums=(0, 1, 2))
@@ -190,11 +190,11 @@ def test_forward_mode_by_the_reference() -> None:
         (lambda x: linear_recurrence(x, x, axis=True), "axis is one of b's 3 axes"),
         (lambda x: linear_recurrence(x, x[0]), "a has b's shape"),
         (lambda x: linear_recurrence(x[:, :2], x), "a has b's shape"),
-        (lambda x: linear_recurrence(x, x, x[0]), "initial has b's shape without the axis of time"),
+        (lambda x: linear_recurrence(x, x, x[0]), "initial_state has b's shape without the axis of time"),
         (lambda x: linear_recurrence(x.astype("int32"), x), "a of i32"),
         (lambda x: linear_recurrence(x, "terms"), "linear_recurrence takes arrays"),
         (lambda x: linear_recurrence(x, x, reverse=1), "reverse is True or False"),
-        (lambda x: linear_recurrence(x, x, return_final="yes"), "return_final is True or False"),
+        (lambda x: linear_recurrence(x, x, return_state="yes"), "return_state is True or False"),
         (lambda x: LINEAR_RECURRENCE(x[0], x[0]), "the middle axis of"),
         (lambda x: LINEAR_RECURRENCE(x, x[:1]), "b has a's shape"),
         (lambda x: LINEAR_RECURRENCE(x, x.astype("complex64")), "all real or all complex"),
@@ -275,7 +275,7 @@ def test_a_walk_takes_every_step_once(walk: Walk, loop: range) -> None:
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_vmap_over_nothing(name: str) -> None:
     def one(b: Any, initial: Any) -> Any:
-        made = linear_recurrence(jnp.full_like(b, 0.5), b, initial, return_final=True, implementation=name)
+        made = linear_recurrence(jnp.full_like(b, 0.5), b, initial, return_state=True, implementation=name)
         return made[0].sum() + made[1].sum(), made
 
     b, initial = jnp.zeros((0, 2, 3, 4)), jnp.zeros((0, 2, 4))
@@ -290,10 +290,10 @@ def test_flags_and_axes_of_numpy() -> None:
     a, b = _decay(2, 5, 3), _normal(2, 5, 3)
     want = linear_recurrence(a, b, reverse=True)
     np.testing.assert_array_equal(linear_recurrence(a, b, reverse=np.True_, axis=np.int64(1)), want)
-    assert isinstance(linear_recurrence(a, b, return_final=np.False_), jax.Array)
+    assert isinstance(linear_recurrence(a, b, return_state=np.False_), jax.Array)
     for options, said in (
         ({"reverse": "no"}, "reverse is True or False"),
-        ({"return_final": 1}, "return_final is True or False"),
+        ({"return_state": 1}, "return_state is True or False"),
         ({"axis": 1.0}, "axis is one of b's 3 axes"),
         ({"axis": True}, "axis is one of b's 3 axes"),
         ({"config": {"steps": 3}, "implementation": "xla"}, "the config's own class"),
@@ -326,7 +326,7 @@ def test_decays_that_grow_and_states_that_are_not_finite(name: str, config: Any,
     a, b, initial = _extremes()
     if reverse:
         a, b = a[:, ::-1], b[:, ::-1]
-    options: dict[str, Any] = {"reverse": reverse, "return_final": True, "implementation": name, "config": config}
+    options: dict[str, Any] = {"reverse": reverse, "return_state": True, "implementation": name, "config": config}
     plain = {**options, "implementation": "reference", "config": None}
     with interpret("hlo"):
         for got, wanted in zip(
@@ -362,7 +362,7 @@ def test_the_hopper_kernels_inside_a_checked_shard_map(segments: int) -> None:
     config = TileConfig(32, 2, segments=segments)
 
     def total(*operands: Any) -> Any:
-        one = functools.partial(linear_recurrence, return_final=True, implementation="hopper", config=config)
+        one = functools.partial(linear_recurrence, return_state=True, implementation="hopper", config=config)
         h, final = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(*operands)
         return h.sum() + final.sum()
 

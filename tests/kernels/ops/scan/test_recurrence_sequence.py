@@ -40,10 +40,10 @@ def test_whole_arrays_over_a_mesh(devices: int, steps: int, reverse: bool) -> No
         return (h * weights).sum() + (final**2).sum(), made
 
     def split(*xs: Any) -> Any:
-        return loss(sequence_parallel_recurrence(*xs, axis_name="time", mesh=mesh, reverse=reverse, return_final=True))
+        return loss(sequence_parallel_recurrence(*xs, axis_name="time", mesh=mesh, reverse=reverse, return_state=True))
 
     def whole(*xs: Any) -> Any:
-        return loss(linear_recurrence(*xs, reverse=reverse, return_final=True))
+        return loss(linear_recurrence(*xs, reverse=reverse, return_state=True))
 
     (_, got), grads = jax.jit(jax.value_and_grad(split, (0, 1, 2), has_aux=True))(*operands)
     (_, wanted), right = jax.value_and_grad(whole, (0, 1, 2), has_aux=True)(*operands)
@@ -60,14 +60,14 @@ def test_inside_shard_map(check_vma: bool) -> None:
 
     def split(*xs: Any) -> Any:
         local = jax.shard_map(
-            lambda a, b, s: sequence_parallel_recurrence(a, b, s, axis_name="time", return_final=True),
+            lambda a, b, s: sequence_parallel_recurrence(a, b, s, axis_name="time", return_state=True),
             mesh=mesh, in_specs=(over, over, at_one_step), out_specs=(over, at_one_step), check_vma=check_vma,
         )  # fmt: skip
         h, final = local(*xs)
         return (h**2).sum() + (final**3).sum()
 
     def whole(*xs: Any) -> Any:
-        h, final = linear_recurrence(*xs, return_final=True)
+        h, final = linear_recurrence(*xs, return_state=True)
         return (h**2).sum() + (final**3).sum()
 
     got, wanted = jax.jit(jax.grad(split, (0, 1, 2)))(*operands), jax.grad(whole, (0, 1, 2))(*operands)

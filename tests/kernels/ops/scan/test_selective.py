@@ -46,7 +46,7 @@ def test_against_numpy(softplus: bool) -> None:
     given = _operands() if softplus else {**_operands(), "dt_bias": jnp.zeros(3)}
     if not softplus:
         given["dt"] = jnp.abs(given["dt"])
-    y, last = selective_scan(**given, dt_softplus=softplus, return_final_state=True)
+    y, last = selective_scan(**given, dt_softplus=softplus, return_state=True)
     wanted_y, wanted_last = _naive(given, softplus=softplus)
     # Float32: nine steps and sums of four numbers up to about 10.
     np.testing.assert_allclose(y, wanted_y, atol=2e-5)
@@ -57,15 +57,15 @@ def test_against_numpy(softplus: bool) -> None:
 def test_decoding_goes_on_where_the_prefill_ended() -> None:
     """prefill(T) is prefill(T - k) and k steps, and is prefill(T - k) and a scan of k from its state."""
     given, ahead = _operands(time=40), 4
-    whole, last = selective_scan(**given, dt_softplus=True, return_final_state=True)
+    whole, last = selective_scan(**given, dt_softplus=True, return_state=True)
     timed = {name: given[name] for name in ("x", "dt", "B", "C", "z")}
     shared = {name: given[name] for name in ("A", "D", "dt_bias")}
     early = {name: v[:, :-ahead] for name, v in timed.items()}
     y, state = selective_scan(
-        **early, **shared, initial_state=given["initial_state"], dt_softplus=True, return_final_state=True
+        **early, **shared, initial_state=given["initial_state"], dt_softplus=True, return_state=True
     )
     late = {name: v[:, -ahead:] for name, v in timed.items()}
-    rest, rest_last = selective_scan(**late, **shared, initial_state=state, dt_softplus=True, return_final_state=True)
+    rest, rest_last = selective_scan(**late, **shared, initial_state=state, dt_softplus=True, return_state=True)
     steps = [y]
     for t in range(ahead):
         one, state = selective_step(state, **{name: v[:, t] for name, v in late.items()}, **shared, dt_softplus=True)
@@ -124,7 +124,7 @@ def test_gradient_of_an_absent_operand_is_not_asked_for() -> None:
         ({"initial_state": jnp.zeros((2, 4, 3))}, "initial_state is \\(2, 3, 4\\)"),
         ({"A": jnp.full((3, 4), -1 + 2j)}, "A of complex64"),
         ({"dt_softplus": "no"}, "dt_softplus is True or False"),
-        ({"return_final_state": 1}, "return_final_state is True or False"),
+        ({"return_state": 1}, "return_state is True or False"),
     ],
 )
 def test_bad_input(change: dict[str, Any], words: str) -> None:
@@ -185,7 +185,7 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def _scan(given: dict[str, Any], implementation: str = "xla") -> Any:
-    return selective_scan(**given, dt_softplus=True, return_final_state=True, implementation=implementation)
+    return selective_scan(**given, dt_softplus=True, return_state=True, implementation=implementation)
 
 
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])

@@ -54,7 +54,7 @@ def test_gradients_over_a_mesh() -> None:
     placed = {n: jax.device_put(x, NamedSharding(mesh, SPECS[n])) for n, x in given.items()}
 
     def loss(o: dict[str, Any], name: str) -> Any:
-        y, last = selective_scan(**o, dt_softplus=True, return_final_state=True, implementation=name)
+        y, last = selective_scan(**o, dt_softplus=True, return_state=True, implementation=name)
         return (y * y).sum() + last.sum()
 
     with interpret("hlo"):

@@ -40,15 +40,15 @@ def loop(current: Any, decay: Any, threshold: float, reset: str, start: Any) -> 
 @pytest.mark.parametrize("reset", ["subtract", "zero", "none"])
 def test_spikes_are_the_loops(reset: str) -> None:
     want = loop(CURRENT, DECAY, 0.7, reset, START)
-    got = lif_neurons(CURRENT, decay=DECAY, threshold=0.7, reset=reset, initial=START, return_state=True)
+    got = lif_neurons(CURRENT, decay=DECAY, threshold=0.7, reset=reset, initial_state=START, return_state=True)
     np.testing.assert_array_equal(got[0], want[0])
     assert 0 < got[0].mean() < 1
     for one, other in zip(got[1:], want[1:], strict=True):
         np.testing.assert_allclose(one, other, atol=11 * 2**-22)  # a rounding or two a step, of numbers below 4
     # In two pieces, the second from where the first ended; and by the time constant.
     options = {"tau": -1 / np.log(DECAY), "threshold": 0.7, "reset": reset, "return_state": True}
-    first = lif_neurons(CURRENT[:, :4], initial=START, **options)
-    second = lif_neurons(CURRENT[:, 4:], initial=first[2], **options)
+    first = lif_neurons(CURRENT[:, :4], initial_state=START, **options)
+    second = lif_neurons(CURRENT[:, 4:], initial_state=first[2], **options)
     np.testing.assert_array_equal(np.concatenate([first[0], second[0]], 1), want[0])
     assert lif_neurons(CURRENT.astype(jnp.bfloat16), decay=0.5, reset=reset).dtype == jnp.bfloat16
 
@@ -75,7 +75,7 @@ def test_the_gradient_is_the_surrogates(surrogate: str) -> None:
 
         def total(current: Any, start: Any, reset: str = reset, slope: float | None = slope) -> Any:
             options = {"surrogate": surrogate, "slope": slope, "reset": reset}
-            return lif_neurons(current, decay=DECAY, threshold=0.7, initial=start, **options).sum()
+            return lif_neurons(current, decay=DECAY, threshold=0.7, initial_state=start, **options).sum()
 
         by_current, by_start = jax.jit(jax.grad(total, argnums=(0, 1)))(CURRENT, START)
         # Some ten operations a step on numbers of order ten, and a slope of 25 makes the last bits of v count.
@@ -111,12 +111,12 @@ def test_mistakes() -> None:
         ({"decay": 0.9, "reset": "hard"}, "Unknown reset of lif_neurons 'hard'"),
         ({"decay": 0.9, "surrogate": "relu"}, "Unknown surrogate"),
         ({"decay": 0.9, "slope": 0}, "slope is above zero"),
-        ({"decay": 0.9, "initial": np.ones(3)}, "initial is current's shape without time"),
+        ({"decay": 0.9, "initial_state": np.ones(3)}, "initial_state is current's shape without time"),
         ({"decay": 0.9, "implementation": "xla"}, "with reset='subtract'"),
         ({"decay": 0.9, "reset": "none", "num_segments": 2}, "for neurons that reset"),
         ({"decay": 0.9 + 1j}, "decay is of real numbers"),
         ({"tau": 2 + 1j}, "tau is of real numbers"),
-        ({"decay": 0.9, "initial": START + 1j}, "initial is of real numbers"),
+        ({"decay": 0.9, "initial_state": START + 1j}, "initial_state is of real numbers"),
         ({"tau": -1.0}, "tau is above zero"),
         ({"tau": np.asarray([1.0, 0.0, 2.0])}, "tau is above zero"),
         ({"decay": 0.9, "threshold": "high"}, "threshold of type str"),
@@ -139,7 +139,7 @@ def test_inside_shard_map(reset: str) -> None:
     mesh = jax.make_mesh((2,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
     def alone(x: Any, start: Any = None, decay: Any = DECAY) -> Any:
-        return lif_neurons(x, decay=decay, reset=reset, initial=start, threshold=0.7)
+        return lif_neurons(x, decay=decay, reset=reset, initial_state=start, threshold=0.7)
 
     def over(*specs: Any) -> Any:
         return jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=specs, out_specs=P("t")))

@@ -47,7 +47,7 @@ def _naive(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("chunk", [None, 4, 1])
 def test_against_numpy(chunk: int | None) -> None:
     given = _operands()
-    y, last = state_space_dual(**given, chunk=chunk, return_final_state=True)
+    y, last = state_space_dual(**given, block_size=chunk, return_state=True)
     wanted_y, wanted_last = _naive(given)
     # Float32: sums of some tens of products of numbers up to about 10.
     np.testing.assert_allclose(y, wanted_y, atol=3e-5)
@@ -58,7 +58,7 @@ def test_chunk_is_what_a_product_takes() -> None:
     given = _operands(time=16)
 
     def scores(chunk: int) -> str:
-        return str(jax.make_jaxpr(lambda o: state_space_dual(**o, chunk=chunk, implementation="xla"))(given))
+        return str(jax.make_jaxpr(lambda o: state_space_dual(**o, block_size=chunk, implementation="xla"))(given))
 
     assert ",8,8]" in scores(8)
     assert ",4,4]" in scores(4)
@@ -69,13 +69,13 @@ def test_chunk_is_what_a_product_takes() -> None:
 def test_decoding_goes_on_where_the_prefill_ended() -> None:
     """prefill(T) is prefill(T - k) and k steps."""
     given, ahead = _operands(time=20), 3
-    whole, last = state_space_dual(**given, return_final_state=True)
+    whole, last = state_space_dual(**given, return_state=True)
     timed, shared = {n: given[n] for n in ("x", "dt", "B", "C")}, {n: given[n] for n in ("A", "D")}
     y, state = state_space_dual(
         **{n: v[:, :-ahead] for n, v in timed.items()},
         **shared,
         initial_state=given["initial_state"],
-        return_final_state=True,
+        return_state=True,
     )
     steps = [y]
     for t in range(-ahead, 0):
@@ -104,7 +104,7 @@ def test_a_large_step_leaves_the_small_ones_after_it_exact(size: float) -> None:
     given = _operands(time=70)
     given["dt"] = given["dt"].at[:, 5::9, 1].set(size)
     given["x"] = given["x"].at[:, 5::9, 1].divide(size)
-    y, last = state_space_dual(**given, return_final_state=True)
+    y, last = state_space_dual(**given, return_state=True)
     wanted_y, wanted_last = _naive(given)
     # Float32: sums of some tens of products of numbers up to about 10.
     np.testing.assert_allclose(y, wanted_y, atol=3e-5)
@@ -113,7 +113,9 @@ def test_a_large_step_leaves_the_small_ones_after_it_exact(size: float) -> None:
 
 def test_a_chunk_is_any_whole_number() -> None:
     given = _operands()
-    np.testing.assert_array_equal(state_space_dual(**given, chunk=np.int64(4)), state_space_dual(**given, chunk=4))
+    np.testing.assert_array_equal(
+        state_space_dual(**given, block_size=np.int64(4)), state_space_dual(**given, block_size=4)
+    )
 
 
 def test_heads_of_one_group_are_split_over_a_mesh() -> None:
@@ -165,10 +167,10 @@ def test_gated_linear_attention_is_a_weighted_sum_of_values(channels: bool) -> N
 @pytest.mark.parametrize("channels", [False, True])
 def test_gated_linear_attention_goes_on_from_a_state(channels: bool) -> None:
     given = _attention(9, channels)
-    whole, last = gated_linear_attention(**given, return_final_state=True)
-    y, state = gated_linear_attention(**{n: x[:, :5] for n, x in given.items()}, return_final_state=True)
+    whole, last = gated_linear_attention(**given, return_state=True)
+    y, state = gated_linear_attention(**{n: x[:, :5] for n, x in given.items()}, return_state=True)
     rest, end = gated_linear_attention(
-        **{n: x[:, 5:] for n, x in given.items()}, initial_state=state, return_final_state=True
+        **{n: x[:, 5:] for n, x in given.items()}, initial_state=state, return_state=True
     )
     np.testing.assert_allclose(jnp.concatenate([y, rest], 1), whole, atol=2e-5)
     np.testing.assert_allclose(end, last, atol=2e-5)
@@ -242,7 +244,7 @@ def test_channels_that_forget_at_once_stay_finite() -> None:
         ({"B": jnp.zeros((BATCH, 11, 3, STATES))}, "groups dividing the 4 heads"),
         ({"C": jnp.zeros((BATCH, 11, GROUPS, 1))}, "C is"),
         ({"x": jnp.zeros((BATCH, 11, HEADS))}, "x is \\[batch, time, heads, P\\]"),
-        ({"chunk": 0}, "chunk is a positive whole number"),
+        ({"block_size": 0}, "block_size is a positive whole number"),
         (
             {"initial_state": jnp.zeros((BATCH, HEADS, STATES, WIDTH))},
             "\\(2, 4, 3, 5\\) by x and B. Got f32\\[2,4,5,3\\]",
@@ -253,8 +255,8 @@ def test_channels_that_forget_at_once_stay_finite() -> None:
         ({"initial_state": jnp.zeros((BATCH, HEADS, WIDTH, STATES), complex)}, "initial_state of complex64"),
         ({"dt": jnp.zeros((BATCH, 10, HEADS))}, "dt is one number a step and head, \\(2, 11, 4\\)"),
         ({"dt": 0.1}, "dt is one number a step and head"),
-        ({"return_final_state": "no"}, "return_final_state is True or False"),
-        ({"chunk": True}, "chunk is a positive whole number"),
+        ({"return_state": "no"}, "return_state is True or False"),
+        ({"block_size": True}, "block_size is a positive whole number"),
     ],
 )
 def test_bad_input(change: dict[str, Any], words: str) -> None:
@@ -282,7 +284,7 @@ def test_bad_input_of_linear_attention() -> None:
         ({"log_decay": jnp.zeros((BATCH, 4, HEADS))}, "log_decay is"),
         ({"initial_state": jnp.zeros((BATCH, HEADS, WIDTH, STATES))}, "\\[batch, heads, Dk, Dv\\], \\(2, 4, 5, 3\\)"),
         ({"implementation": "x"}, "implementation of gated_linear_attention 'x'"),
-        ({"return_final_state": 1}, "return_final_state is True or False"),
+        ({"return_state": 1}, "return_state is True or False"),
         ({"scale": 1j}, "scale is a real number"),
     ],
 )

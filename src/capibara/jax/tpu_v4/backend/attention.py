@@ -47,7 +47,7 @@ class TpuV4AttentionOps:
           precision: "bfloat16", "float32", "mixed" or "fp8": what the operands are rounded to and the result's
             type. None keeps the operands' own.
           extra: attention's other arguments: mask, bias, segment_ids, key_segment_ids, rope, window, block_mask,
-            mask_fn, scale, softcap, dropout_rate with dropout_rng, query_offset, return_lse, layout, implementation,
+            mask_fn, scale, softcap, dropout_rate with rng, query_offset, return_lse, layout, implementation,
             config.
 
         >>> import jax.numpy as jnp

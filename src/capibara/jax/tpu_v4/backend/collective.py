@@ -50,12 +50,12 @@ class TpuV4CollectiveOps:
 
     def optimized_all_gather(
         self,
-        x: Shaped[Array, ...],
+        x: Shaped[Array, " ..."],
         axis: int = 0,
         use_ring_algorithm: bool = False,
         axis_name: Axes = None,
         **extra: Any,
-    ) -> Shaped[Array, ...]:
+    ) -> Shaped[Array, " ..."]:
         """Every device's x on every device, one after the other along `axis`.
 
         Args:
@@ -76,20 +76,20 @@ class TpuV4CollectiveOps:
         return collective.all_gather(x, axis_name, **_mesh(axis_name, given))
 
     def reduce_scatter(
-        self, x: Num[Array, ...], axis: int = 0, reduction_op: str = "sum", axis_name: Axes = None, **extra: Any
-    ) -> Num[Array, ...]:
+        self, x: Num[Array, " ..."], axis: int = 0, reduction_op: str = "sum", axis_name: Axes = None, **extra: Any
+    ) -> Num[Array, " ..."]:
         """Device i has part i, along `axis`, of the reduced x; see `capibara.kernels.reduce_scatter`."""
         given = {"axis": axis, "op": reduction_op, **extra}
         return collective.reduce_scatter(x, axis_name, **_mesh(axis_name, given))
 
     def all_to_all(
         self,
-        x: Shaped[Array, ...],
+        x: Shaped[Array, " ..."],
         split_axis: int = 0,
         concat_axis: int = 0,
         axis_name: Axes = None,
         **extra: Any,
-    ) -> Shaped[Array, ...]:
+    ) -> Shaped[Array, " ..."]:
         """Part j of x goes to device j; see `capibara.kernels.all_to_all`."""
         given = {"split_axis": split_axis, "concat_axis": concat_axis, **extra}
         return collective.all_to_all(x, axis_name, **_mesh(axis_name, given))

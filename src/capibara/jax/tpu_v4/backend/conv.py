@@ -77,7 +77,7 @@ class TpuV4ConvOps:
     ) -> Any:
         """Each channel with its own short filter over the past.
 
-        `extra`: initial_state, return_final_state, implementation, config: see `capibara.kernels.causal_conv1d`.
+        `extra`: initial_state, return_state, implementation, config: see `capibara.kernels.causal_conv1d`.
         """
         arrays = (x, w, bias)
         return in_precision(conv.causal_conv1d, precision, arrays, rounds=(0, 1), activation=activation, **extra)

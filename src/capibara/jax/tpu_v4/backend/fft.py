@@ -34,7 +34,7 @@ class TpuV4FFTOps:
             of the length, and few and large ones fill in the rest: `capibara.kernels.explain` says which. None chooses
             few and large ones.
           use_parallel: transform all signals at once; False takes them one after another, in the memory of one.
-          extra: inverse, and `capibara.kernels.ops.fft.fft`'s other arguments: n, norm, implementation, config.
+          extra: inverse, and `capibara.kernels.fft`'s other arguments: n, norm, implementation, config.
 
         >>> import jax.numpy as jnp
         >>> TpuV4FFTOps().radix_optimized_fft(jnp.arange(4.0), radix_factors=[2, 2]).tolist()

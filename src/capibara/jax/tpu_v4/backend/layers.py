@@ -72,9 +72,9 @@ class TpuV4LayerOps:
     ) -> Float[Array, "*rows columns"]:
         """An activation and dropout of its result in one pass; a rate above 0 needs `rng`, a JAX key.
 
-        `extra`: implementation, config. `kind` is one of those of `capibara.kernels.ops.layers.activation`.
+        `extra`: implementation, config. `kind` is one of those of `capibara.kernels.activation`.
         """
-        drops = {"dropout_rate": dropout_rate, "dropout_rng": rng}
+        drops = {"dropout_rate": dropout_rate, "key": rng}
         return in_precision(layers.activation, precision, (x,), kind=kind, **drops, **extra)
 
     def gated_activation(
@@ -88,7 +88,7 @@ class TpuV4LayerOps:
         **extra: Any,
     ) -> Float[Array, "*rows columns"]:
         """activation(gate) · up: "silu" is SwiGLU, "gelu" GEGLU, "sigmoid" GLU; the rest as in `activation`."""
-        drops = {"dropout_rate": dropout_rate, "dropout_rng": rng}
+        drops = {"dropout_rate": dropout_rate, "key": rng}
         return in_precision(layers.gated_activation, precision, (gate, up), rounds=(0, 1), kind=kind, **drops, **extra)
 
     def cross_entropy(
@@ -101,8 +101,8 @@ class TpuV4LayerOps:
     ) -> Any:
         """The softmax cross-entropy of hidden @ weights, whose logits are never all in memory; float32.
 
-        `extra`: transpose_weights, label_smoothing, z_loss, logit_soft_cap, ignore_index, reduction, gradient, block,
-        implementation: see `capibara.kernels.ops.layers.cross_entropy`.
+        `extra`: transpose_weights, label_smoothing, z_loss, softcap, ignore_index, reduction, gradient, block_size,
+        implementation: see `capibara.kernels.cross_entropy`.
         """
         arrays = (hidden, weights, labels)
         return in_precision(layers.cross_entropy, precision, arrays, rounds=(0, 1), results="none", **extra)
@@ -135,9 +135,9 @@ class TpuV4LayerOps:
         Args:
           params: from `init_moe`. The router keeps float32.
           mesh: have the experts, and the tokens, over an axis of this mesh.
-          extra: activation, gate, normalize, scale, jitter with rng; without a mesh capacity_factor and keep, with one
-            axis, token_axes and pair_capacity_factor. See `moe_layer` and `expert_parallel_moe` in
-            `capibara.kernels.ops.layers`.
+          extra: activation, gate, normalize, scale, jitter with key; without a mesh capacity_factor and keep, with one
+            axis_name, token_axis_names and pair_capacity_factor. See `moe_layer` and `expert_parallel_moe` in
+            `capibara.kernels`.
 
         >>> import jax
         >>> params = init_moe(jax.random.key(0), width=8, hidden=16, num_experts=4)

@@ -56,7 +56,7 @@ class TpuV4LinalgOps:
           use_randomized: take a sketch where `rank` is given and much smaller than the matrix's smaller side; without
             a rank, or with one near that side, the result is exact. False is always exact.
           rank: how many of the leading triplets; None for all.
-          extra: fast_svd's other arguments: oversampling, power_iterations, seed, core, axis_name.
+          extra: fast_svd's other arguments: oversampling, power_iterations, key, core, axis_name.
 
         >>> import jax.numpy as jnp
         >>> u, s, vh = TpuV4LinalgOps().fast_svd(jnp.ones((100, 50)), rank=4)

@@ -49,7 +49,11 @@ class TpuV4ScanOps:
         return scan.explain_scan(f, init, xs, num_segments, use_checkpointing, **extra)
 
     def linear_recurrence(
-        self, a: Float[Array, ...], b: Float[Array, ...], initial: Float[Array, ...] | None = None, **extra: Any
+        self,
+        a: Float[Array, " ..."],
+        b: Float[Array, " ..."],
+        initial: Float[Array, " ..."] | None = None,
+        **extra: Any,
     ) -> Any:
         """h_t = a_t · h_{t-1} + b_t along an axis; `extra` as in `capibara.kernels.linear_recurrence`."""
         return scan.linear_recurrence(a, b, initial, **extra)

@@ -40,7 +40,7 @@ class TpuV4VQOps:
     ) -> Any:
         """Each row replaced by its nearest code; the gradient passes to x unchanged.
 
-        `extra`: return_indices, implementation, config: see `capibara.kernels.ops.vq.quantize`.
+        `extra`: return_indices, implementation, config: see `capibara.kernels.quantize`.
 
         >>> import jax.numpy as jnp
         >>> TpuV4VQOps().quantize(jnp.array([0.2, 0.9]), jnp.array([[0.0, 0.0], [0.0, 1.0]])).tolist()

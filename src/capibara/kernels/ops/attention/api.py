@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Integer
 
 from capibara.kernels.core import tables
 from capibara.kernels.core.dispatch import run
@@ -110,31 +110,74 @@ for _implementation in GRAD_IMPLEMENTATIONS:
     ATTENTION_GRAD.implement(_implementation)
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The keywords of `attention` that do not change the type of its result."""
+
+    layout: str
+    causal: bool | None
+    is_causal: bool | None
+    query_offset: int
+    window: int | tuple[int | None, int | None] | None
+    mask: Array | None
+    bias: Array | None
+    block_mask: Array | None
+    block_size: int | tuple[int, int] | None
+    mask_fn: MaskFn | None
+    segment_ids: Array | None
+    key_segment_ids: Array | None
+    rope: Rope | None
+    scale: float | None
+    softcap: float | None
+    dropout_rate: float
+    dropout_key: Any
+    implementation: str | None
+    config: Any
+
+
+@overload
 def attention(
-    query: Float[Array, "B H T D"],
-    key: Float[Array, "B Hkv S D"],
-    value: Float[Array, "B Hkv S D"],
+    query: Array, key: Array, value: Array, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Array: ...
+
+
+@overload
+def attention(
+    query: Array, key: Array, value: Array, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    query: Array, key: Array, value: Array, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Array | tuple[Array, Array]: ...
+
+
+def attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv D"],
     *,
-    layout: str = "bhtd",
-    causal: bool = False,
+    layout: str = "bthd",
+    causal: bool | None = None,
+    is_causal: bool | None = None,
     query_offset: int = 0,
     window: int | tuple[int | None, int | None] | None = None,
-    mask: Bool[Array, "#B #H #T S"] | None = None,
-    bias: Float[Array, "#B #H #T S"] | None = None,
-    block_mask: Bool[Array, "#B #H blocks_T blocks_S"] | None = None,
+    mask: Bool[Array, "#B _ _ _"] | Bool[Array, "_ _"] | None = None,
+    bias: Float[Array, "#B _ _ _"] | Float[Array, "_ _"] | None = None,
+    block_mask: Bool[Array, "#B _ blocks_T blocks_S"] | Bool[Array, "blocks_T blocks_S"] | None = None,
     block_size: int | tuple[int, int] | None = None,
     mask_fn: MaskFn | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    key_segment_ids: Int[Array, "B S"] | None = None,
+    segment_ids: Integer[Array, "B _"] | None = None,
+    key_segment_ids: Integer[Array, "B _"] | None = None,
     rope: Rope | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_rng: Any = None,
+    dropout_key: Any = None,
     return_lse: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float32[Array, "B _ _"]]:
     """softmax(scale · q kᵀ + bias) v over the keys each query may see, by the fastest implementation that takes it.
 
     The rules on who sees whom (`causal`, `window`, `mask`, `block_mask`, `mask_fn`, segments) hold together. A query
@@ -143,11 +186,11 @@ def attention(
     the caller passes.
 
     Args:
-      query, key, value: with layout "bhtd" [batch, heads, length, head_dim], with "bthd" [batch, length, heads,
-        head_dim]. The query's heads are a multiple of the key's: head h uses key head h // (heads / key heads).
+      query, key, value: [batch, length, heads, head_dim], as jax.nn has them, or with layout="bhtd" [batch, heads,
+        length, head_dim]. The query's heads are a multiple of the key's: head h uses key head h // (heads / key heads).
         Lengths are arbitrary, and the keys' may differ from the queries'.
-      causal: query i sees keys up to i + `query_offset`. For a chunk of queries at the end of a longer context, the
-        offset is the context's length before it.
+      causal, is_causal: query i sees keys up to i + `query_offset`. For a chunk of queries at the end of a longer
+        context, the offset is the context's length before it. Two spellings of one rule, ours and jax.nn's.
       window: a number w: the query's own key and the w - 1 before it; (left, right): so many keys before and after
         its own, None for no limit.
       mask: True where a query may see a key; [T, S], or four axes of which the first three may be 1.
@@ -168,7 +211,7 @@ def attention(
         keeps in place of the originals; beside them only the angles are kept.
       scale: 1 / sqrt(head_dim) by default.
       softcap: c makes each score c · tanh(score / c), after the bias.
-      dropout_rate, dropout_rng: drop probabilities at this rate by a JAX key. What is dropped depends on the key and
+      dropout_rate, dropout_key: drop probabilities at this rate by a JAX key. What is dropped depends on the key and
         the position alone: the same on every platform and in the backward pass.
       return_lse: also return the log-sum-exp of the scores, float32 [batch, heads, queries] in either layout, minus
         infinity where a query sees nothing. It may be differentiated.
@@ -178,10 +221,11 @@ def attention(
         differentiation, vmap and on a mesh too, in each forward pass; the backward pass has choices of its own.
 
     >>> import jax.numpy as jnp
-    >>> q = jnp.ones((1, 4, 10, 32)); kv = jnp.ones((1, 2, 10, 32))
+    >>> q = jnp.ones((1, 10, 4, 32)); kv = jnp.ones((1, 10, 2, 32))
     >>> attention(q, kv, kv, causal=True).shape
-    (1, 4, 10, 32)
+    (1, 10, 4, 32)
     """
+    causal = inputs.causal_flag(causal, is_causal)
     q, k, v = inputs.four_axes_in(layout, query=query, key=key, value=value)
     rows, columns = (x.shape[layout.index("t")] for x in (q, k))
     offset = inputs.static_int("query_offset", query_offset)
@@ -190,11 +234,11 @@ def attention(
     sides = inputs.window_sides(window)
     rate = inputs.static_float("dropout_rate", dropout_rate)
     masked, blocks, size = inputs.sparsity(
-        mask_fn, block_mask, block_size, inputs.four_axes("mask", mask), rows, columns, bool(causal), offset, sides
+        mask_fn, block_mask, block_size, inputs.four_axes("mask", mask), rows, columns, causal, offset, sides
     )
     q_segments, kv_segments = inputs.segments(segment_ids, key_segment_ids, rows, columns)
     given = {
-        "causal": bool(causal),
+        "causal": causal,
         "q_offset": offset,
         "window": sides,
         "scale": None if scale is None else inputs.static_float("scale", scale),
@@ -203,7 +247,7 @@ def attention(
         "block_size": size,
         "return_lse": bool(return_lse),
     }
-    seed = inputs.dropout_seed(rate, dropout_rng)
+    seed = inputs.dropout_seed(rate, dropout_key)
     operands = (q, k, v, inputs.four_axes("bias", bias), masked, q_segments, kv_segments, blocks, seed)
     changed = {name: value for name, value in given.items() if value != ATTENTION.params[name]}
     if layout == "bhtd":

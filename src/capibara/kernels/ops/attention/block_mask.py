@@ -28,7 +28,6 @@ class BlockMask(NamedTuple):
         return float(self.blocks.mean()) if self.blocks.size else 0.0
 
 
-@functools.lru_cache(maxsize=8)  # each may hold a mask of one byte a pair
 def block_mask_from(
     mask_fn: MaskFn,
     rows: int,
@@ -36,7 +35,7 @@ def block_mask_from(
     block_size: tuple[int, int] = DEFAULT_BLOCK,
     *,
     causal: bool = False,
-    q_offset: int = 0,
+    query_offset: int = 0,
     window: Window = None,
 ) -> BlockMask:
     """Evaluate `mask_fn(q_idx, kv_idx)` on the host, block by block.
@@ -46,25 +45,33 @@ def block_mask_from(
         True where the query may see the key. It is called once for each block that `causal` and `window` leave.
       rows, columns: the number of queries and of keys.
       block_size: queries and keys of one block.
-      causal, q_offset, window: what the call itself rules out. A block is whole when `mask_fn` rules out nothing
+      causal, query_offset, window: what the call itself rules out. A block is whole when `mask_fn` rules out nothing
         more, and then no mask of pairs is needed.
 
     >>> found = block_mask_from(lambda i, j: i // 4 == j // 4, 8, 8, (4, 4))
     >>> found.blocks[0, 0].tolist(), found.pairs
     ([[True, False], [False, True]], None)
     """
+    return _evaluated_blocks(mask_fn, rows, columns, block_size, causal, query_offset, window)
+
+
+@functools.lru_cache(maxsize=8)  # each may hold a mask of one byte a pair
+def _evaluated_blocks(
+    mask_fn: MaskFn, rows: int, columns: int, block_size: tuple[int, int], causal: bool, query_offset: int,
+    window: Window,
+) -> BlockMask:  # fmt: skip
     bq, bk = block_size
     grid = (-(-rows // bq), -(-columns // bk))
     blocks = np.zeros((1, 1, *grid), bool)
     pairs: np.ndarray | None = None
-    below, above = span(causal, q_offset, window)
+    below, above = span(causal, query_offset, window)
     for row in range(grid[0]):
         i = np.arange(row * bq, min((row + 1) * bq, rows))[:, None]
         first, end = columns_seen(int(i[0, 0]), int(i[-1, 0]), columns, below, above)
         for column in range(first // bk, -(-end // bk)):
             j = np.arange(column * bk, min((column + 1) * bk, columns))[None, :]
             asked = _evaluated(mask_fn, i, j)
-            rest = by_position(i, j, causal, q_offset, window)
+            rest = by_position(i, j, causal, query_offset, window)
             visible = asked if rest is None else asked & rest
             if not visible.any():
                 continue

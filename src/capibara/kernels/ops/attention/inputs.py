@@ -76,6 +76,17 @@ def segments(segment_ids: Any, key_segment_ids: Any, rows: int, columns: int) ->
     return ids("segment_ids", segment_ids), ids("key_segment_ids", key_segment_ids)
 
 
+def causal_flag(causal: bool | None, is_causal: bool | None) -> bool:
+    """One rule under two names, ours and jax.nn's."""
+    if causal is not None and is_causal is not None and bool(causal) != bool(is_causal):
+        raise rule_error(
+            "causal and is_causal are one rule, in capibara's spelling and in jax.nn's",
+            f"causal={causal} and is_causal={is_causal}",
+            "pass one of them",
+        )
+    return bool(causal or is_causal)
+
+
 def static_int(name: str, x: Any) -> int:
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise rule_error(
@@ -138,7 +149,7 @@ def sparsity(
     size = size or DEFAULT_BLOCK
     if min(n or 0 for n in size) < 1:
         raise rule_error("A block size is (queries, keys), both 1 or more", repr(size), "pass block_size=(128, 128)")
-    found = block_mask_from(mask_fn, rows, columns, size, causal=causal, q_offset=q_offset, window=window)
+    found = block_mask_from(mask_fn, rows, columns, size, causal=causal, query_offset=q_offset, window=window)
     if found.pairs is not None:
         pairs = jnp.asarray(found.pairs)
         mask = pairs if mask is None else mask & pairs

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.spec import describe
@@ -36,7 +36,9 @@ class RopeTables(NamedTuple):
     sin: Any
 
 
-def rope_tables(length: int, dim: int, *, base: float = BASE, scaling: Mapping[str, Any] | None = None) -> RopeTables:
+def rope_tables(
+    length: int, rotary_dim: int, *, base: float = BASE, scaling: Mapping[str, Any] | None = None
+) -> RopeTables:
     """Cosines and sines of positions 0 to length - 1, made once on the host for each set of arguments and kept.
 
     >>> rope_tables(16, 64).cos.shape
@@ -44,7 +46,7 @@ def rope_tables(length: int, dim: int, *, base: float = BASE, scaling: Mapping[s
     """
     if length < 1:
         raise rule_error("The tables hold 1 position or more", length, "pass the longest context's length")
-    return _tables(0, int(length), int(dim), float(base), _hashable(scaling))
+    return _tables(0, int(length), int(rotary_dim), float(base), _hashable(scaling))
 
 
 def _hashable(scaling: Any) -> Scaling:
@@ -101,20 +103,20 @@ class Rope:
 
 
 def rope(
-    x: Float[Array, "B H T D"],
-    positions: Int[Array, T] | Int[Array, "B T"] | None = None,
+    x: Float[Array, "B T H D"],
+    positions: Integer[Array, " _"] | Integer[Array, "B _"] | None = None,
     *,
     base: float = BASE,
     style: str = "half",
     scaling: Mapping[str, Any] | None = None,
-    layout: str = "bhtd",
+    layout: str = "bthd",
     tables: RopeTables | None = None,
     rotary_dim: int | None = None,
-) -> Float[Array, "B H T D"]:
+) -> Float[Array, "B T H D"]:
     """Rotate queries or keys by their positions.
 
     Args:
-      x: [batch, heads, length, head_dim] with layout "bhtd", [batch, length, heads, head_dim] with "bthd".
+      x: [batch, length, heads, head_dim], or with layout="bhtd" [batch, heads, length, head_dim].
       positions: [length] or [batch, length]; 0, 1, 2, … by default.
       base: the slowest pair turns once in about 2π · base positions.
       style: "half" pairs number i with i + rotary_dim / 2 (Llama, NeoX), "interleaved" 2i with 2i + 1 (GPT-J, and the
@@ -127,8 +129,8 @@ def rope(
         for positions below 2^24, and NaN beyond.
       rotary_dim: turn the first so many numbers of each head and leave the others; all of them by default.
 
-    >>> rope(jnp.ones((1, 2, 10, 64))).shape
-    (1, 2, 10, 64)
+    >>> rope(jnp.ones((1, 10, 2, 64))).shape
+    (1, 10, 2, 64)
     """
     _check_static(style, base, scaling, tables)
     _check_known_positions("positions", positions, tables)

@@ -119,10 +119,10 @@ def _check_params(call: Call) -> None:
     seed = call["dropout_seed"]
     if cast(float, rate) > 0 and seed is None:
         raise rule_error(
-            "Dropout draws from a key", f"dropout_rate={rate} and no key", "pass dropout_rng=jax.random.key(...)"
+            "Dropout draws from a key", f"dropout_rate={rate} and no key", "pass dropout_key=jax.random.key(...)"
         )
     if seed is not None and (seed.shape != (2,) or seed.dtype != jnp.uint32):
-        raise rule_error("The dropout seed is two words, u32[2]", describe(seed), "pass dropout_rng to attention()")
+        raise rule_error("The dropout seed is two words, u32[2]", describe(seed), "pass dropout_key to attention()")
 
 
 def _check_masks(call: Call) -> None:

@@ -68,13 +68,13 @@ def _call(arrays: tuple[Any, Any, Any], options: Mapping[str, Any]) -> Call:
     """The call that attention() makes of these arguments, as shapes."""
 
     def operands(arrays: Any, given: dict[str, Any]) -> tuple[Any, ...]:
-        q, k, v = inputs.heads_first(options.get("layout", "bhtd"), query=arrays[0], key=arrays[1], value=arrays[2])
+        q, k, v = inputs.heads_first(options["layout"], query=arrays[0], key=arrays[1], value=arrays[2])
         segments = inputs.segments(given.get("segment_ids"), given.get("key_segment_ids"), q.shape[2], k.shape[2])
         bias, mask = (inputs.four_axes(name, given.get(name)) for name in ("bias", "mask"))
-        seed = inputs.dropout_seed(options.get("dropout_rate", 0.0), given.get("dropout_rng"))
+        seed = inputs.dropout_seed(options.get("dropout_rate", 0.0), given.get("dropout_key"))
         return q, k, v, bias, mask, *segments, None, seed
 
-    names = ("bias", "mask", "segment_ids", "key_segment_ids", "dropout_rng")
+    names = ("bias", "mask", "segment_ids", "key_segment_ids", "dropout_key")
     shapes = jax.eval_shape(operands, arrays, {name: options.get(name) for name in names})
     params: dict[str, Any] = {
         name: options[name]

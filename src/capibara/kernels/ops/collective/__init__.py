@@ -19,6 +19,7 @@ from capibara.kernels.ops.collective.compressed import (
     encode_int8,
     error_bound,
     feedback_state,
+    redistribute,
 )
 from capibara.kernels.ops.collective.hierarchical import hierarchical_all_reduce
 from capibara.kernels.ops.collective.trees import all_reduce_tree
@@ -39,6 +40,7 @@ __all__ = [
     "hierarchical_all_reduce",
     "matmul_reduce_scatter",
     "permute",
+    "redistribute",
     "reduce_scatter",
     "ring_all_gather",
     "ring_all_reduce",

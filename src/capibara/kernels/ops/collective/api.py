@@ -34,14 +34,14 @@ from capibara.kernels.ops.collective.ops import (
 
 
 def all_reduce(
-    x: Num[Array, ...],
+    x: Num[Array, " ..."],
     axis_name: AxisName | None = None,
     *,
     op: str = "sum",
     mesh: Any = None,
     implementation: str | None = None,
     config: Config = None,
-) -> Num[Array, ...]:
+) -> Num[Array, " ..."]:
     """Every device's x, reduced, on every device.
 
     Args:
@@ -69,7 +69,7 @@ def all_reduce(
 
 
 def reduce_scatter(
-    x: Num[Array, ...],
+    x: Num[Array, " ..."],
     axis_name: AxisName | None = None,
     *,
     axis: int = 0,
@@ -77,7 +77,7 @@ def reduce_scatter(
     mesh: Any = None,
     implementation: str | None = None,
     config: Config = None,
-) -> Num[Array, ...]:
+) -> Num[Array, " ..."]:
     """Device i has part i, along `axis`, of what `all_reduce` gives; the axis must divide evenly.
 
     On global arrays the rows of a leading axis, one a device, are reduced away, and `axis` counts the axes after it;
@@ -95,7 +95,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    x: Shaped[Array, ...],
+    x: Shaped[Array, " ..."],
     axis_name: AxisName | None = None,
     *,
     axis: int = 0,
@@ -103,7 +103,7 @@ def all_gather(
     mesh: Any = None,
     implementation: str | None = None,
     config: Config = None,
-) -> Shaped[Array, ...]:
+) -> Shaped[Array, " ..."]:
     """Every device's x on every device: one after the other along `axis`, or stacked on a new axis there.
 
     On global arrays the rows of a leading axis, one a device, are gathered, and `axis` counts the axes after it; an
@@ -123,14 +123,14 @@ def all_gather(
 
 
 def all_to_all(
-    x: Shaped[Array, ...],
+    x: Shaped[Array, " ..."],
     axis_name: AxisName | None = None,
     *,
     split_axis: int = 0,
     concat_axis: int = 0,
     mesh: Any = None,
     implementation: str | None = None,
-) -> Shaped[Array, ...]:
+) -> Shaped[Array, " ..."]:
     """Part j of x, along `split_axis`, goes to device j; what arrives is put together along `concat_axis`.
 
     On global arrays the rows of a leading axis, one a device, exchange their parts, and the axes count after it.
@@ -149,13 +149,13 @@ def all_to_all(
 
 
 def permute(
-    x: Shaped[Array, ...],
+    x: Shaped[Array, " ..."],
     axis_name: AxisName,
     *,
     shift: int | None = None,
     pairs: Iterable[tuple[int, int]] | None = None,
     implementation: str | None = None,
-) -> Shaped[Array, ...]:
+) -> Shaped[Array, " ..."]:
     """x of the device that sends here: the one `shift` places before, round the ring; or as (source, target) pairs.
 
     A device that none of the pairs sends to has zeros. Devices count along several axes as along one, the last fastest.
@@ -170,21 +170,23 @@ def permute(
     return PERMUTE(x, axis_name=names, devices=devices, pairs=made, implementation=implementation)
 
 
-def ring_all_reduce(x: Num[Array, ...], axis_name: AxisName, *, op: str = "sum", directions: int = 2) -> Any:
+def ring_all_reduce(
+    x: Num[Array, " ..."], axis_name: AxisName, *, op: str = "sum", directions: int = 2
+) -> Num[Array, " ..."]:
     """`all_reduce` by rings in one or two directions: 2 (n - 1) steps of a part of x, to neighbours alone."""
     return all_reduce(x, axis_name, op=op, implementation=_ring(directions))
 
 
 def ring_reduce_scatter(
-    x: Num[Array, ...], axis_name: AxisName, *, axis: int = 0, op: str = "sum", directions: int = 2
-) -> Any:
+    x: Num[Array, " ..."], axis_name: AxisName, *, axis: int = 0, op: str = "sum", directions: int = 2
+) -> Num[Array, " ..."]:
     """`reduce_scatter` by a ring in one or two directions."""
     return reduce_scatter(x, axis_name, axis=axis, op=op, implementation=_ring(directions))
 
 
 def ring_all_gather(
-    x: Shaped[Array, ...], axis_name: AxisName, *, axis: int = 0, tiled: bool = True, directions: int = 2
-) -> Any:
+    x: Shaped[Array, " ..."], axis_name: AxisName, *, axis: int = 0, tiled: bool = True, directions: int = 2
+) -> Shaped[Array, " ..."]:
     """`all_gather` by a ring in one or two directions."""
     return all_gather(x, axis_name, axis=axis, tiled=tiled, implementation=_ring(directions))
 

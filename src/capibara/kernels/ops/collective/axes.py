@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.spec import describe
 
 AxisName = str | tuple[str, ...]
+Tree = TypeVar("Tree")
+State = TypeVar("State")
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -13,23 +13,37 @@ from capibara.errors import rule_error
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import describe
 from capibara.kernels.ops.collective import over_mesh
-from capibara.kernels.ops.collective.axes import AxisName, read_reduction
+from capibara.kernels.ops.collective.axes import AxisName, State, Tree, read_reduction
 from capibara.kernels.ops.collective.buckets import BUCKET_BYTES, bucketed_all_reduce, plan_buckets
 from capibara.kernels.ops.collective.compressed import compressed_all_reduce
 from capibara.kernels.ops.collective.compressed.rules import check_sum
 
 
+@overload
 def all_reduce_tree(
-    tree: Any,
+    tree: Tree, axis_name: AxisName | None = None, *, op: str = "sum", compress: bool = False, overlap: bool = True,
+    state: None = None, mesh: Any = None, bucket_bytes: int = BUCKET_BYTES,
+) -> Tree: ...  # fmt: skip
+
+
+@overload
+def all_reduce_tree(
+    tree: Tree, axis_name: AxisName | None = None, *, op: str = "sum", compress: bool = False, overlap: bool = True,
+    state: State, mesh: Any = None, bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[Tree, State]: ...  # fmt: skip
+
+
+def all_reduce_tree(
+    tree: Tree,
     axis_name: AxisName | None = None,
     *,
     op: str = "sum",
     compress: bool = False,
     overlap: bool = True,
-    state: Any = None,
+    state: State | None = None,
     mesh: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Any:
+) -> Tree | tuple[Tree, State]:
     """Every leaf, reduced over the devices; (tree, state) when a state is given.
 
     Args:
@@ -95,7 +109,7 @@ def _over_mesh(plan: _Plan, tree: Any, state: Any, mesh: Any) -> Any:
             raise rule_error(
                 f"The state of a leaf with rows, {describe(leaves[i])}, has the same shape: a row a device",
                 str(jax.numpy.shape(kept[i])),
-                f"make it with feedback_state(gradients, {mesh.size}), or change it with compressed.redistribute",
+                f"make it with feedback_state(gradients, {mesh.size}), or change it with redistribute",
             )
     if chosen:
         before = None if state is None else [kept[i] for i in chosen]

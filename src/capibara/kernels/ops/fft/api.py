@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ def fft_planes(
     inverse: bool = False,
     norm: str = "backward",
     precision: str = "float32",
-    factors: tuple[int, ...] | None = None,
+    radix_factors: Sequence[int] | None = None,
     implementation: str | None = None,
     config: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +110,7 @@ def fft_planes(
       inverse, norm: the transform back, and the scale: "backward" (1/n on the way back), "ortho", "forward".
       precision: "float32"; "bfloat16" or "mixed": matrix products of bfloat16 numbers with float32 sums; or "fp8"
         (experimental): the signal is rounded to fp8 values first.
-      factors: the radices to prefer, see `plan`; implementations that choose their own refuse it.
+      radix_factors: the radices to prefer, see `plan`; implementations that choose their own refuse it.
       implementation, config: force one ("xla", "xla_matmul", "pallas_tpu", "hopper", "hopper_long",
         "hopper_pairs", "reference") and its choices.
 
@@ -121,7 +122,7 @@ def fft_planes(
     """
     re, im = as_array("fft_planes", "re", re), as_array("fft_planes", "im", im)
     (re, im), precision = rules.by_policy(precision, (re, im))
-    radices = None if factors is None else rules.whole_factors(factors)
+    radices = None if radix_factors is None else rules.whole_factors(radix_factors)
     given = {"inverse": inverse, "norm": norm, "precision": precision, "factors": radices}
     params = {name: value for name, value in given.items() if value != FFT.params[name]}
     prefer = _kernel_on_planes(re) if precision == "bfloat16" else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Complex, Float, Num
+from jaxtyping import Array, Complex, Float, Num, Real
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core import context, tables
@@ -21,12 +21,30 @@ from capibara.kernels.core.spec import describe
 from capibara.kernels.ops.fft.api import FFT, IRFFT, RFFT
 from capibara.kernels.ops.fft.rules import MOST_AXES, NORMS, by_policy, whole_factors
 
-How = dict[str, Any]
+How = Mapping[str, Any]
+
+
+class RealTransformOptions(TypedDict, total=False):
+    """How a transform of real numbers runs: see `fft`."""
+
+    precision: str
+    implementation: str | None
+    config: Any
+
+
+class TransformOptions(RealTransformOptions, total=False):
+    """How a transform runs: see `fft`."""
+
+    radix_factors: Sequence[int] | None
 
 
 def fft(
-    a: Num[Array, "*B n"], n: int | None = None, axis: int = -1, norm: str | None = None, **how: Any
-) -> Complex[Array, "*B n"]:
+    a: Num[Array, " ..."],
+    n: int | None = None,
+    axis: int = -1,
+    norm: str | None = None,
+    **how: Unpack[TransformOptions],
+) -> Complex[Array, " ..."]:
     """The discrete Fourier transform along an axis, as numpy.fft.fft.
 
     Args:
@@ -41,7 +59,7 @@ def fft(
           and runs instead. `fft_planes` and `fft_convolve` have kernels that gain at other lengths. "mixed" is the
           same, the result being complex64 in any case; "fp8" (experimental) rounds the signal to fp8 values, with one
           scale for all of it, and goes on as "bfloat16".
-        factors: the radices to prefer, for implementations that take them; see `plan`.
+        radix_factors: the radices to prefer, for implementations that take them; see `plan`.
         implementation: force one ("xla", "xla_matmul", "pallas_tpu", "hopper", "hopper_long", "hopper_pairs",
           "reference"); a refusal is an error.
         config: that implementation's choices.
@@ -56,8 +74,12 @@ def fft(
 
 
 def ifft(
-    a: Num[Array, "*B n"], n: int | None = None, axis: int = -1, norm: str | None = None, **how: Any
-) -> Complex[Array, "*B n"]:
+    a: Num[Array, " ..."],
+    n: int | None = None,
+    axis: int = -1,
+    norm: str | None = None,
+    **how: Unpack[TransformOptions],
+) -> Complex[Array, " ..."]:
     """The inverse transform along an axis, as numpy.fft.ifft; arguments as for `fft`.
 
     >>> x = jnp.array([1.0, 2.0, 4.0])
@@ -68,9 +90,10 @@ def ifft(
 
 
 def radix_fft(
-    signal: Num[Array, "*B n"], radix_factors: Sequence[int] | None = None, *, one_by_one: bool = False,
-    inverse: bool = False, n: int | None = None, axis: int = -1, norm: str | None = None, **how: Any,
-) -> Complex[Array, "*B n"]:  # fmt: skip
+    signal: Num[Array, " ..."], radix_factors: Sequence[int] | None = None, *, one_by_one: bool = False,
+    inverse: bool = False, n: int | None = None, axis: int = -1, norm: str | None = None,
+    **how: Unpack[RealTransformOptions],
+) -> Complex[Array, " ..."]:  # fmt: skip
     """The transform of an axis, all signals at once or, `one_by_one`, each after the other.
 
     `radix_factors` are preferences: `plan` says how far they are used.
@@ -85,9 +108,9 @@ def radix_fft(
     x = _complex(signal)
     at = _axis(x, axis)
     x = _fitted(x, None if n is None else (n,), (at,))
-    x, how = _by_policy(x, how)  # before the signals are taken one by one: they share a scale
+    x, rounded = _by_policy(x, how)  # before the signals are taken one by one: they share a scale
     form: Callable[..., jax.Array] = ifft if inverse else fft
-    transform = functools.partial(form, norm=norm, factors=radix_factors, **how)
+    transform = functools.partial(form, norm=norm, radix_factors=radix_factors, **rounded)
     if not one_by_one or x.ndim == 1 or x.size == 0:
         return transform(x, axis=at)
     moved = jnp.moveaxis(x, at, -1)
@@ -96,74 +119,82 @@ def radix_fft(
 
 
 def fft2(
-    a: Num[Array, "*B m n"], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
-    norm: str | None = None, **how: Any,
-) -> Complex[Array, "*B m n"]:  # fmt: skip
+    a: Num[Array, " ..."], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
+    norm: str | None = None, **how: Unpack[TransformOptions],
+) -> Complex[Array, " ..."]:  # fmt: skip
     """The transform along two axes, as numpy.fft.fft2; `s` are their lengths, the rest as for `fft`."""
     return _over(a, s, axes, norm, how, inverse=False)
 
 
 def ifft2(
-    a: Num[Array, "*B m n"], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
-    norm: str | None = None, **how: Any,
-) -> Complex[Array, "*B m n"]:  # fmt: skip
+    a: Num[Array, " ..."], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
+    norm: str | None = None, **how: Unpack[TransformOptions],
+) -> Complex[Array, " ..."]:  # fmt: skip
     """The inverse transform along two axes, as numpy.fft.ifft2."""
     return _over(a, s, axes, norm, how, inverse=True)
 
 
 def fftn(
-    a: Num[Array, "*B"], s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
-    norm: str | None = None, **how: Any,
-) -> Complex[Array, "*B"]:  # fmt: skip
+    a: Num[Array, " ..."], s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
+    norm: str | None = None, **how: Unpack[TransformOptions],
+) -> Complex[Array, " ..."]:  # fmt: skip
     """The transform along any axes, by default all (or the last len(s)), as numpy.fft.fftn."""
     return _over(a, s, axes, norm, how, inverse=False)
 
 
 def ifftn(
-    a: Num[Array, "*B"], s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
-    norm: str | None = None, **how: Any,
-) -> Complex[Array, "*B"]:  # fmt: skip
+    a: Num[Array, " ..."], s: Sequence[int] | None = None, axes: Sequence[int] | None = None,
+    norm: str | None = None, **how: Unpack[TransformOptions],
+) -> Complex[Array, " ..."]:  # fmt: skip
     """The inverse transform along any axes, as numpy.fft.ifftn."""
     return _over(a, s, axes, norm, how, inverse=True)
 
 
 def rfft(
-    a: Float[Array, "*B n"], n: int | None = None, axis: int = -1, norm: str | None = None, **how: Any
-) -> Complex[Array, "*B k"]:
+    a: Real[Array, " ..."],
+    n: int | None = None,
+    axis: int = -1,
+    norm: str | None = None,
+    **how: Unpack[RealTransformOptions],
+) -> Complex[Array, " ..."]:
     """The first n // 2 + 1 points of a real signal's transform, as numpy.fft.rfft.
 
     Arguments as for `fft`; the implementations are "xla", "xla_packed" (a complex transform of half the length) and
-    "reference", and none takes factors.
+    "reference", and none takes radix factors.
 
     >>> rfft(jnp.arange(4.0)).tolist()
     [(6+0j), (-2+2j), (-2+0j)]
     """
-    x, how = _by_policy(_real(a), how)
+    x, rounded = _by_policy(_real(a), how)
     x = _fitted(x, None if n is None else (n,), (_axis(x, axis),))
-    return _jitted(_rfft, x, axis=_axis(x, axis), norm=_norm(norm), how=_how(how))
+    return _jitted(_rfft, x, axis=_axis(x, axis), norm=_norm(norm), how=_how(rounded))
 
 
 def irfft(
-    a: Num[Array, "*B k"], n: int | None = None, axis: int = -1, norm: str | None = None, **how: Any
-) -> Float[Array, "*B n"]:
+    a: Num[Array, " ..."],
+    n: int | None = None,
+    axis: int = -1,
+    norm: str | None = None,
+    **how: Unpack[RealTransformOptions],
+) -> Float[Array, " ..."]:
     """The real signal of length n (by default 2 (k - 1)) from half its spectrum, as numpy.fft.irfft.
 
     >>> irfft(rfft(jnp.arange(5.0)), n=5).round(4).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    x, how = _by_policy(_complex(a), how)
+    x, rounded = _by_policy(_complex(a), how)
     axis = _axis(x, axis)
     length = 2 * (x.shape[axis] - 1) if n is None else _length(n)
     if length < 1:
         raise rule_error("A real signal has at least one number", f"n={length}", "give n=1 or more")
     x = _fitted(x, (length // 2 + 1,), (axis,))
-    return _jitted(_irfft, x, n=length, axis=axis, norm=_norm(norm), how=_how(how))
+    return _jitted(_irfft, x, n=length, axis=axis, norm=_norm(norm), how=_how(rounded))
 
 
 def rfft2(
-    a: Float[Array, "*B m n"], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
+    a: Real[Array, " ..."], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
     norm: str | None = None, precision: str = "float32",
-) -> Complex[Array, "*B m k"]:  # fmt: skip
+) -> Complex[Array, " ..."]:  # fmt: skip
     """The transform of a real signal along two axes, half of the last one's points, as numpy.fft.rfft2."""
     x, how = _by_policy(_real(a), {"precision": precision})
     first, last = _two(x, axes)
@@ -172,9 +203,9 @@ def rfft2(
 
 
 def irfft2(
-    a: Num[Array, "*B m k"], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
+    a: Num[Array, " ..."], s: Sequence[int] | None = None, axes: Sequence[int] = (-2, -1),
     norm: str | None = None, precision: str = "float32",
-) -> Float[Array, "*B m n"]:  # fmt: skip
+) -> Float[Array, " ..."]:  # fmt: skip
     """The inverse of `rfft2`, as numpy.fft.irfft2; `s` are the lengths of the result."""
     x, how = _by_policy(_complex(a), {"precision": precision})
     first, last = _two(x, axes)
@@ -207,7 +238,7 @@ def _over(a: Any, s: Any, axes: Sequence[int] | None, norm: str | None, how: How
     if len(set(at)) != len(at):
         raise rule_error("Each axis is transformed once", f"axes={tuple(axes)}", "name each axis once")
     x = _fitted(x, s, at)
-    params = (*_how(how, ("factors",)), ("inverse", inverse), ("norm", _norm(norm)))
+    params = (*_how(how, ("radix_factors",)), ("inverse", inverse), ("norm", _norm(norm)))
     while at:  # an op takes a few axes at a time
         now, at = at[-MOST_AXES:], at[:-MOST_AXES]
         x = _jitted(_fft, x, axes=now, how=params)
@@ -232,7 +263,7 @@ def _irfft(x: jax.Array, *, n: int, axis: int, norm: str, how: Any) -> jax.Array
     return jnp.moveaxis(made, -1, axis)
 
 
-def _run(op: Any, arrays: tuple[Any, ...], given: How) -> Any:
+def _run(op: Any, arrays: tuple[Any, ...], given: dict[str, Any]) -> Any:
     chosen = {name: given.pop(name, None) for name in ("implementation", "config")}
     params = {name: value for name, value in given.items() if value != op.params[name]}
     return run(op, arrays, params, **chosen)
@@ -243,8 +274,10 @@ def _how(how: How, more: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
     for name in how:
         if name not in known:
             raise unknown_name("keyword of a transform", name, (*known, "norm", "axis", "n"))
-    if how.get("factors") is not None:
-        how = {**how, "factors": whole_factors(how["factors"])}
+    if "radix_factors" in how:
+        factors = how["radix_factors"]
+        given = {name: value for name, value in how.items() if name != "radix_factors"}
+        how = given if factors is None else {**given, "factors": whole_factors(factors)}
     try:
         hash(how.get("config"))
     except TypeError:

@@ -42,7 +42,9 @@ def whole_factors(factors: Any) -> tuple[int, ...]:
         return tuple(operator.index(factor) for factor in factors)
     except TypeError:
         raise rule_error(
-            "factors is a sequence of whole numbers", f"factors={factors!r}", "pass a tuple of ints, or leave it out"
+            "radix_factors is a sequence of whole numbers",
+            f"radix_factors={factors!r}",
+            "pass a tuple of ints, or leave it out",
         ) from None
 
 
@@ -103,7 +105,9 @@ def check(call: Call) -> None:
     if factors is not None:
         if axes > 1 or not isinstance(factors, tuple):
             raise rule_error(
-                "factors is a tuple of radices for one axis", f"factors={factors!r}, axes={axes}", "leave factors out"
+                "radix_factors is a tuple of radices for one axis",
+                f"{factors!r}, axes={axes}",
+                "leave radix_factors out",
             )
         plan(shape[-1], factors)
 

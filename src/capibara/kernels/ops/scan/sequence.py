@@ -9,7 +9,7 @@ and exchanges of one step's size.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,32 +25,56 @@ from capibara.kernels.ops.scan.recurrence.layout import read_flag, read_operands
 from capibara.kernels.ops.scan.recurrence.reference import state_type
 
 
+@overload
+def sequence_parallel_recurrence(
+    a: Array, b: Array, initial_state: Array | None = None, *, axis_name: str, mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None, reverse: bool = False, axis: int = 1, return_state: Literal[False] = False,
+    implementation: str | None = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def sequence_parallel_recurrence(
+    a: Array, b: Array, initial_state: Array | None = None, *, axis_name: str, mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None, reverse: bool = False, axis: int = 1, return_state: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def sequence_parallel_recurrence(
+    a: Array, b: Array, initial_state: Array | None = None, *, axis_name: str, mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None, reverse: bool = False, axis: int = 1, return_state: bool,
+    implementation: str | None = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def sequence_parallel_recurrence(
     a: Inexact[Array, "*decays"],
     b: Inexact[Array, "*terms"],
-    initial: Inexact[Array, "*state"] | None = None,
+    initial_state: Inexact[Array, "*state"] | None = None,
     *,
     axis_name: str,
     mesh: Mesh | None = None,
     spec: PartitionSpec | None = None,
     reverse: bool = False,
     axis: int = 1,
-    return_final: bool = False,
+    return_state: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """`linear_recurrence` over a sequence that is split over the devices of a mesh axis.
 
-    Without `mesh` it is called inside `jax.shard_map`: a and b are this device's piece of time, and `initial` is the
-    state before the whole sequence, the same on every device (the first in time uses it). With `mesh` the arrays are
-    whole ones, split here. It differentiates: the gradient runs the other way, over the devices too.
+    Without `mesh` it is called inside `jax.shard_map`: a and b are this device's piece of time, and `initial_state` is
+    the state before the whole sequence, the same on every device (the first in time uses it). With `mesh` the arrays
+    are whole ones, split here. It differentiates: the gradient runs the other way, over the devices too.
 
     Args:
-      a, b, initial, reverse, axis, implementation: as `linear_recurrence` takes them.
+      a, b, initial_state, reverse, axis, implementation: as `linear_recurrence` takes them.
       axis_name: the mesh axis that time is split over. Pieces follow each other in the order of its devices.
       mesh: the mesh, for whole arrays. Time need not divide: it is padded, and cut again.
       spec: how whole arrays are split, one entry for each of b's axes, with `axis_name` at that of time; by default
         time alone is split. Needs `mesh`.
-      return_final: return (h, final); the final state is the same on every device.
+      return_state: return (h, final); the final state is the same on every device.
 
     >>> from jax.sharding import AxisType
     >>> mesh = jax.make_mesh((2,), ("time",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -58,14 +82,14 @@ def sequence_parallel_recurrence(
     >>> sequence_parallel_recurrence(a, b, axis_name="time", mesh=mesh)[0, :, 0].tolist()
     [1.0, 1.5, 1.75, 1.875]
     """
-    a, b, initial, layout = read_operands("sequence_parallel_recurrence", a, b, initial, axis)
-    reverse, return_final = read_flag("reverse", reverse), read_flag("return_final", return_final)
+    a, b, initial_state, layout = read_operands("sequence_parallel_recurrence", a, b, initial_state, axis)
+    reverse, return_state = read_flag("reverse", reverse), read_flag("return_state", return_state)
 
-    def local(a: Any, b: Any, initial: Any) -> Any:
-        a, b, initial, layout = read_operands("sequence_parallel_recurrence", a, b, initial, axis)
-        operands = vary_alike((layout.flatten(a), layout.flatten(b), layout.flatten_state(initial)))
+    def local(a: Any, b: Any, initial_state: Any) -> Any:
+        a, b, initial_state, layout = read_operands("sequence_parallel_recurrence", a, b, initial_state, axis)
+        operands = vary_alike((layout.flatten(a), layout.flatten(b), layout.flatten_state(initial_state)))
         h, final = _scan(axis_name, reverse, implementation)(*operands)
-        if not return_final:
+        if not return_state:
             return layout.restore(h)
         # Every device but the last in time has zeros.
         return layout.restore(h), layout.restore_state(lax.psum(final, axis_name))
@@ -81,7 +105,7 @@ def sequence_parallel_recurrence(
                 "a call where no mesh axis has that name",
                 "pass mesh= for whole arrays, or call it inside jax.shard_map",
             ) from error
-        return local(a, b, initial)
+        return local(a, b, initial_state)
     if axis_name not in mesh.shape:
         raise unknown_name("mesh axis", axis_name, mesh.axis_names)
     entries = list(spec if spec is not None else ()) + [None] * (b.ndim - len(spec or ()))
@@ -103,13 +127,13 @@ def sequence_parallel_recurrence(
     split = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(over, over, None if initial is None else at_one_step),
-        out_specs=(over, at_one_step) if return_final else over,
+        in_specs=(over, over, None if initial_state is None else at_one_step),
+        out_specs=(over, at_one_step) if return_state else over,
     )
-    made = split(a, b, initial)
-    h = made[0] if return_final else made
+    made = split(a, b, initial_state)
+    h = made[0] if return_state else made
     h = lax.slice_in_dim(h, 0, length, axis=layout.axis) if missing else h
-    return (h, made[1]) if return_final else h
+    return (h, made[1]) if return_state else h
 
 
 def _scan(axis_name: str, reverse: bool, implementation: str | None) -> Any:

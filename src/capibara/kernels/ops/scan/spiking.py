@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ _SURROGATES: dict[str, tuple[Callable[[Any, float], Any], float]] = {
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def spike(above: Any, surrogate: str, slope: float) -> Any:
+def spike(above: Any, surrogate: str, slope: float) -> jax.Array:
     """1 where `above` is more than zero, else 0; its derivative is the surrogate's.
 
     >>> spike(jnp.array([-0.1, 0.0, 0.1]), "triangle", 1.0).tolist()
@@ -50,6 +50,35 @@ def _spike_jvp(surrogate: str, slope: float, primals: Any, tangents: Any) -> Any
     return spike(above, surrogate, slope), _SURROGATES[surrogate][0](above, slope) * tangent
 
 
+_OverTime: TypeAlias = Float[Array, "*batch time neurons"]
+
+
+@overload
+def lif_neurons(
+    current: Array, *, decay: Any = None, tau: Any = None, threshold: float = 1.0, reset: str = "subtract",
+    surrogate: str = "fast_sigmoid", slope: float | None = None, initial_state: Array | None = None,
+    return_state: Literal[False] = False, num_segments: int | None = None, use_checkpointing: bool = True,
+    implementation: str | None = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def lif_neurons(
+    current: Array, *, decay: Any = None, tau: Any = None, threshold: float = 1.0, reset: str = "subtract",
+    surrogate: str = "fast_sigmoid", slope: float | None = None, initial_state: Array | None = None,
+    return_state: Literal[True], num_segments: int | None = None, use_checkpointing: bool = True,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
+
+
+@overload
+def lif_neurons(
+    current: Array, *, decay: Any = None, tau: Any = None, threshold: float = 1.0, reset: str = "subtract",
+    surrogate: str = "fast_sigmoid", slope: float | None = None, initial_state: Array | None = None, return_state: bool,
+    num_segments: int | None = None, use_checkpointing: bool = True, implementation: str | None = None,
+) -> Array | tuple[Array, Array, Array]: ...  # fmt: skip
+
+
 def lif_neurons(
     current: Float[Array, "*batch time neurons"],
     *,
@@ -59,16 +88,16 @@ def lif_neurons(
     reset: str = "subtract",
     surrogate: str = "fast_sigmoid",
     slope: float | None = None,
-    initial: Float[Array, "*batch neurons"] | None = None,
+    initial_state: Float[Array, "*batch neurons"] | None = None,
     return_state: bool = False,
     num_segments: int | None = None,
     use_checkpointing: bool = True,
     implementation: str | None = None,
-) -> Any:
+) -> _OverTime | tuple[_OverTime, _OverTime, Float[Array, "*batch neurons"]]:
     """The spikes of leaky integrate-and-fire neurons: v = decay * v + current, and 1 where v is above the threshold.
 
     The membrane potential v is float32; spikes have the type of `current`. Gradients flow to current, decay or tau, and
-    initial, through the spikes and through the reset, by the surrogate. Without a reset, ask for
+    initial_state, through the spikes and through the reset, by the surrogate. Without a reset, ask for
     implementation="reference" for forward-mode derivatives.
 
     Without a reset v is a linear recurrence and all steps run at once; with one they follow one another in one loop,
@@ -82,9 +111,9 @@ def lif_neurons(
       surrogate: the derivative of a spike by u = v - threshold: "fast_sigmoid" 1 / (1 + slope |u|)², "atan"
         1 / (1 + (π/2 slope u)²), "triangle" max(0, 1 - slope |u|).
       slope: above 0; by default 25 for fast_sigmoid, 2 for atan, 1 for triangle.
-      initial: v before the first step, [..., neurons]; zero by default.
+      initial_state: v before the first step, [..., neurons]; zero by default.
       return_state: return (spikes, v at each step before its reset, v after the last reset): the last goes on as
-        `initial`.
+        `initial_state`.
       num_segments, use_checkpointing: of the loop, as in `parallel_scan`; only with a reset.
       implementation: of `linear_recurrence`; only without a reset.
 
@@ -104,12 +133,14 @@ def lif_neurons(
     return_state = read_flag("return_state", return_state)
     use_checkpointing = read_flag("use_checkpointing", use_checkpointing)
     start_shape = (*current.shape[:-2], current.shape[-1])
-    if initial is None:
+    if initial_state is None:
         start = jnp.zeros(start_shape, jnp.float32)
     else:
-        start = _real("initial", initial)
+        start = _real("initial_state", initial_state)
         if start.shape != start_shape:
-            raise rule_error(f"initial is current's shape without time, {start_shape}", describe(start), "broadcast it")
+            raise rule_error(
+                f"initial_state is current's shape without time, {start_shape}", describe(start), "broadcast it"
+            )
     level = _real("threshold", threshold)
     # The last axes of v, or ones: it must not make v larger.
     if level.ndim > len(start_shape) or jnp.broadcast_shapes(level.shape, start_shape) != start_shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,25 @@ def look_up(codebook: Float[Array, "K D"], indices: Int[Array, "*rows"]) -> Floa
     return jnp.where((indices >= 0)[..., None], codes, jnp.asarray(jnp.nan, codes.dtype))
 
 
+@overload
+def quantize(
+    x: Array, codebook: Array, *, return_indices: Literal[False] = False, implementation: str | None = None,
+    config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def quantize(
+    x: Array, codebook: Array, *, return_indices: Literal[True], implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def quantize(
+    x: Array, codebook: Array, *, return_indices: bool, implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def quantize(
     x: Float[Array, "*rows D"],
     codebook: Float[Array, "K D"],
@@ -48,7 +67,7 @@ def quantize(
     return_indices: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Float[Array, "*rows D"] | tuple[Float[Array, "*rows D"], Int[Array, "*rows"]]:
     """Each row of x replaced by its nearest code, of x's type; the gradient passes to x unchanged.
 
     The codebook gets no gradient here: a loss on the distance between the two teaches it. A row that has no nearest

@@ -50,7 +50,7 @@ def _reducer(axis_name: Any, *, mesh: jax.sharding.Mesh, check_vma: bool = True,
 @functools.lru_cache
 def _of_eight(unbiased: bool) -> Any:
     def local(x: jax.Array, key: jax.Array) -> Any:
-        made, none = compressed_all_reduce(x[0], "data", block=16, unbiased_key=key if unbiased else None)
+        made, none = compressed_all_reduce(x[0], "data", block_size=16, key=key if unbiased else None)
         assert none is None
         return made
 
@@ -81,7 +81,7 @@ def test_a_tree_of_any_sizes_and_types(axes: Any, check_vma: bool) -> None:
     # A leaf that is small beside the others keeps its own precision: it shares no block with them.
     tree["b"] *= 1e-6
     tree["half"] = jnp.asarray(tree["half"], jnp.bfloat16)
-    how = {"op": "mean", "block": 32, "bucket_bytes": 512, "check_vma": check_vma}
+    how = {"op": "mean", "block_size": 32, "bucket_bytes": 512, "check_vma": check_vma}
     got, state = _reduce(tree, axes, mesh=mesh, **how)
     assert state is None
     for name, x in tree.items():
@@ -98,7 +98,7 @@ def test_every_device_has_the_same_bits_and_the_key_changes_them() -> None:
     x = np.random.default_rng(2).standard_normal((8, 700)).astype(np.float32)
 
     def each(x: jax.Array, key: jax.Array) -> jax.Array:
-        made, _ = compressed_all_reduce(x[0], "data", unbiased_key=key)
+        made, _ = compressed_all_reduce(x[0], "data", key=key)
         return made[None]
 
     run = jax.jit(jax.shard_map(each, mesh=_mesh(8), in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False))
@@ -114,18 +114,18 @@ def test_an_exact_axis_inside_a_compressed_one() -> None:
     # The devices of the first inner group hold numbers that cancel: only a sum made before rounding is this small.
     x[:3] = 1000 * generator.standard_normal((3, 300))
     x[2] -= x[:3].sum(0)
-    got, _ = _reduce(x, "data", mesh=_mesh(2, 4), inner_axis="chip", block=300)
+    got, _ = _reduce(x, "data", mesh=_mesh(2, 4), inner_axis_name="chip", block_size=300)
     pieces = x.astype(np.float64).reshape(2, 4, 300).sum(1)
     # The inner sums are in float32: four additions, of numbers up to the largest, on each of two groups.
     bound = error_bound(np.abs(pieces).max(1)) + 2 * 4 * 2 * np.abs(x).max() * 2.0**-24
     assert np.abs(np.asarray(got) - pieces.sum(0)).max() <= bound
-    flat, _ = _reduce(x, BOTH, mesh=_mesh(2, 4), block=300)
+    flat, _ = _reduce(x, BOTH, mesh=_mesh(2, 4), block_size=300)
     assert np.abs(np.asarray(flat) - pieces.sum(0)).max() > 2 * bound
 
 
 def test_a_bucket_of_empty_leaves() -> None:
     x = {"none": np.ones((4, 0, 3), np.float32), "w": np.ones((4, 5), np.float32)}
-    for how in ({"axis_name": BOTH}, {"axis_name": "data", "inner_axis": "chip"}):
+    for how in ({"axis_name": BOTH}, {"axis_name": "data", "inner_axis_name": "chip"}):
         got, _, metrics = _reduce(x, mesh=_mesh(2, 2), bucket_bytes=1, return_metrics=True, **how)  # a bucket a leaf
         assert got["none"].shape == (0, 3)
         # Ones are 127 whole steps, but for float32: two codings of four roundings each.
@@ -210,16 +210,16 @@ def test_bad_input_says_what_to_do() -> None:
         _reduce(x, "data", mesh=mesh, op="median")
     with pytest.raises(ValueError, match="Compression is for bfloat16"):
         _reduce(np.ones((8, 4), np.int32), "data", mesh=mesh)
-    with pytest.raises(ValueError, match="block is a positive whole number"):
-        _reduce(x, "data", mesh=mesh, block=2.5)
+    with pytest.raises(ValueError, match="block_size is a positive whole number"):
+        _reduce(x, "data", mesh=mesh, block_size=2.5)
     with pytest.raises(ValueError, match="bucket_bytes is a positive whole number"):
         _reduce(x, "data", mesh=mesh, bucket_bytes=0)
     with pytest.raises(ValueError, match="are different axes"):
-        _reduce(x, BOTH, mesh=_mesh(4, 2), inner_axis="chip")
+        _reduce(x, BOTH, mesh=_mesh(4, 2), inner_axis_name="chip")
     with pytest.raises(ValueError, match="has no derivative"):
         jax.grad(lambda x: _reduce(x, "data", mesh=mesh)[0].sum())(x)
-    with pytest.raises(ValueError, match=r"with inner_axis .*Got inner_axis='fast'.*Fix: call it inside"):
-        _reduce(x, "data", mesh=mesh, inner_axis="fast")
+    with pytest.raises(ValueError, match=r"with inner_axis_name .*Got inner_axis_name='fast'.*Fix: call it inside"):
+        _reduce(x, "data", mesh=mesh, inner_axis_name="fast")
     # It takes no global arrays, so that is no advice.
     with pytest.raises(ValueError, match=r"Fix: call it inside jax\.shard_map\.$"):
         compressed_all_reduce(x, "data")

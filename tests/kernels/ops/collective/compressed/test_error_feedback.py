@@ -26,7 +26,7 @@ def _step(outer: int, inner: int = 1, **how: Any) -> Any:
     mesh = jax.make_mesh((outer, inner), BOTH, axis_types=(AxisType.Auto,) * 2, devices=devices)
     axes: Any = BOTH
     if inner > 1:
-        axes, how = "data", {**how, "inner_axis": "chip"}
+        axes, how = "data", {**how, "inner_axis_name": "chip"}
 
     def local(tree: Any, state: Any) -> Any:
         return compressed_all_reduce(jax.tree.map(lambda x: x[0], tree), axes, state=state, **how)
@@ -38,7 +38,7 @@ def _step(outer: int, inner: int = 1, **how: Any) -> Any:
 @pytest.mark.parametrize(("outer", "inner"), [(8, 1), (2, 4)])
 def test_what_was_not_sent_is_kept_and_sent_with_the_next(outer: int, inner: int) -> None:
     """After any number of steps: all that was delivered and all that is kept add up to all that was given."""
-    step = _step(outer, inner, block=32, bucket_bytes=256)
+    step = _step(outer, inner, block_size=32, bucket_bytes=256)
     shapes = {"w": (5, 13), "b": (3,)}
     state = feedback_state({name: np.zeros(shape) for name, shape in shapes.items()}, 8)
     given = {name: np.zeros(shape) for name, shape in shapes.items()}
@@ -130,7 +130,7 @@ def test_what_is_kept_behind_an_inner_axis_lies_where_it_belongs() -> None:
     given = jax.random.normal(jax.random.key(0), (4, 1200))
 
     def one(own: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return compressed_all_reduce(own[0], "dcn", inner_axis="ici", state=kept)
+        return compressed_all_reduce(own[0], "dcn", inner_axis_name="ici", state=kept)
 
     specs = (jax.sharding.PartitionSpec(), rows)
     sent, kept = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=rows, out_specs=specs))(given, jnp.zeros((4, 1200)))

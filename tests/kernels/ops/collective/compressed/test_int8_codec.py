@@ -25,8 +25,8 @@ ARRAYS = hnp.arrays(np.float32, (3, 37), elements=FLOAT32)  # 37: the last block
 
 
 def _round_trip(x: np.ndarray, key: jax.Array | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    codes, scales = encode_int8(x, block=BLOCK, unbiased_key=key)
-    return np.asarray(codes), np.asarray(scales), np.asarray(decode_int8(codes, scales, block=BLOCK), np.float64)
+    codes, scales = encode_int8(x, block_size=BLOCK, key=key)
+    return np.asarray(codes), np.asarray(scales), np.asarray(decode_int8(codes, scales, block_size=BLOCK), np.float64)
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,8 +53,8 @@ def test_what_is_not_finite_stays_in_its_place_and_is_counted() -> None:
     x = np.linspace(-1, 1, 2 * BLOCK, dtype=np.float32)
     clean = _round_trip(x, None)[2]
     x[[3, 7, 20]] = np.nan, np.inf, -np.inf
-    made = encode_int8(x, block=BLOCK)
-    back = np.asarray(decode_int8(*made, block=BLOCK))
+    made = encode_int8(x, block_size=BLOCK)
+    back = np.asarray(decode_int8(*made, block_size=BLOCK))
     assert int(made.non_finite) == 3
     assert np.flatnonzero(np.isnan(back)).tolist() == [3, 7, 20]
     # Its neighbours are what they are without it: no largest value was taken out of these blocks.
@@ -65,18 +65,18 @@ def test_what_is_not_finite_stays_in_its_place_and_is_counted() -> None:
 def test_unbiased_rounding_is_right_on_average_and_nearest_is_not() -> None:
     # One value of 127 fixes the step at 1; the others are 0.3 of a step.
     x = jnp.full((4096, 16), 0.3).at[:, 0].set(127.0)
-    drawn = encode_int8(x, block=16, unbiased_key=jax.random.key(0)).codes[:, 1:]
+    drawn = encode_int8(x, block_size=16, key=jax.random.key(0)).codes[:, 1:]
     # 61440 draws of variance 0.21: the mean's deviation is 0.00185; five of them.
     assert abs(float(drawn.mean()) - 0.3) < 5 * (0.21 / drawn.size) ** 0.5
-    assert not encode_int8(x, block=16).codes[:, 1:].any()
-    other = encode_int8(x, block=16, unbiased_key=jax.random.key(1)).codes[:, 1:]
+    assert not encode_int8(x, block_size=16).codes[:, 1:].any()
+    other = encode_int8(x, block_size=16, key=jax.random.key(1)).codes[:, 1:]
     assert 0.3 < float((drawn != other).mean()) < 0.54  # two independent draws differ with 2 · 0.3 · 0.7 = 0.42
 
 
 def test_the_block_decides_who_shares_a_scale() -> None:
     x = jnp.array([1000.0, 0.0, 1.0, 0.5])
-    assert encode_int8(x, block=4).codes.tolist() == [127, 0, 0, 0]
-    assert encode_int8(x, block=2).codes.tolist() == [127, 0, 127, 64]
+    assert encode_int8(x, block_size=4).codes.tolist() == [127, 0, 0, 0]
+    assert encode_int8(x, block_size=2).codes.tolist() == [127, 0, 127, 64]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -97,13 +97,13 @@ def test_the_tpu_kernel_gives_the_same_codes(unbiased: bool, shape: tuple[int, .
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     x[0, 17], x[1, 500] = np.nan, -np.inf
     key = jax.random.key(3) if unbiased else None
-    plain = encode_int8(x, block=block, unbiased_key=key)
+    plain = encode_int8(x, block_size=block, key=key)
     with interpret("hlo"):
-        kernel = encode_int8(x, block=block, unbiased_key=key, implementation="pallas_tpu")
-        back = decode_int8(*plain, block=block, implementation="pallas_tpu")
+        kernel = encode_int8(x, block_size=block, key=key, implementation="pallas_tpu")
+        back = decode_int8(*plain, block_size=block, implementation="pallas_tpu")
     np.testing.assert_array_equal(plain.codes, kernel.codes)
     np.testing.assert_array_equal(plain.scales, kernel.scales)
-    np.testing.assert_array_equal(back, decode_int8(*plain, block=block))
+    np.testing.assert_array_equal(back, decode_int8(*plain, block_size=block))
     assert explain(encode_int8, x).implementation == "xla"  # a CPU's choice
 
 
@@ -145,7 +145,7 @@ def test_a_tpu_takes_the_kernel_where_it_reads_numbers_as_they_lie(
     codes = jax.ShapeDtypeStruct(shape, jnp.int8)
     scales = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // block), jnp.float32)
     with target("tpu", "TPU v4"):
-        for told in (explain(encode_int8, x, block=block), explain(decode_int8, codes, scales, block=block)):
+        for told in (explain(encode_int8, x, block_size=block), explain(decode_int8, codes, scales, block_size=block)):
             assert told.implementation == ("pallas_tpu" if against is None else "xla")
             assert (against or "moves each number once") in str(told)
 
@@ -165,25 +165,25 @@ def _order(text: str) -> tuple[int, ...]:
 
 def test_bad_input_says_what_to_do() -> None:
     x = jnp.ones(8)
-    with pytest.raises(ValueError, match="block is a positive whole number"):
-        encode_int8(x, block=0)
+    with pytest.raises(ValueError, match="block_size is a positive whole number"):
+        encode_int8(x, block_size=0)
     with pytest.raises(ValueError, match="encode_int8 takes bfloat16"):
         encode_int8(jnp.arange(8))
     with pytest.raises(ValueError, match="cuts the last axis"):
         encode_int8(jnp.float32(1.0))
-    with pytest.raises(ValueError, match="unbiased_key is one JAX key"):
-        encode_int8(x, unbiased_key=3)
-    with pytest.raises(ValueError, match="unbiased_key is one JAX key"):
-        encode_int8(x, unbiased_key=jax.random.split(jax.random.key(0)))
-    codes, scales = encode_int8(x, block=4)
+    with pytest.raises(ValueError, match="key is one JAX key"):
+        encode_int8(x, key=3)
+    with pytest.raises(ValueError, match="key is one JAX key"):
+        encode_int8(x, key=jax.random.split(jax.random.key(0)))
+    codes, scales = encode_int8(x, block_size=4)
     with pytest.raises(ValueError, match="blocks of 8 have float scales of shape"):
-        decode_int8(codes, scales, block=8)
+        decode_int8(codes, scales, block_size=8)
     with pytest.raises(ValueError, match="takes int8 codes"):
-        decode_int8(x, scales, block=4)
+        decode_int8(x, scales, block_size=4)
     with pytest.raises(ValueError, match="out_dtype is one of"):
-        decode_int8(codes, scales, block=4, out_dtype="int32")
+        decode_int8(codes, scales, block_size=4, out_dtype="int32")
     with pytest.raises(ValueError, match="whole registers"), interpret("hlo"):
-        encode_int8(x, block=4, implementation="pallas_tpu")
+        encode_int8(x, block_size=4, implementation="pallas_tpu")
     with pytest.raises(ValueError, match="rows is a positive multiple of 128"):
         TileConfig(12)
     with pytest.raises(ValueError, match="fill a register of 128 scales"), interpret("hlo"):

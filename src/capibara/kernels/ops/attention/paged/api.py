@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from jaxtyping import Array, Float, Int
 
@@ -40,13 +40,40 @@ for _implementation in IMPLEMENTATIONS:
     PAGED_ATTENTION.implement(_implementation)
 
 
+@overload
+def paged_attention(
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, context_lengths: Array,
+    query_starts: Array | None = None, *, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None, key_splits: int | None = None, return_lse: Literal[False] = False,
+    debug: bool = False, implementation: str | None = None, config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, context_lengths: Array,
+    query_starts: Array | None = None, *, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None, key_splits: int | None = None, return_lse: Literal[True], debug: bool = False,
+    implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Array, key_pages: Array, value_pages: Array, page_table: Array, context_lengths: Array,
+    query_starts: Array | None = None, *, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None, key_splits: int | None = None, return_lse: bool, debug: bool = False,
+    implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def paged_attention(
     query: Float[Array, "tokens H D"],
-    key_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size Hkv*D"],
-    value_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size Hkv*D"],
+    key_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size width"],
+    value_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size width"],
     page_table: Int[Array, "sequences max_pages"],
-    context_lengths: Int[Array, "sequences"],  # noqa: UP037 (jaxtyping names an axis)
-    query_starts: Int[Array, sequences + 1] | None = None,
+    context_lengths: Int[Array, " sequences"],
+    query_starts: Int[Array, " sequences+1"] | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -56,7 +83,7 @@ def paged_attention(
     debug: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Float[Array, "tokens H D"] | tuple[Float[Array, "tokens H D"], Float[Array, "tokens H"]]:
     """Attention of a ragged batch over a paged cache: prompts, pieces of prompts and single tokens in one call.
 
     Each sequence's tokens see its own keys causally: token j of the n that a sequence has here stands at position

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import jax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.context import current_interpret
@@ -29,31 +29,64 @@ METHODS = ("ring", "all_to_all")
 Plan = Ring | HeadExchange
 
 
+@overload
 def sequence_parallel_attention(
-    query: Float[Array, "B H T D"],
-    key: Float[Array, "B Hkv T D"],
-    value: Float[Array, "B Hkv T D"],
+    query: Array, key: Array, value: Array, *, axis_name: str, mesh: Any = None, batch_axis_name: Axes = None,
+    head_axis_name: Axes = None, method: str = "ring", layout: str = "bthd", order: str = "contiguous",
+    balance: bool | None = None, causal: bool | None = None, is_causal: bool | None = None,
+    window: int | tuple[int | None, int | None] | None = None, segment_ids: Array | None = None,
+    scale: float | None = None, softcap: float | None = None, return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def sequence_parallel_attention(
+    query: Array, key: Array, value: Array, *, axis_name: str, mesh: Any = None, batch_axis_name: Axes = None,
+    head_axis_name: Axes = None, method: str = "ring", layout: str = "bthd", order: str = "contiguous",
+    balance: bool | None = None, causal: bool | None = None, is_causal: bool | None = None,
+    window: int | tuple[int | None, int | None] | None = None, segment_ids: Array | None = None,
+    scale: float | None = None, softcap: float | None = None, return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def sequence_parallel_attention(
+    query: Array, key: Array, value: Array, *, axis_name: str, mesh: Any = None, batch_axis_name: Axes = None,
+    head_axis_name: Axes = None, method: str = "ring", layout: str = "bthd", order: str = "contiguous",
+    balance: bool | None = None, causal: bool | None = None, is_causal: bool | None = None,
+    window: int | tuple[int | None, int | None] | None = None, segment_ids: Array | None = None,
+    scale: float | None = None, softcap: float | None = None, return_lse: bool, implementation: str | None = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
+def sequence_parallel_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv D"],
     *,
-    axis: str,
+    axis_name: str,
     mesh: Any = None,
-    batch_axis: Axes = None,
-    head_axis: Axes = None,
+    batch_axis_name: Axes = None,
+    head_axis_name: Axes = None,
     method: str = "ring",
-    layout: str = "bhtd",
+    layout: str = "bthd",
     order: str = "contiguous",
     balance: bool | None = None,
-    causal: bool = False,
+    causal: bool | None = None,
+    is_causal: bool | None = None,
     window: int | tuple[int | None, int | None] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[Array, "B _"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Any:
-    """Attention over a sequence that is split along the mesh axis `axis`; equal to `attention` on the whole of it.
+) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B _ _"]]:
+    """Attention over a sequence that is split along a mesh axis; equal to `attention` on the whole of it.
 
-    Called on global arrays, it splits them over `mesh`. Called inside a shard_map over `axis`, it takes one device's
-    shards and gives back one device's shard. No device ever holds the whole sequence of all heads.
+    Called on global arrays, it splits them over `mesh`. Called inside a shard_map over `axis_name`, it takes one
+    device's shards and gives back one device's shard. No device ever holds the whole sequence of all heads.
 
     method "ring": keys and values travel round the devices, n - 1 hops of one device's keys and values, while each
     computes with those it has. Blocks that `causal` or `window` rule out are not computed, and hops that no device
@@ -66,21 +99,22 @@ def sequence_parallel_attention(
 
     Args:
       query, key, value: as for `attention`, of one length, which the axis' size divides.
-      axis: the mesh axis that splits the sequence.
-      mesh: by default the active one (`jax.set_mesh`). None inside a shard_map over `axis`.
-      batch_axis, head_axis: mesh axes that split the batch and the heads; a name or a tuple of names. Over mesh axes
-        that are not named here the arrays are whole.
+      axis_name: the mesh axis that splits the sequence.
+      mesh: by default the active one (`jax.set_mesh`). None inside a shard_map over `axis_name`.
+      batch_axis_name, head_axis_name: mesh axes that split the batch and the heads; a name or a tuple of names. Over
+        mesh axes that are not named here the arrays are whole.
       order: "zigzag" says that the arrays are in the order of `zigzag(x, n, axis)`: device i has chunks i and
         2n - 1 - i of 2n. The result is in the same order.
       balance: for the ring with contiguous order. Under a causal rule the last device has most to do; True trades
         halves of the shards on the way in and out, one extra trip of each, and all have the same to do. By default so
         for causal attention without a window if the length divides into 2n chunks; False leaves the work unbalanced.
         Under a window only the first devices have less to do, and nothing is traded. `ring_load` counts it.
-      causal, window, segment_ids, scale, softcap, return_lse: as for `attention`. Segment ids are split like the
-        sequence; the log-sum-exp is [batch, heads, length].
+      causal, is_causal, window, segment_ids, scale, softcap, return_lse: as for `attention`. Segment ids are split
+        like the sequence; the log-sum-exp is [batch, heads, length].
       implementation: the op's implementation on each device, by name; in the ring's backward pass it is preferred.
     """
-    where = placement(mesh, axis, batch_axis, head_axis)
+    causal = inputs.causal_flag(causal, is_causal)
+    where = placement(mesh, axis_name, batch_axis_name, head_axis_name)
     q, k, v = inputs.heads_first(layout, query=query, key=key, value=value)
     segments, _ = inputs.segments(segment_ids, None, q.shape[2], q.shape[2])
     if method not in METHODS:
@@ -97,7 +131,7 @@ def sequence_parallel_attention(
         "softcap": None if softcap is None else inputs.static_float("softcap", softcap),
     }
     # The op's own check, on what the caller passed: its messages then show the caller's numbers.
-    ATTENTION.call(q, k, v, None, None, segments, segments, causal=bool(causal), window=sides, **numbers)
+    ATTENTION.call(q, k, v, None, None, segments, segments, causal=causal, window=sides, **numbers)
     _check_split(where, q)
     _check_emulation(implementation)
     length = q.shape[2] * (where.devices if where.mesh is None else 1)
@@ -105,13 +139,13 @@ def sequence_parallel_attention(
     static = {**numbers, "implementation": implementation, "return_lse": bool(return_lse)}
     if method == "ring":
         _check_ring(implementation)
-        turns = schedule(length, where.devices, order, balance, bool(causal), sides)
-        plan: Plan = Ring(axis, turns, **static)
+        turns = schedule(length, where.devices, order, balance, causal, sides)
+        plan: Plan = Ring(axis_name, turns, **static)
     else:
         _check_head_exchange(where, q, balance)
-        plan = HeadExchange(axis, where.devices, order, bool(causal), sides, **static)
+        plan = HeadExchange(axis_name, where.devices, order, causal, sides, **static)
     whole = functools.partial(_local, plan) if where.mesh is None else _over_mesh(where, plan)
-    out, lse = whole(q, k, v, segments)
+    out, lse = cast("tuple[Array, Array]", whole(q, k, v, segments))
     out = out if layout == "bhtd" else out.swapaxes(1, 2)
     return (out, lse) if return_lse else out
 

@@ -42,19 +42,19 @@ class Placement:
         return PartitionSpec(*entries)
 
 
-def placement(mesh: Any, axis: Any, batch_axis: Axes, head_axis: Axes) -> Placement:
+def placement(mesh: Any, axis: Any, batch_axis_name: Axes, head_axis_name: Axes) -> Placement:
     """Find the mesh, and check that the axes are its own."""
     if not isinstance(axis, str):
-        raise rule_error("axis names one mesh axis, the one that splits the sequence", repr(axis), "pass a string")
+        raise rule_error("axis_name is one mesh axis, the one that splits the sequence", repr(axis), "pass a string")
     around = jax.sharding.get_abstract_mesh()
     if axis in around.manual_axes:
-        outer = {"mesh": mesh, "batch_axis": batch_axis, "head_axis": head_axis}
+        outer = {"mesh": mesh, "batch_axis_name": batch_axis_name, "head_axis_name": head_axis_name}
         given = [name for name, value in outer.items() if value is not None]
         if given:
             raise rule_error(
                 f"Inside a shard_map over {axis!r} the arrays are one device's shards, split already",
                 f"{' and '.join(given)}",
-                f"pass axis={axis!r} alone",
+                f"pass axis_name={axis!r} alone",
             )
         return Placement(axis, around.shape[axis])
     if mesh is None:
@@ -70,10 +70,10 @@ def placement(mesh: Any, axis: Any, batch_axis: Axes, head_axis: Axes) -> Placem
     if around.manual_axes:
         raise rule_error(
             "Inside a shard_map, sequence-parallel attention works on the shards of an axis that it has taken",
-            f"axis={axis!r} inside a shard_map over {', '.join(sorted(around.manual_axes))}",
+            f"axis_name={axis!r} inside a shard_map over {', '.join(sorted(around.manual_axes))}",
             f"take {axis!r} in the surrounding shard_map too, or call it outside",
         )
-    batch, heads = _names(batch_axis), _names(head_axis)
+    batch, heads = _names(batch_axis_name), _names(head_axis_name)
     named = (axis, *batch, *heads)
     for name in named:
         if name not in mesh.axis_names:
@@ -81,7 +81,7 @@ def placement(mesh: Any, axis: Any, batch_axis: Axes, head_axis: Axes) -> Placem
     if len(set(named)) < len(named):
         raise rule_error(
             "A mesh axis splits one thing: the sequence, the batch or the heads",
-            f"axis={axis!r}, batch_axis={batch_axis!r}, head_axis={head_axis!r}",
+            f"axis_name={axis!r}, batch_axis_name={batch_axis_name!r}, head_axis_name={head_axis_name!r}",
             "name each axis once",
         )
     return Placement(axis, mesh.shape[axis], mesh, batch, heads)

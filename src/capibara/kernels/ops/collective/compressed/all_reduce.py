@@ -9,14 +9,21 @@ the result is the same bits everywhere.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from capibara.errors import rule_error
-from capibara.kernels.ops.collective.axes import AxisName, gather_known, read_axes, read_reduction, vary_over
+from capibara.kernels.ops.collective.axes import (
+    AxisName,
+    Tree,
+    gather_known,
+    read_axes,
+    read_reduction,
+    vary_over,
+)
 from capibara.kernels.ops.collective.buckets import BUCKET_BYTES, one_after_another, plan_buckets
 from capibara.kernels.ops.collective.compressed.codec import Encoded, decode_int8, encode_int8, seed_of
 from capibara.kernels.ops.collective.compressed.feedback import check_state
@@ -53,50 +60,70 @@ class _Reduced(NamedTuple):
     squares: jax.Array  # of what was not sent, and of what should have been
 
 
+@overload
 def compressed_all_reduce(
-    tree: Any,
+    tree: Tree, axis_name: AxisName, *, op: str = "sum", block_size: int = 256, state: Tree | None = None,
+    key: Any = None, inner_axis_name: AxisName | None = None, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
+    return_metrics: Literal[False] = False,
+) -> tuple[Tree, Tree | None]: ...  # fmt: skip
+
+
+@overload
+def compressed_all_reduce(
+    tree: Tree, axis_name: AxisName, *, op: str = "sum", block_size: int = 256, state: Tree | None = None,
+    key: Any = None, inner_axis_name: AxisName | None = None, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
+    return_metrics: Literal[True],
+) -> tuple[Tree, Tree | None, Metrics]: ...  # fmt: skip
+
+
+def compressed_all_reduce(
+    tree: Tree,
     axis_name: AxisName,
     *,
     op: str = "sum",
-    block: int = 256,
-    state: Any = None,
-    unbiased_key: Any = None,
-    inner_axis: AxisName | None = None,
+    block_size: int = 256,
+    state: Tree | None = None,
+    key: Any = None,
+    inner_axis_name: AxisName | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     overlap: bool = True,
     return_metrics: bool = False,
-) -> Any:
+) -> tuple[Tree, Tree | None] | tuple[Tree, Tree | None, Metrics]:
     """(the sum or mean over the devices of every leaf, the new state), sent as blockwise int8, inside shard_map.
 
     The error of an element is bounded by `error_bound`: 1/127 of the sum of its block's largest magnitudes on each
-    device, twice that with `unbiased_key`. With a state, what an all-reduce does not send is sent with the next. One
+    device, twice that with `key`. With a state, what an all-reduce does not send is sent with the next. One
     device has nobody to send to, and nothing is rounded. A NaN or an infinity is a NaN in its place of the result.
 
     Args:
       tree: arrays of bfloat16, float16 or float32; the result has their types. Every leaf begins a block of its own.
       axis_name: the mesh axis, or axes, whose devices exchange codes.
       op: "sum" or "mean". A largest or smallest value is one of those given, which codes do not keep.
-      block: values that share a scale.
+      block_size: values that share a scale.
       state: from `feedback_state` or the last call; None for no feedback, and None is returned.
-      unbiased_key: a JAX key, a new one each step: rounding at random, right on average. The devices may share the key;
+      key: a JAX key, a new one each step: rounding at random, right on average. The devices may share the key;
         they draw differently.
-      inner_axis: an axis of fast links. Its devices reduce exactly, in float32, and each then exchanges its part over
-        `axis_name`, the slow links.
+      inner_axis_name: an axis of fast links. Its devices reduce exactly, in float32, and each then exchanges its part
+        over `axis_name`, the slow links.
       bucket_bytes: leaves are joined into buckets of up to this many bytes of their own type.
       overlap: as in `bucketed_all_reduce`.
       return_metrics: return (tree, state, Metrics) instead.
     """
     op = read_reduction(op)
     check_sum(op)
-    check_block(block)
+    check_block(block_size)
     outer, devices = read_axes(WHO, axis_name, on_global=False)
-    inner, inner_devices = ((), 1) if inner_axis is None else read_axes(WHO, inner_axis, "inner_axis", on_global=False)
+    inner, inner_devices = (
+        ((), 1) if inner_axis_name is None else read_axes(WHO, inner_axis_name, "inner_axis_name", on_global=False)
+    )
     if set(inner) & set(outer):
         raise rule_error(
-            "inner_axis and axis_name are different axes", (inner_axis, axis_name), "name the fast axis as inner_axis"
+            "inner_axis_name and axis_name are different axes",
+            (inner_axis_name, axis_name),
+            "name the fast axis as inner_axis_name",
         )
-    way = _Way(outer, devices, inner, inner_devices, block)
-    plan = plan_buckets(tree, bucket_bytes, align=block)
+    way = _Way(outer, devices, inner, inner_devices, block_size)
+    plan = plan_buckets(tree, bucket_bytes, align=block_size)
     for shape, dtype in zip(plan.shapes, plan.dtypes, strict=True):
         check_compressible(jax.ShapeDtypeStruct(shape, dtype))
     buckets = [_constant(x) for x in plan.flatten(tree, jnp.float32)]
@@ -106,9 +133,9 @@ def compressed_all_reduce(
         buckets = [x + kept for x, kept in zip(buckets, plan.flatten(own, jnp.float32), strict=True)]
 
     keys = [None] * len(buckets)
-    if unbiased_key is not None:
-        seed_of(unbiased_key)  # which says what a key is, where this is none
-        mine = jax.random.fold_in(unbiased_key, lax.axis_index((*outer, *inner)))
+    if key is not None:
+        seed_of(key)  # which says what a key is, where this is none
+        mine = jax.random.fold_in(key, lax.axis_index((*outer, *inner)))
         keys = list(jax.random.split(mine, max(len(buckets), 1)))[: len(buckets)]
     numbered = iter(keys)
     made = one_after_another(buckets, lambda x: _reduce(x, way, next(numbered)), overlap)
@@ -179,10 +206,10 @@ def _whole(count: int, parts: int, block: int) -> int:
 def _exchange(x: jax.Array, way: _Way, key: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Encode, exchange, add up, encode, gather; all over the outer axes."""
     first, second = (None, None) if key is None else jax.random.split(key)
-    sent = encode_int8(x, block=way.block, unbiased_key=first)
+    sent = encode_int8(x, block_size=way.block, key=first)
     got = Encoded(*(lax.all_to_all(_shares(part, way), way.outer, 0, 0, tiled=True).reshape(-1) for part in sent))
     mine = _shares(_decoded(got, way), way).sum(0).reshape(-1)
-    summed = encode_int8(mine, block=way.block, unbiased_key=second)
+    summed = encode_int8(mine, block_size=way.block, key=second)
     gathered = (gather_known(part, way.outer) for part in summed)
     total = _decoded(Encoded(*gathered), way)
 
@@ -205,7 +232,7 @@ def _shares(x: jax.Array, way: _Way) -> jax.Array:
 
 
 def _decoded(encoded: Encoded, way: _Way) -> jax.Array:
-    return decode_int8(*encoded, block=way.block)
+    return decode_int8(*encoded, block_size=way.block)
 
 
 def _lost(wanted: jax.Array, got: jax.Array) -> jax.Array:

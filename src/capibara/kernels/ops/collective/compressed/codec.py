@@ -68,22 +68,22 @@ class Encoded(NamedTuple):
 def encode_int8(
     x: Float[Array, "*rows n"],
     *,
-    block: int = 256,
-    unbiased_key: Any = None,
+    block_size: int = 256,
+    key: Any = None,
     implementation: str | None = None,
     config: Any = None,
 ) -> Encoded:
-    """Numbers as whole multiples, -127 to 127, of a step that each block of `block` values has for itself.
+    """Numbers as whole multiples, -127 to 127, of a step that each block of `block_size` values has for itself.
 
     The step is the block's largest magnitude over 127 (2^-126 at least: subnormal numbers count as zeros). What
-    `decode_int8` gives back is off by at most half a step, with `unbiased_key` by less than a step, and in both cases
+    `decode_int8` gives back is off by at most half a step, with `key` by less than a step, and in both cases
     by another 2^-15 of a step for float32 arithmetic. Zeros are exact. A NaN or an infinity is decoded as NaN in its
     place, and does not touch the others of its block.
 
     Args:
       x: bfloat16, float16 or float32. Blocks are cut along the last axis; the last may be shorter.
-      block: values that share a scale. 256 cost 1.6 % more bytes than the codes alone.
-      unbiased_key: a JAX key. Rounding is then at random, and right on average.
+      block_size: values that share a scale. 256 cost 1.6 % more bytes than the codes alone.
+      key: a JAX key. Rounding is then at random, and right on average.
       implementation: force one by name ("xla", "pallas_tpu"); a refusal is an error.
       config: that implementation's tuning choices.
 
@@ -94,9 +94,9 @@ def encode_int8(
     [1.0, -0.504, 0.0, nan]
     """
     x = as_array("encode_int8", "x", x)
-    check_block(block)
-    params = {"block": block} if block != 256 else {}
-    seed = None if unbiased_key is None else seed_of(unbiased_key)
+    check_block(block_size)
+    params = {"block": block_size} if block_size != 256 else {}
+    seed = None if key is None else seed_of(key)
     return Encoded(*run(ENCODE_INT8, (x, seed), params, implementation=implementation, config=config))
 
 
@@ -104,19 +104,19 @@ def decode_int8(
     codes: Int8[Array, "*rows n"],
     scales: Float[Array, "*rows blocks"],
     *,
-    block: int = 256,
+    block_size: int = 256,
     out_dtype: Any = "float32",
     implementation: str | None = None,
     config: Any = None,
 ) -> Float[Array, "*rows n"]:
-    """The numbers that `encode_int8` made codes of, with the same `block`.
+    """The numbers that `encode_int8` made codes of, with the same `block_size`.
 
     >>> decode_int8(*encode_int8(jnp.array([254.0, 1.0])), out_dtype="bfloat16").tolist()
     [254.0, 0.0]
     """
     codes, scales = as_array("decode_int8", "codes", codes), as_array("decode_int8", "scales", scales)
-    check_block(block)
-    params: dict[str, Any] = {"block": block} if block != 256 else {}
+    check_block(block_size)
+    params: dict[str, Any] = {"block": block_size} if block_size != 256 else {}
     dtype = as_dtype("out_dtype", out_dtype).name
     if dtype != "float32":
         params["out_dtype"] = dtype
@@ -128,7 +128,7 @@ def seed_of(key: Any) -> jax.Array:
     try:
         return jax.random.bits(key, (2,), jnp.uint32)
     except (TypeError, ValueError) as error:  # no key, or an array of them
-        raise rule_error("unbiased_key is one JAX key", repr(key), "pass jax.random.key(...)") from error
+        raise rule_error("key is one JAX key", repr(key), "pass jax.random.key(...)") from error
 
 
 ENCODE_INT8.public = encode_int8

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error
 from capibara.kernels.core.spec import describe
+from capibara.kernels.ops.collective.axes import Tree
 
 
-def feedback_state(tree: Any, devices: int = 1) -> Any:
+def feedback_state(tree: Tree, devices: int = 1) -> Tree:
     """Nothing kept yet: zeros for gradients like `tree` on so many devices.
 
     Inside shard_map, where a device has its own row, leave `devices` at 1.
@@ -34,7 +35,7 @@ def feedback_state(tree: Any, devices: int = 1) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((devices, *jnp.shape(x)), jnp.float32), tree)
 
 
-def redistribute(state: Any, devices: int) -> Any:
+def redistribute(state: Tree, devices: int) -> Tree:
     """A state, restored from a checkpoint, for another number of devices: each has an equal part of all that is kept.
 
     >>> kept = redistribute({"w": jnp.array([[1.0], [2.0], [3.0], [6.0]])}, devices=2)

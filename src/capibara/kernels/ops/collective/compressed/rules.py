@@ -24,7 +24,7 @@ def block_of(call: Call) -> int:
 
 def check_block(block: Any) -> None:
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise rule_error("block is a positive whole number of values that share a scale", repr(block), "use block=256")
+        raise rule_error("block_size is a positive whole number of values that share a scale", repr(block), "use 256")
 
 
 def check_sum(op: str) -> None:
@@ -52,7 +52,9 @@ def check_encode(call: Call) -> None:
         raise rule_error("encode_int8 cuts the last axis into blocks", describe(x), "pass x.reshape(1)")
     if seed is not None and (seed.shape != (2,) or seed.dtype.name not in ("uint32", "int32")):
         raise rule_error(
-            "The seed is two 32-bit words", describe(seed), "pass jax.random.bits(key, (2,), 'uint32'), or unbiased_key"
+            "The seed is two 32-bit words",
+            describe(seed),
+            "pass jax.random.bits(key, (2,), 'uint32'), or key to encode_int8",
         )
 
 
@@ -66,7 +68,7 @@ def check_decode(call: Call) -> None:
         raise rule_error(
             f"Codes {describe(codes)} in blocks of {block} have float scales of shape {wanted}",
             describe(scales),
-            "pass encode_int8's scales, and its block",
+            "pass encode_int8's scales, and its block_size",
         )
     if str(call.params["out_dtype"]) not in (*FLOATS, "float64"):
         raise rule_error(f"out_dtype is one of {', '.join(FLOATS)}", call.params["out_dtype"], "use 'float32'")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,27 @@ for _implementation in (
     CAUSAL_CONV1D.implement(_implementation)
 
 
+@overload
+def causal_conv1d(
+    x: Array, w: Array, bias: Array | None = None, *, activation: str | None = None, initial_state: Array | None = None,
+    return_state: Literal[False] = False, implementation: str | None = None, config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def causal_conv1d(
+    x: Array, w: Array, bias: Array | None = None, *, activation: str | None = None, initial_state: Array | None = None,
+    return_state: Literal[True], implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def causal_conv1d(
+    x: Array, w: Array, bias: Array | None = None, *, activation: str | None = None, initial_state: Array | None = None,
+    return_state: bool, implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def causal_conv1d(
     x: Float[Array, "B T C"],
     w: Float[Array, "width C"],
@@ -48,10 +69,10 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     initial_state: Float[Array, "B before C"] | None = None,
-    return_final_state: bool = False,
+    return_state: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Float[Array, "B T C"] | tuple[Float[Array, "B T C"], Float[Array, "B before C"]]:
     """Each channel of x convolved with its own short filter over the past; in float32, the result in x's type.
 
     Args:
@@ -60,14 +81,14 @@ def causal_conv1d(
       bias: one number a channel.
       activation: None or "silu", of the sum and the bias.
       initial_state: the width - 1 inputs before x, [batch, width - 1, channels]; zeros by default.
-      return_final_state: return (y, the last width - 1 inputs), what `causal_conv1d_step` and the next call start from.
+      return_state: return (y, the last width - 1 inputs), what `causal_conv1d_step` and the next call start from.
       implementation: force one by name ("xla", "pallas_tpu", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
     Forward-mode derivatives need implementation="reference".
 
     >>> x = jnp.arange(4.0).reshape(1, 4, 1)
-    >>> y, state = causal_conv1d(x, jnp.array([[10.0], [1.0]]), return_final_state=True)
+    >>> y, state = causal_conv1d(x, jnp.array([[10.0], [1.0]]), return_state=True)
     >>> y.ravel().tolist(), state.ravel().tolist()
     ([0.0, 1.0, 12.0, 23.0], [3.0])
     """
@@ -78,7 +99,7 @@ def causal_conv1d(
     params: dict[str, Any] = {}
     if activation is not None:
         params["activation"] = activation
-    if return_final_state:
+    if return_state:
         params["return_final_state"] = True
     return run(CAUSAL_CONV1D, arrays, params, implementation=implementation, config=config)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -110,12 +110,24 @@ def conv2d(
     return run(CONV2D, arrays, params, implementation=implementation, config=config, prefer=prefer)
 
 
+class Conv2dOptions(TypedDict, total=False):
+    """What `winograd_conv2d` hands on to `conv2d`."""
+
+    strides: int | Sequence[int]
+    padding: str | Sequence[Sequence[int]]
+    dilation: int | Sequence[int]
+    groups: int
+    precision: str | None
+    implementation: str | None
+    config: Any
+
+
 def winograd_conv2d(
     inputs: Float[Array, "N H W C"],
     filters: Float[Array, "R S C O"],
     *,
     tile_size: int | Sequence[int] | None = None,
-    **options: Any,
+    **options: Unpack[Conv2dOptions],
 ) -> Float[Array, "N Y X O"]:
     """`conv2d` with Winograd's form asked for: by default F(4x4, 3x3) in float32 and F(2x2, 3x3) in 16-bit types.
 

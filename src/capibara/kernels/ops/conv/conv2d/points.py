@@ -112,8 +112,8 @@ def direct_error_bound(dtype: Any, cin: int, product_unit: float | None = None) 
     return unit_roundoff(dtype) + 4 * wide * (9 * max(cin, 1)) ** 0.5 + 2 * (product_unit or 0.0)
 
 
-def winograd_error_bound(tile: int, dtype: Any, cin: int, product_unit: float | None = None) -> float:
-    """The relative error that F(tile x tile, 3x3) over `cin` channels stays under, against the largest result.
+def winograd_error_bound(tile_size: int, dtype: Any, cin: int, product_unit: float | None = None) -> float:
+    """The relative error that Winograd's tile over `cin` channels stays under, against the largest result.
 
     Each product has two transformed operands rounded to the products' type (their own type for 16-bit operands: a
     transformed number no longer fits; `product_unit` where the matrix units round further), transforms of eight
@@ -130,4 +130,4 @@ def winograd_error_bound(tile: int, dtype: Any, cin: int, product_unit: float | 
     operands = max(unit_roundoff(dtype), product_unit or 0.0)
     # Two independent roundings a product add as their root mean square.
     inside = 2**0.5 * operands + wide * (8 + 4 * max(cin, 1) ** 0.5)
-    return unit_roundoff(dtype) + amplification(tile) * inside
+    return unit_roundoff(dtype) + amplification(tile_size) * inside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def activation(
     *,
     kind: str = "gelu",
     dropout_rate: float = 0.0,
-    dropout_rng: Any = None,
+    key: Any = None,
     implementation: str | None = None,
     config: Any = None,
 ) -> Float[Array, "*rows columns"]:
@@ -88,7 +88,7 @@ def activation(
       kind: "gelu" (by the normal distribution), "gelu_tanh", "silu", "relu", "sigmoid", "tanh", or "identity".
       dropout_rate: the share of elements to drop, from 0 to below 1; the others are scaled by 1 / (1 - rate). It is
         rounded to a multiple of 1/65536, for both.
-      dropout_rng: a JAX key; needed where the rate is above 0.
+      key: a JAX key; needed where the rate is above 0.
       implementation: force one by name ("xla", "hopper", "pallas_tpu", "reference"); a refusal is an error. For
         forward-mode derivatives (`jvp`, `jacfwd`) ask for "reference", which is plain JAX to JAX as well.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
@@ -96,7 +96,7 @@ def activation(
     >>> activation(jnp.array([-1.0, 0.0, 2.0]), kind="relu").tolist()
     [0.0, 0.0, 2.0]
     """
-    return _activation(x, None, kind, dropout_rate, dropout_rng, implementation, config)
+    return _activation(x, None, kind, dropout_rate, key, implementation, config)
 
 
 def gated_activation(
@@ -105,7 +105,7 @@ def gated_activation(
     *,
     kind: str = "silu",
     dropout_rate: float = 0.0,
-    dropout_rng: Any = None,
+    key: Any = None,
     implementation: str | None = None,
     config: Any = None,
 ) -> Float[Array, "*rows columns"]:
@@ -113,54 +113,80 @@ def gated_activation(
 
     Args:
       gate, up: of one shape and one type.
-      kind, dropout_rate, dropout_rng, implementation, config: see `activation`.
+      kind, dropout_rate, key, implementation, config: see `activation`.
 
     >>> gated_activation(jnp.array([-1.0, 2.0]), jnp.array([5.0, 5.0]), kind="relu").tolist()
     [0.0, 10.0]
     """
     if up is None:
         raise rule_error("gated_activation takes a gate and an up", "an up of None", "pass both, or use activation()")
-    return _activation(gate, up, kind, dropout_rate, dropout_rng, implementation, config)
+    return _activation(gate, up, kind, dropout_rate, key, implementation, config)
 
 
-def gelu(x: Float[Array, "*rows columns"], *, approximate: bool = False, **options: Any) -> Any:
+class HowActivation(TypedDict, total=False):
+    """Who computes it: see `activation`."""
+
+    implementation: str | None
+    config: Any
+
+
+class ActivationOptions(HowActivation, total=False):
+    """Dropout of the result, and who computes it: see `activation`."""
+
+    dropout_rate: float
+    key: Any
+
+
+def gelu(
+    x: Float[Array, "*rows columns"], *, approximate: bool = False, **options: Unpack[ActivationOptions]
+) -> Float[Array, "*rows columns"]:
     """x · P(normal number < x), or its tanh form with `approximate`; `options` as `activation`'s."""
     return activation(x, kind="gelu_tanh" if approximate else "gelu", **options)
 
 
-def silu(x: Float[Array, "*rows columns"], **options: Any) -> Any:
+def silu(x: Float[Array, "*rows columns"], **options: Unpack[ActivationOptions]) -> Float[Array, "*rows columns"]:
     """x · sigmoid(x); `options` as `activation`'s."""
     return activation(x, kind="silu", **options)
 
 
-def glu(gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], **options: Any) -> Any:
+def glu(
+    gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], **options: Unpack[ActivationOptions]
+) -> Float[Array, "*rows columns"]:
     """sigmoid(gate) · up; `options` as `activation`'s."""
     return gated_activation(gate, up, kind="sigmoid", **options)
 
 
-def swiglu(gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], **options: Any) -> Any:
+def swiglu(
+    gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], **options: Unpack[ActivationOptions]
+) -> Float[Array, "*rows columns"]:
     """silu(gate) · up; `options` as `activation`'s."""
     return gated_activation(gate, up, kind="silu", **options)
 
 
 def geglu(
-    gate: Float[Array, "*rows columns"], up: Float[Array, "*rows columns"], *, approximate: bool = False, **options: Any
-) -> Any:
+    gate: Float[Array, "*rows columns"],
+    up: Float[Array, "*rows columns"],
+    *,
+    approximate: bool = False,
+    **options: Unpack[ActivationOptions],
+) -> Float[Array, "*rows columns"]:
     """gelu(gate) · up; `approximate` as `gelu`'s, `options` as `activation`'s."""
     return gated_activation(gate, up, kind="gelu_tanh" if approximate else "gelu", **options)
 
 
-def dropout(x: Float[Array, "*rows columns"], rate: float, rng: Any, **options: Any) -> Any:
-    """x, of which a share `rate` is dropped and the rest scaled by 1 / (1 - rate); `options` as `activation`'s.
+def dropout(
+    x: Float[Array, "*rows columns"], dropout_rate: float, key: Any, **options: Unpack[HowActivation]
+) -> Float[Array, "*rows columns"]:
+    """x, of which a share is dropped and the rest scaled by 1 / (1 - dropout_rate); `options` as `activation`'s.
 
     >>> kept = dropout(jnp.ones(1000), 0.25, jax.random.key(0))
     >>> sorted({round(number, 3) for number in kept.tolist()})
     [0.0, 1.333]
     """
-    return activation(x, kind="identity", dropout_rate=rate, dropout_rng=rng, **options)
+    return activation(x, kind="identity", dropout_rate=dropout_rate, key=key, **options)
 
 
-def _activation(x: Any, up: Any, kind: str, rate: Any, rng: Any, implementation: Any, config: Any) -> Any:
+def _activation(x: Any, up: Any, kind: str, rate: Any, key: Any, implementation: Any, config: Any) -> Any:
     x = as_array("activation", "x" if up is None else "gate", x)
     up = as_array("activation", "up", up, optional=True)
     params: dict[str, Any] = {}
@@ -172,18 +198,18 @@ def _activation(x: Any, up: Any, kind: str, rate: Any, rng: Any, implementation:
     rate = float(rate) if isinstance(rate, np.floating) else rate
     if rate != 0:
         params["rate"] = rate
-        seed = _seed(rng)
+        seed = _seed(key)
     return run(ACTIVATION, (x, up, seed), params, implementation=implementation, config=config)
 
 
-def _seed(rng: Any) -> jax.Array | None:
+def _seed(key: Any) -> jax.Array | None:
     """Two words drawn from a JAX key; the op's check refuses a rate without them, and a rate out of range."""
-    if rng is None:
+    if key is None:
         return None
     try:
-        return jax.random.bits(rng, (2,), jnp.uint32)
+        return jax.random.bits(key, (2,), jnp.uint32)
     except TypeError as error:
-        raise rule_error("Dropout draws from a JAX key", repr(rng), "pass jax.random.key(...)") from error
+        raise rule_error("Dropout draws from a JAX key", repr(key), "pass jax.random.key(...)") from error
 
 
 ACTIVATION.public = activation

@@ -35,11 +35,9 @@ def check(call: Call) -> None:
         raise rule_error("The dropout rate is a number from 0 to below 1", repr(rate), "pass e.g. dropout_rate=0.1")
     seed, offsets = call["seed"], call["offsets"]
     if cast(float, rate) > 0 and seed is None:
-        raise rule_error(
-            "Dropout draws from a key", f"dropout_rate={rate} and no key", "pass dropout_rng=jax.random.key(...)"
-        )
+        raise rule_error("Dropout draws from a key", f"dropout_rate={rate} and no key", "pass key=jax.random.key(...)")
     if seed is not None and (seed.dtype != jnp.uint32 or seed.shape not in {(2,), (x.shape[0], 2)}):
-        raise rule_error("The seed is two words, u32[2]", describe(seed), "pass dropout_rng to activation()")
+        raise rule_error("The seed is two words, u32[2]", describe(seed), "pass key to activation()")
     if seed is not None and len(seed.shape) == 2 and len(x.shape) < 2:
         raise rule_error("A seed for each row needs rows", call.signature, "pass one seed, u32[2]")
     if offsets is not None and (offsets.shape != (2,) or offsets.dtype != jnp.int32):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.dispatch import run
@@ -79,18 +79,18 @@ for _implementation in (
 def cross_entropy(
     hidden: Float[Array, "*tokens depth"],
     weights: Float[Array, "depth vocabulary"] | Float[Array, "vocabulary depth"],
-    labels: Int[Array, "*tokens"],
+    labels: Integer[Array, "*tokens"],
     *,
     transpose_weights: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_soft_cap: float | None = None,
+    softcap: float | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     gradient: str | None = None,
-    block: int | None = None,
+    block_size: int | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, ""] | Float[Array, "*tokens"]:
     """The softmax cross-entropy of the logits hidden @ weights, whose logits are never all in memory.
 
     Forward and backward go over the vocabulary in chunks. Logits, sums and the result are float32. On a mesh the
@@ -104,7 +104,7 @@ def cross_entropy(
         makes the loss and the gradient NaN.
       label_smoothing: this share of the right answer, from 0 to below 1, is spread evenly over the vocabulary.
       z_loss: so many times the square of log(sum of exponentials) is added to each token's loss.
-      logit_soft_cap: cap · tanh(logit / cap) instead of each logit.
+      softcap: cap · tanh(logit / cap) instead of each logit.
       reduction: "mean" over the tokens that are not ignored (0 if all are), "sum", or "none" for a loss a token.
       gradient: "recompute" makes each chunk's logits again in the backward pass: the least memory. "in_forward" makes
         the gradient in the forward pass, a chunk of tokens at a time: three matrix products instead of four, and
@@ -114,10 +114,10 @@ def cross_entropy(
         right logit is about 30 a bfloat16 one is off by 0.06, and gradients by 3 % where "recompute" is off by 0.2 %,
         and the loss that comes with them is that of the rounded logits. By default "in_forward" on a GPU where it can
         be, and "recompute" elsewhere, where the two have not been timed.
-      block: columns of a chunk of the vocabulary, by default as many as make 256 MiB of logits; with "in_forward" and
-        "in_forward_narrow", tokens of a chunk, by default 512 and 384 MiB of logits.
+      block_size: columns of a chunk of the vocabulary, by default as many as make 256 MiB of logits; with "in_forward"
+        and "in_forward_narrow", tokens of a chunk, by default 512 and 384 MiB of logits.
       implementation: force one by name ("xla", "pallas_tpu", "reference"); a refusal is an error. "pallas_tpu" is of
-        the forward pass, and its gradient is by "xla". Only "xla" has chunks, and takes a `block`.
+        the forward pass, and its gradient is by "xla". Only "xla" has chunks, and takes a `block_size`.
 
     >>> hidden, weights = jnp.ones((3, 2)), jnp.zeros((2, 10))
     >>> round(float(cross_entropy(hidden, weights, jnp.array([1, 2, -100]))), 4)  # log 10
@@ -140,15 +140,15 @@ def cross_entropy(
     params: dict[str, Any] = {}
     if transpose_weights:
         params["transpose_weights"] = True
-    if logit_soft_cap is not None:
-        params["soft_cap"] = logit_soft_cap
-    if block is not None:
-        params["block"] = block
+    if softcap is not None:
+        params["soft_cap"] = softcap
+    if block_size is not None:
+        params["block"] = block_size
     call = call_of(CROSS_ENTROPY, (hidden, weights, labels), params)  # its errors come before those of label values
     if gradient is None:
         # On an H200 three products were 1.06 to 1.54 times as fast as four at seven shapes (32,000 to 151,936 words).
         # A block is of columns where the gradient recomputes, as it was before there was a choice.
-        by_default = call.target.platform == "gpu" and reduction != "none" and block is None
+        by_default = call.target.platform == "gpu" and reduction != "none" and block_size is None
         gradient = "in_forward" if by_default else "recompute"
     size = weights.shape[vocabulary_axis(transpose_weights)]
     given_labels, ignored = labels, _is_ignored(labels, ignore_index)

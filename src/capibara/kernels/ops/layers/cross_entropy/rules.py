@@ -57,10 +57,10 @@ def check(call: Call) -> None:
         raise rule_error(f"labels are whole numbers {hidden.shape[:-1]}", describe(labels), "pass one for each token")
     cap = call.params["soft_cap"]
     if cap is not None and not (is_number(cap) and 0 < cast(float, cap) < math.inf):
-        raise rule_error("The soft cap is a finite number above 0, or None", repr(cap), "pass e.g. logit_soft_cap=30.0")
+        raise rule_error("The soft cap is a finite number above 0, or None", repr(cap), "pass e.g. softcap=30.0")
     block = call.params["block"]
     if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
-        raise rule_error("block is a whole number of columns, 1 or more, or None", repr(block), "pass e.g. block=4096")
+        raise rule_error("block_size is a whole number of columns, 1 or more, or None", repr(block), "pass e.g. 4096")
     for name in ("lse", "d_lse", "d_picked", "d_sum"):
         if name in call.op.operands:
             given = call[name]
@@ -70,7 +70,7 @@ def check(call: Call) -> None:
 
 def refuses_block(call: Call) -> str | None:
     """For an implementation that has no chunks: a size asked for is not passed over in silence."""
-    return None if call.params["block"] is None else "it has no chunks of a size to choose: leave block out"
+    return None if call.params["block"] is None else "it has no chunks of a size to choose: leave block_size out"
 
 
 def is_number(x: Any) -> bool:

@@ -38,8 +38,8 @@ def expert_parallel_moe(
     x: Float[Array, "*tokens width"],
     *,
     mesh: Mesh,
-    axis: str = "expert",
-    token_axes: Sequence[str] = (),
+    axis_name: str = "expert",
+    token_axis_names: Sequence[str] = (),
     top_k: int,
     activation: str = "silu",
     gate: str = "softmax",
@@ -47,44 +47,44 @@ def expert_parallel_moe(
     scale: float = 1.0,
     pair_capacity_factor: float | None = None,
     jitter: float = 0.0,
-    rng: jax.Array | None = None,
+    key: jax.Array | None = None,
 ) -> tuple[Float[Array, "*tokens width"], MoeMetrics]:
     """`moe_layer` with the experts over the axis of a mesh: the same values and gradients, but for the order of sums.
 
     Called on whole arrays, under jit (outside of it every step is a program of its own over the mesh). The tokens, all
-    of x's leading axes as one, are split over `token_axes` and then `axis`, and the metrics are of all tokens. See the
-    module's text for what travels and what it costs.
+    of x's leading axes as one, are split over `token_axis_names` and then `axis_name`, and the metrics are of all
+    tokens. See the module's text for what travels and what it costs.
 
     Args:
-      params, x, top_k, activation, gate, normalize, scale, jitter, rng: see `moe_layer`.
+      params, x, top_k, activation, gate, normalize, scale, jitter, key: see `moe_layer`.
       mesh: the devices.
-      axis: the mesh axis that has the experts, an equal number on each of its devices.
-      token_axes: further mesh axes that split the tokens; each of their devices' groups has all experts once.
+      axis_name: the mesh axis that has the experts, an equal number on each of its devices.
+      token_axis_names: further mesh axes that split the tokens; each of their devices' groups has all experts once.
       pair_capacity_factor: None drops nothing. A number gives what one device sends to one other that many even
         shares of room; the first tokens are kept. It is a limit for a pair of devices, not for an expert.
     """
     x = as_array("expert_parallel_moe", "x", x)
     params = checked_params(params, x)
-    split = (*token_axes, axis)
+    split = (*token_axis_names, axis_name)
     for name in split:
         if name not in mesh.shape:
             raise unknown_name("axis of the mesh", name, mesh.shape)
     if len(set(split)) < len(split):
         raise rule_error(
-            "The tokens are split over each axis once: token_axes, and then the experts' axis",
-            f"token_axes={tuple(token_axes)} and axis={axis!r}",
-            f"leave {axis!r} and repeated names out of token_axes",
+            "The tokens are split over each axis once: token_axis_names, and then the experts' axis",
+            f"token_axis_names={tuple(token_axis_names)} and axis_name={axis_name!r}",
+            f"leave {axis_name!r} and repeated names out of token_axis_names",
         )
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    experts, devices = params["router"].shape[-1], mesh.shape[axis]
+    experts, devices = params["router"].shape[-1], mesh.shape[axis_name]
     if experts % devices:
         raise rule_error(
-            f"The experts are split evenly over the {devices} devices of the mesh axis {axis!r}",
+            f"The experts are split evenly over the {devices} devices of the mesh axis {axis_name!r}",
             f"{experts} experts",
             "choose a multiple, or a smaller axis",
         )
     parts = devices
-    for name in token_axes:
+    for name in token_axis_names:
         parts *= mesh.shape[name]
     if rows.shape[0] % parts:
         raise rule_error(
@@ -92,18 +92,18 @@ def expert_parallel_moe(
             f"{rows.shape[0]} tokens",
             "pad the batch",
         )
-    logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, rng)
+    logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, key)
 
     def local(weights: Any, rows: Any, mixing: Any, indices: Any) -> Any:
         y, dropped = exchange_through_experts(
-            weights, rows, Routing(mixing, indices), axis, activation=activation,
+            weights, rows, Routing(mixing, indices), axis_name, activation=activation,
             pair_capacity_factor=pair_capacity_factor,
         )  # fmt: skip
         return y, lax.psum(dropped, split)
 
     tokens = P(split)
     y, dropped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(axis), tokens, tokens, tokens), out_specs=(tokens, P())
+        local, mesh=mesh, in_specs=(P(axis_name), tokens, tokens, tokens), out_specs=(tokens, P())
     )({name: params[name] for name in EXPERT_WEIGHTS}, rows, routing.weights, routing.indices)  # fmt: skip
     return y.reshape(x.shape), metrics_of(logits, routing, gate, dropped)
 

@@ -32,7 +32,9 @@ class MoeMetrics(NamedTuple):
     dropped: Int[Array, ""]
 
 
-def init_moe(key: jax.Array, width: int, hidden: int, num_experts: int, dtype: Any = jnp.float32) -> dict[str, Any]:
+def init_moe(
+    key: jax.Array, width: int, hidden: int, num_experts: int, dtype: Any = jnp.float32
+) -> dict[str, jax.Array]:
     """Random parameters of `moe_layer`: normal, with variance one over the inputs of each product.
 
     The router is float32 whatever `dtype`: its product is small, and which expert is best hangs on its last bits.
@@ -70,7 +72,7 @@ def moe_layer(
     capacity_factor: float | None = None,
     keep: str = "order",
     jitter: float = 0.0,
-    rng: jax.Array | None = None,
+    key: jax.Array | None = None,
 ) -> tuple[Float[Array, "*tokens width"], MoeMetrics]:
     """(y, metrics): each token through its `top_k` experts, each down(activation(gate(x)) · up(x)), added by weight.
 
@@ -86,8 +88,8 @@ def moe_layer(
       capacity_factor: None drops nothing. A number gives every expert a buffer of that many even shares, and choices
         past it are dropped: the shapes are the same at any balance.
       keep: what an expert keeps when its buffer overflows, see `dispatch_to_buffers`; for a capacity factor only.
-      jitter: noise on the router's input, each number times one drawn from [1 - jitter, 1 + jitter); needs `rng`.
-      rng: a key for the jitter.
+      jitter: noise on the router's input, each number times one drawn from [1 - jitter, 1 + jitter); needs `key`.
+      key: a JAX key for the jitter.
 
     >>> params = init_moe(jax.random.key(0), width=8, hidden=16, num_experts=4)
     >>> y, metrics = moe_layer(params, jnp.ones((2, 3, 8)), top_k=2)
@@ -98,7 +100,7 @@ def moe_layer(
     params = checked_params(params, x)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     experts = params["router"].shape[-1]
-    logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, rng)
+    logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, key)
     dropped = jnp.int32(0)
     if capacity_factor is None:
         if keep != "order":
@@ -150,17 +152,17 @@ def checked_params(params: Any, x: Any) -> dict[str, jax.Array]:
 
 
 def routed(
-    params: Params, rows: jax.Array, top_k: int, gate: str, normalize: bool, scale: float, jitter: float, rng: Any
+    params: Params, rows: jax.Array, top_k: int, gate: str, normalize: bool, scale: float, jitter: float, key: Any
 ) -> tuple[jax.Array, Routing]:
     """The router's logits, float32 or wider, and where they send each row."""
     if not 0 <= jitter < 1:
         raise rule_error("The jitter is from 0 to below 1", repr(jitter), "pass e.g. 0.01")
-    if (jitter > 0) != (rng is not None):
-        given = f"jitter={jitter} and {'a key' if rng is not None else 'no key'}"
-        raise rule_error("The jitter and its key come together", given, "pass jitter above 0 and rng, or neither")
+    if (jitter > 0) != (key is not None):
+        given = f"jitter={jitter} and {'a key' if key is not None else 'no key'}"
+        raise rule_error("The jitter and its key come together", given, "pass jitter above 0 and key, or neither")
     asked = rows
-    if rng is not None:
-        asked = rows * jax.random.uniform(rng, rows.shape, jnp.float32, 1 - jitter, 1 + jitter).astype(rows.dtype)
+    if key is not None:
+        asked = rows * jax.random.uniform(key, rows.shape, jnp.float32, 1 - jitter, 1 + jitter).astype(rows.dtype)
     wide = jnp.promote_types(jnp.float32, rows.dtype)
     logits = jnp.dot(asked, params["router"], preferred_element_type=wide)
     made = route(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -70,6 +70,27 @@ for _implementation in (
     NORM_GRAD.implement(_implementation)
 
 
+@overload
+def layer_norm(
+    x: Array, scale: Array | None = None, bias: Array | None = None, residual: Array | None = None, *,
+    eps: float = 1e-05, return_residual: Literal[False] = False, implementation: str | None = None, config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def layer_norm(
+    x: Array, scale: Array | None = None, bias: Array | None = None, residual: Array | None = None, *,
+    eps: float = 1e-05, return_residual: Literal[True], implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def layer_norm(
+    x: Array, scale: Array | None = None, bias: Array | None = None, residual: Array | None = None, *,
+    eps: float = 1e-05, return_residual: bool, implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def layer_norm(
     x: Float[Array, "*rows columns"],
     scale: Float[Array, " columns"] | None = None,
@@ -80,7 +101,7 @@ def layer_norm(
     return_residual: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Float[Array, "*rows columns"] | tuple[Float[Array, "*rows columns"], Float[Array, "*rows columns"]]:
     """(s - mean) / sqrt(variance + eps) · scale + bias over the last axis of s = x + residual.
 
     Statistics and arithmetic are in float32, for rows of numbers up to 1e29; the result has x's type. The backward pass
@@ -109,6 +130,27 @@ def layer_norm(
     return _norm((x, scale, bias, residual), {"eps": eps}, return_residual, implementation, config)
 
 
+@overload
+def rms_norm(
+    x: Array, scale: Array | None = None, residual: Array | None = None, *, eps: float = 1e-06, offset: float = 0.0,
+    return_residual: Literal[False] = False, implementation: str | None = None, config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def rms_norm(
+    x: Array, scale: Array | None = None, residual: Array | None = None, *, eps: float = 1e-06, offset: float = 0.0,
+    return_residual: Literal[True], implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def rms_norm(
+    x: Array, scale: Array | None = None, residual: Array | None = None, *, eps: float = 1e-06, offset: float = 0.0,
+    return_residual: bool, implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def rms_norm(
     x: Float[Array, "*rows columns"],
     scale: Float[Array, " columns"] | None = None,
@@ -119,7 +161,7 @@ def rms_norm(
     return_residual: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Float[Array, "*rows columns"] | tuple[Float[Array, "*rows columns"], Float[Array, "*rows columns"]]:
     """s / sqrt(mean of s² + eps) · (scale + offset) over the last axis of s = x + residual.
 
     As `layer_norm`, without a mean and a bias; the backward pass keeps one number a row. With an eps of 1e-6 rows of
@@ -162,5 +204,6 @@ def _norm(
     return (out, x) if return_residual and residual is None else out
 
 
+NORM.functions = {"layer_norm": (layer_norm, {}), "rms_norm": (rms_norm, {"kind": "rms"})}
 register(NORM_GRAD)
 register(NORM)

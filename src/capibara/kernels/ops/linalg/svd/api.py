@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,27 @@ from capibara.kernels.ops.linalg.svd.rows import AxisName, Rows
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
+@overload
+def fast_svd(
+    matrix: Array, *, rank: int | None = None, compute_uv: Literal[True] = True, method: str = "auto",
+    oversampling: int = 10, power_iterations: int = 2, key: Any = 0, core: str = "auto", axis_name: AxisName = None,
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
+
+
+@overload
+def fast_svd(
+    matrix: Array, *, rank: int | None = None, compute_uv: Literal[False], method: str = "auto", oversampling: int = 10,
+    power_iterations: int = 2, key: Any = 0, core: str = "auto", axis_name: AxisName = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def fast_svd(
+    matrix: Array, *, rank: int | None = None, compute_uv: bool, method: str = "auto", oversampling: int = 10,
+    power_iterations: int = 2, key: Any = 0, core: str = "auto", axis_name: AxisName = None,
+) -> Array | tuple[Array, Array, Array]: ...  # fmt: skip
+
+
 def fast_svd(
     matrix: Float[Array, "*B M N"],
     *,
@@ -37,10 +58,10 @@ def fast_svd(
     method: str = "auto",
     oversampling: int = 10,
     power_iterations: int = 2,
-    seed: Any = 0,
+    key: Any = 0,
     core: str = "auto",
     axis_name: AxisName = None,
-) -> Any:
+) -> Float[Array, "*B r"] | tuple[Float[Array, "*B M r"], Float[Array, "*B r"], Float[Array, "*B r N"]]:
     """The leading `rank` singular triplets (u [..., M, r], s [..., r], vh [..., r, N]) of a matrix, or all of them.
 
     s is in descending order, and the largest element of each row of vh is positive, so that results can be compared.
@@ -58,7 +79,7 @@ def fast_svd(
         The next four are for the sketch: with "exact" they are refused, with "auto" they hold where one is taken.
       oversampling: columns of the random sketch beyond `rank`. More is more accurate and costs in proportion.
       power_iterations: rounds that sharpen the sketch, for singular values that fall slowly. 0 is fastest.
-      seed: an int or a jax.random key, for the sketch: one seed, one result.
+      key: a jax.random key or an int, for the sketch: one key, one result.
       core: what decomposes the randomized method's small square matrix: "xla", the platform's library; "jacobi", a
         loop of rotations that compiles quickly anywhere; "auto": jacobi on a TPU, xla elsewhere.
       axis_name: inside shard_map, the mesh axis (or axes) that the rows are spread over: `matrix` is then one
@@ -79,10 +100,10 @@ def fast_svd(
         core=core,
         axis_name=axis_name,
     )
-    if method == "exact" and not (isinstance(seed, int) and seed == 0):
-        raise rule_error("seed is for a sketch, and the exact method takes none", f"seed={seed!r}", "leave it out")
+    if method == "exact" and not (isinstance(key, int) and key == 0):
+        raise rule_error("key is for a sketch, and the exact method takes none", f"key={key!r}", "leave it out")
     with on_their_device((matrix,)):
-        return _compiled(matrix, _key(seed), plan, tables.generation())
+        return _compiled(matrix, _key(key), plan, tables.generation())
 
 
 def svd_plan(
@@ -124,13 +145,13 @@ def svd_plan(
     )
 
 
-def _key(seed: Any) -> jax.Array:
-    if isinstance(seed, int | np.integer):
-        return jax.random.key(int(seed))
-    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.ndim == 0:
-        return seed
+def _key(key: Any) -> jax.Array:
+    if isinstance(key, int | np.integer):
+        return jax.random.key(int(key))
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+        return key
     raise rule_error(
-        "seed is an int or one jax.random.key", describe(seed) if hasattr(seed, "dtype") else repr(seed), "pass one"
+        "key is one jax.random.key or an int", describe(key) if hasattr(key, "dtype") else repr(key), "pass one"
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,10 +23,15 @@ from capibara.kernels.ops.scan.recurrence.layout import read_flag
 logger = logging.getLogger("capibara.kernels")
 
 
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
 def parallel_scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    xs: X | None = None,
     num_segments: int | None = None,
     use_checkpointing: bool = True,
     *,
@@ -34,7 +39,7 @@ def parallel_scan(
     reverse: bool = False,
     path: str | None = None,
     implementation: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Carry, Y]:
     """(final carry, ys), as `jax.lax.scan(f, init, xs, length, reverse)` gives them, for any step `f`.
 
     The step is traced and read. There are three paths, and `explain_scan` tells which one a scan takes and why:

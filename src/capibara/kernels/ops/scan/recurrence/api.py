@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal, overload
 
 from jaxtyping import Array, Inexact
 
@@ -62,17 +62,38 @@ for _implementation in (
     LINEAR_RECURRENCE_GRAD.implement(_implementation)
 
 
+@overload
 def linear_recurrence(
-    a: Inexact[Array, ...],
-    b: Inexact[Array, ...],
-    initial: Inexact[Array, ...] | None = None,
+    a: Array, b: Array, initial_state: Array | None = None, *, reverse: bool = False, axis: int = 1,
+    return_state: Literal[False] = False, implementation: str | None = None, config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def linear_recurrence(
+    a: Array, b: Array, initial_state: Array | None = None, *, reverse: bool = False, axis: int = 1,
+    return_state: Literal[True], implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def linear_recurrence(
+    a: Array, b: Array, initial_state: Array | None = None, *, reverse: bool = False, axis: int = 1, return_state: bool,
+    implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
+def linear_recurrence(
+    a: Inexact[Array, " ..."],
+    b: Inexact[Array, " ..."],
+    initial_state: Inexact[Array, " ..."] | None = None,
     *,
     reverse: bool = False,
     axis: int = 1,
-    return_final: bool = False,
+    return_state: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """h_t = a_t · h_{t-1} + b_t along one axis, element by element: gated and state-space layers, filters, decays.
 
     The state is kept in float32 (complex64 where the operands are complex); h has b's type. The backward pass keeps a
@@ -83,12 +104,12 @@ def linear_recurrence(
       a: the decays, of b's shape, or of one that broadcasts to it (decays that the batch shares, or that do not change
         with time). Broadcast decays are written out in full before a kernel reads them.
       b: what is added at each step; it has the result's shape. Real, or complex where a or b is.
-      initial: the state before the first step, of b's shape without `axis`; zero where it is absent.
-      reverse: run from the last step to the first, h_t = a_t · h_{t+1} + b_t; `initial` then stands after the end.
+      initial_state: the state before the first step, of b's shape without `axis`; zero where it is absent.
+      reverse: run from the last step to the first, h_t = a_t · h_{t+1} + b_t; `initial_state` is then after the end.
       axis: the axis of time. What lies behind it are the channels that a kernel computes side by side; where nothing
         does, the array is transposed first.
-      return_final: return (h, final), final being the state after the last step, in float32 (complex64): what the next
-        piece of a long sequence takes as its `initial`.
+      return_state: return (h, final), final being the state after the last step, in float32 (complex64): what the next
+        piece of a long sequence takes as its `initial_state`.
       implementation: force one by name ("xla", "pallas_tpu", "hopper", "reference"); a refusal is an error. For
         forward-mode derivatives (`jvp`, `jacfwd`) ask for "reference", which is plain JAX to JAX as well.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
@@ -99,19 +120,19 @@ def linear_recurrence(
 
     A sequence in two pieces:
 
-    >>> first, state = linear_recurrence(a[:, :2], b[:, :2], return_final=True)
+    >>> first, state = linear_recurrence(a[:, :2], b[:, :2], return_state=True)
     >>> linear_recurrence(a[:, 2:], b[:, 2:], state)[0, :, 0].tolist()
     [1.75, 1.875]
     """
-    a, b, initial, layout = read_operands("linear_recurrence", a, b, initial, axis)
-    asked = {"reverse": reverse, "return_final": return_final}
-    flags = {name: read_flag(name, value) for name, value in asked.items()}
+    a, b, initial_state, layout = read_operands("linear_recurrence", a, b, initial_state, axis)
+    flags = {"reverse": read_flag("reverse", reverse), "return_final": read_flag("return_state", return_state)}
     params: dict[str, Hashable] = {name: value for name, value in flags.items() if value}
-    operands = (layout.flatten(a), layout.flatten(b), layout.flatten_state(initial))
+    operands = (layout.flatten(a), layout.flatten(b), layout.flatten_state(initial_state))
     out = run(LINEAR_RECURRENCE, operands, params, implementation=implementation, config=config)
-    h, *final = out if return_final else (out,)
-    return (layout.restore(h), layout.restore_state(final[0])) if return_final else layout.restore(h)
+    h, *final = out if return_state else (out,)
+    return (layout.restore(h), layout.restore_state(final[0])) if return_state else layout.restore(h)
 
 
+LINEAR_RECURRENCE.public = linear_recurrence
 register(LINEAR_RECURRENCE_GRAD)
 register(LINEAR_RECURRENCE)

@@ -66,10 +66,10 @@ def read_flag(name: str, given: Any) -> bool:
     raise rule_error(f"{name} is True or False", repr(given), "pass a bool")
 
 
-def read_operands(what: str, a: Any, b: Any, initial: Any, axis: Any) -> tuple[jax.Array, jax.Array, Any, Layout]:
-    """(a, b, initial) of one kind, real or complex, with a of b's shape; and where time is."""
+def read_operands(what: str, a: Any, b: Any, initial_state: Any, axis: Any) -> tuple[jax.Array, jax.Array, Any, Layout]:
+    """(a, b, initial_state) of one kind, real or complex, with a of b's shape; and where time is."""
     a, b = as_array(what, "a", a), as_array(what, "b", b)
-    initial = as_array(what, "initial", initial, optional=True)
+    initial_state = as_array(what, "initial_state", initial_state, optional=True)
     try:
         place = None if isinstance(axis, bool) else operator.index(axis)
     except TypeError:
@@ -84,12 +84,14 @@ def read_operands(what: str, a: Any, b: Any, initial: Any, axis: Any) -> tuple[j
             f"a has b's shape {b.shape}, or one that broadcasts to it", describe(a), "reshape a, or broadcast b first"
         )
     state = (*layout.lead, *layout.trail)
-    if initial is not None and initial.shape != state:
-        raise rule_error(f"initial has b's shape without the axis of time, {state}", describe(initial), "broadcast it")
-    present = [x for x in (a, b, initial) if x is not None]
+    if initial_state is not None and initial_state.shape != state:
+        raise rule_error(
+            f"initial_state has b's shape without the axis of time, {state}", describe(initial_state), "broadcast it"
+        )
+    present = [x for x in (a, b, initial_state) if x is not None]
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in present):
-        a, b, initial = map(_as_complex, (a, b, initial))
-    return jnp.broadcast_to(a, b.shape), b, initial, layout
+        a, b, initial_state = map(_as_complex, (a, b, initial_state))
+    return jnp.broadcast_to(a, b.shape), b, initial_state, layout
 
 
 def _as_complex(x: Any) -> Any:

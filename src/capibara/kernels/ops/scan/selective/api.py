@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 from jaxtyping import Array, Float
 
@@ -72,6 +72,33 @@ for _implementation in (
     SELECTIVE_SCAN_GRAD.implement(_implementation)
 
 
+_Result: TypeAlias = Float[Array, "batch time channels"]
+
+
+@overload
+def selective_scan(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, initial_state: Array | None = None,
+    return_state: Literal[False] = False, implementation: str | None = None, config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def selective_scan(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, initial_state: Array | None = None,
+    return_state: Literal[True], implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def selective_scan(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, z: Array | None = None,
+    dt_bias: Array | None = None, dt_softplus: bool = False, initial_state: Array | None = None, return_state: bool,
+    implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def selective_scan(
     x: Float[Array, "batch time channels"],
     dt: Float[Array, "batch time channels"],
@@ -84,10 +111,10 @@ def selective_scan(
     dt_bias: Float[Array, " channels"] | None = None,
     dt_softplus: bool = False,
     initial_state: Float[Array, "batch channels states"] | None = None,
-    return_final_state: bool = False,
+    return_state: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> _Result | tuple[_Result, Float[Array, "batch channels states"]]:
     """Mamba's recurrence along time: h = exp(dt·A)·h + dt·x·B, y = (h·C + D·x) · silu(z), h being N numbers a channel.
 
     The state and every sum are float32; y has x's type. The backward pass keeps the operands alone and computes the
@@ -103,7 +130,7 @@ def selective_scan(
       dt_bias: one number a channel, added to dt.
       dt_softplus: the step size is softplus(dt + dt_bias).
       initial_state: [batch, channels, N]; zeros by default.
-      return_final_state: return (y, the last state, [batch, channels, N] in float32), with which `selective_step` goes
+      return_state: return (y, the last state, [batch, channels, N] in float32), with which `selective_step` goes
         on, or another call as its initial_state.
       implementation: force one by name ("xla", "pallas_tpu", "hopper", "reference"); a refusal is an error. For
         forward-mode derivatives ask for "reference".
@@ -116,7 +143,7 @@ def selective_scan(
     operands = _arrays("selective_scan", (x, dt, A, B, C, D, z, dt_bias, initial_state))
     params = {
         "dt_softplus": rules.flag("dt_softplus", dt_softplus),
-        "return_final_state": rules.flag("return_final_state", return_final_state),
+        "return_final_state": rules.flag("return_state", return_state),
     }
     return run(SELECTIVE_SCAN, operands, params, implementation=implementation, config=config)
 
@@ -139,10 +166,10 @@ def selective_step(
     z: Float[Array, "batch channels"] | None = None,
     dt_bias: Float[Array, " channels"] | None = None,
     dt_softplus: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "batch channels"], Float[Array, "batch channels states"]]:
     """One step of `selective_scan`, for decoding: (y [batch, channels], the next state).
 
-    The state is what `selective_scan(..., return_final_state=True)` returned, or a step before; the other operands are
+    The state is what `selective_scan(..., return_state=True)` returned, or a step before; the other operands are
     the scan's without their time. It is a few operations on each number of the state, which XLA makes one pass of.
 
     >>> state = jnp.full((1, 1, 1), 3.0)
@@ -170,5 +197,6 @@ def selective_step(
     return gated(y, x, D, z).astype(x.dtype), h
 
 
+SELECTIVE_SCAN.public = selective_scan
 register(SELECTIVE_SCAN_GRAD)
 register(SELECTIVE_SCAN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -69,6 +69,32 @@ for _implementation in (
     SSD_GRAD.implement(_implementation)
 
 
+_Result: TypeAlias = Float[Array, "batch time heads width"]
+
+
+@overload
+def state_space_dual(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
+    initial_state: Array | None = None, return_state: Literal[False] = False, implementation: str | None = None,
+    config: Any = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def state_space_dual(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
+    initial_state: Array | None = None, return_state: Literal[True], implementation: str | None = None,
+    config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def state_space_dual(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
+    initial_state: Array | None = None, return_state: bool, implementation: str | None = None, config: Any = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
+
 def state_space_dual(
     x: Float[Array, "batch time heads width"],
     dt: Float[Array, "batch time heads"],
@@ -77,12 +103,12 @@ def state_space_dual(
     C: Float[Array, "batch time groups states"],
     D: Float[Array, " heads"] | None = None,
     *,
-    chunk: int | None = None,
+    block_size: int | None = None,
     initial_state: Float[Array, "batch heads width states"] | None = None,
-    return_final_state: bool = False,
+    return_state: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> _Result | tuple[_Result, Float[Array, "batch heads width states"]]:
     """Mamba-2's recurrence as matrix products: h = exp(dt·A)·h + dt·x·Bᵀ, y = h·C + D·x, h being P x N a head.
 
     Sums, decays and the state are float32; the matrix units are given x's type (the widest of x's, B's and C's), and y
@@ -94,10 +120,10 @@ def state_space_dual(
       A: one number a head, negative. A dt·A below -104, whose exponential is 0 in float32, counts as -104.
       B, C: [batch, time, groups, N]; the groups divide the heads, and the heads of a group follow each other.
       D: one number a head: what of x is added to the result.
-      chunk: steps of time that are one matrix product; each implementation's own choice by default. It changes speed
-        and memory, and the result by rounding alone.
+      block_size: steps of time that are one matrix product; each implementation's own choice by default. It changes
+        speed and memory, and the result by rounding alone.
       initial_state: [batch, heads, P, N]; zeros by default.
-      return_final_state: return (y, the last state, [batch, heads, P, N] in float32), with which
+      return_state: return (y, the last state, [batch, heads, P, N] in float32), with which
         `state_space_dual_step` goes on, or another call as its initial_state.
       implementation: force one by name ("xla", "pallas_tpu", "hopper", "reference"); a refusal is an error. For
         forward-mode derivatives ask for "reference".
@@ -108,7 +134,7 @@ def state_space_dual(
     [1.0, 2.0, 3.0]
     """
     x, dt, A, B, C, D, state = _arrays("state_space_dual", x, dt, A, B, C, D, initial_state)
-    return_final_state = flag("return_final_state", return_final_state)
+    return_state = flag("return_state", return_state)
     # Before anything is cast or turned, so that an error shows what was given.
     check_floats("State space duality", {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": state})
     if x.ndim != 4:
@@ -116,15 +142,16 @@ def state_space_dual(
     _check_steps(x, dt, A)
     wide = wide_type(x)
     dt = dt.astype(wide)
+    # An op's parameters are Python's own numbers.
+    chunk = int(block_size) if isinstance(block_size, np.integer) else block_size
     made = run(
         SSD,
         (x, bounded(dt * A.astype(wide)), B, C, dt, D, _turned("initial_state", state, x, B)),
-        # An op's parameters are Python's own numbers.
-        {"return_final_state": return_final_state, "chunk": int(chunk) if isinstance(chunk, np.integer) else chunk},
+        {"return_final_state": return_state, "chunk": chunk},
         implementation=implementation,
         config=config,
     )
-    return (made[0], made[1].mT) if return_final_state else made
+    return (made[0], made[1].mT) if return_state else made
 
 
 def _arrays(what: str, *given: Any) -> tuple[Any, ...]:
@@ -159,10 +186,10 @@ def state_space_dual_step(
     B: Float[Array, "batch groups states"],
     C: Float[Array, "batch groups states"],
     D: Float[Array, " heads"] | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "batch heads width"], Float[Array, "batch heads width states"]]:
     """One step of `state_space_dual`, for decoding: (y [batch, heads, P], the next state).
 
-    The state is what `state_space_dual(..., return_final_state=True)` returned, or a step before; the other operands
+    The state is what `state_space_dual(..., return_state=True)` returned, or a step before; the other operands
     are its own without their time. It is a few operations on each number of the state, which XLA makes one pass of.
 
     >>> state, ones = jnp.full((1, 1, 1, 1), 3.0), jnp.ones((1, 1, 1))
@@ -189,5 +216,6 @@ def state_space_dual_step(
     return with_input(y, x, D).astype(x.dtype), h.mT
 
 
+SSD.functions = {"state_space_dual": (state_space_dual, {})}
 register(SSD_GRAD)
 register(SSD)

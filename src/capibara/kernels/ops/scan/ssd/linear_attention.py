@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,6 +18,29 @@ from capibara.kernels.ops.scan.ssd.api import SSD
 from capibara.kernels.ops.scan.ssd.channel_decay import GATED_LINEAR_ATTENTION
 from capibara.kernels.ops.scan.ssd.decays import bounded
 
+_Result: TypeAlias = Float[Array, "batch time heads values"]
+
+
+@overload
+def gated_linear_attention(
+    q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | None = None, initial_state: Array | None = None,
+    return_state: Literal[False] = False, implementation: str | None = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def gated_linear_attention(
+    q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | None = None, initial_state: Array | None = None,
+    return_state: Literal[True], implementation: str | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def gated_linear_attention(
+    q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | None = None, initial_state: Array | None = None,
+    return_state: bool, implementation: str | None = None,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+
 
 def gated_linear_attention(
     q: Float[Array, "batch time heads keys"],
@@ -27,9 +50,9 @@ def gated_linear_attention(
     *,
     scale: float | None = None,
     initial_state: Float[Array, "batch heads keys values"] | None = None,
-    return_final_state: bool = False,
+    return_state: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> _Result | tuple[_Result, Float[Array, "batch heads keys values"]]:
     """Causal attention without a softmax, as a state that fades: h = exp(log_decay)·h + k·vᵀ, y = scale·qᵀ·h.
 
     The state and every sum are float32; y has v's type. A log_decay of one number a head runs as `state_space_dual`
@@ -42,7 +65,7 @@ def gated_linear_attention(
       log_decay: [batch, time, heads] or [batch, time, heads, Dk], 0 or less.
       scale: 1 / sqrt(Dk) by default.
       initial_state: [batch, heads, Dk, Dv]; zeros by default.
-      return_final_state: return (y, the last state, [batch, heads, Dk, Dv] in float32).
+      return_state: return (y, the last state, [batch, heads, Dk, Dv] in float32).
       implementation: force one by name ("xla", "reference", and for one number a head "pallas_tpu" and "hopper");
         a refusal is an error.
 
@@ -55,7 +78,7 @@ def gated_linear_attention(
         as_array("gated_linear_attention", name, given, optional=name == "initial_state")
         for name, given in zip(names, (q, k, v, log_decay, initial_state), strict=True)
     )
-    return_final_state = flag("return_final_state", return_final_state)
+    return_state = flag("return_state", return_state)
     _check(q, k, v, log_decay, state)
     op = GATED_LINEAR_ATTENTION if log_decay.ndim == 4 else SSD
     if implementation is not None and implementation not in tuple(op.implementations):
@@ -65,7 +88,7 @@ def gated_linear_attention(
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     # On the product's operand, which is rounded anyway: a power of two, as for a Dk of 64 or 256, rounds nothing more.
     q = (q.astype(wide_type(q)) * jnp.asarray(factor, wide_type(q))).astype(q.dtype)
-    params = {"return_final_state": return_final_state}
+    params = {"return_final_state": return_state}
     log_decay = bounded(log_decay)
     if log_decay.ndim == 4:
         return run(GATED_LINEAR_ATTENTION, (q, k, v, log_decay, state), params, implementation=implementation)

@@ -63,7 +63,7 @@ def check(call: Call) -> None:
             raise rule_error(f"{name} is {shape}, by x and B", describe(given), "check its axes")
     chunk = call.params.get("chunk")
     if chunk is not None and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0):
-        raise rule_error("chunk is a positive whole number, or None", repr(chunk), "use chunk=64")
+        raise rule_error("block_size is a positive whole number, or None", repr(chunk), "use block_size=64")
 
 
 def _products(call: Call) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
@@ -41,6 +41,44 @@ for _implementation in (
     NEAREST_CODE.implement(_implementation)
 
 
+class _How(TypedDict, total=False):
+    implementation: str | None
+    config: Any
+
+
+@overload
+def nearest_code(
+    x: Array, codebook: Array, *, return_distances: Literal[False] = False, return_stats: Literal[False] = False,
+    **how: Unpack[_How],
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def nearest_code(
+    x: Array, codebook: Array, *, return_distances: Literal[True], return_stats: Literal[False] = False,
+    **how: Unpack[_How],
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@overload
+def nearest_code(
+    x: Array, codebook: Array, *, return_distances: Literal[False] = False, return_stats: Literal[True],
+    **how: Unpack[_How],
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
+
+
+@overload
+def nearest_code(
+    x: Array, codebook: Array, *, return_distances: Literal[True], return_stats: Literal[True], **how: Unpack[_How]
+) -> tuple[Array, Array, Array, Array]: ...
+
+
+@overload
+def nearest_code(
+    x: Array, codebook: Array, *, return_distances: bool = False, return_stats: bool = False, **how: Unpack[_How]
+) -> Array | tuple[Array, ...]: ...
+
+
 def nearest_code(
     x: Float[Array, "*rows D"],
     codebook: Float[Array, "K D"],
@@ -49,7 +87,7 @@ def nearest_code(
     return_stats: bool = False,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Int[Array, "*rows"] | tuple[Array, ...]:
     """The index of the code nearest to each row of x by Euclidean distance, int32 [...].
 
     The table of N x K distances is never stored. Ties go to the lowest index. In float32 the index is that of the true
