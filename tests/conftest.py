@@ -39,6 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests marked slow (minutes)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Every shape in a signature is checked, but for the quick run, which people wait for."""
+    if config.option.markexpr != "quick":
+        from tests import shapes
+
+        shapes.install()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _thin_out_quick(items)
     reasons = {"gpu": _no_gpu, "tpu_compiler": _no_tpu_compiler}
