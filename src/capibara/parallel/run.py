@@ -114,14 +114,16 @@ def lower_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = Tr
 
 @contextlib.contextmanager
 def surroundings(layout: Layout, mesh: Mesh) -> Iterator[None]:
-    """The mesh and the rules that a laid out program is traced under."""
+    """The mesh, the rules and the evidence that a laid out program is traced under."""
     import jax
 
+    from capibara.kernels.core import evidence
     from capibara.mesh.rules import current_rules, use_rules
 
     # A name that the layout says nothing of stays whole, as it does in the cost model.
     rules = {**dict.fromkeys(current_rules()), **layout.rules}
-    with use_rules(rules), jax.set_mesh(mesh):
+    # Kernels as in an optimisation context, by which it was planned.
+    with use_rules(rules), jax.set_mesh(mesh), evidence.optimising(True):
         yield
 
 

@@ -11,13 +11,13 @@ import contextvars
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from capibara.errors import ImplementationRefused, rule_error, say_once
-from capibara.kernels.core import context, placement, tables, transforms, varying
+from capibara.kernels.core import context, evidence, placement, tables, transforms, varying
 from capibara.kernels.core.spec import Call, Config, Prefer, Preference
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def select(
     """Choose the implementation of one call.
 
     `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
-    tuned table for this chip speaks, then the implementations' own rank. `where` is the operands' place on a mesh.
+    tuned table for this chip speaks, then the evidence that is trusted, and where none tells, the implementations' own
+    rank. `where` is the operands' place on a mesh.
     """
     op = call.op
     preferred = prefer.implementation if isinstance(prefer, Preference) else prefer
@@ -95,6 +96,7 @@ def select(
         # The config that the surrounding call was given is of one implementation, which must then take this call.
         implementation, config, by_config = preferred, prefer.config, " by the surrounding call's config"
     asked_config = config
+    unused: dict[str, str | None] = {}
     if implementation is not None:
         op.implementation(implementation)  # an unknown name is an error before anything is decided
     refusals = {name: impl.refusal(call) for name, impl in op.implementations.items()}
@@ -123,10 +125,7 @@ def select(
             chosen, why = tuned.implementation, tuned.why
             config = config if config is not None else tuned.config
         else:
-            chosen = max(accepting, key=lambda name: ranks[name])
-            remark = op.implementations[chosen].remark(call)
-            by_rule = f"it ranks first by rule for {call.target.platform} (no tuned case is near)"
-            why = by_rule if remark is None else f"{by_rule}: {remark}"
+            chosen, why, unused = _by_evidence(call, accepting, ranks)
     made = op.implementations[chosen]
     if config is None and made.config_type is not None:
         # One that was asked for runs with its own tuned config, though another may be faster.
@@ -144,7 +143,7 @@ def select(
         Verdict(
             name,
             reason is None,
-            reason if reason is not None else _not_chosen(op.implementations[name].remark(call), chosen),
+            reason if reason is not None else _not_chosen(unused.get(name), chosen),
         )
         for name, reason in refusals.items()
     )
@@ -152,6 +151,31 @@ def select(
         _say_fallback(call, chosen, refusals, ranks)
     pinned = chosen in (implementation, preferred)
     return Selection(call, chosen, config, why, verdicts, pinned=pinned, asked_config=asked_config)
+
+
+def _by_evidence(
+    call: Call, accepting: Sequence[str], ranks: Mapping[str, float]
+) -> tuple[str, str, dict[str, str | None]]:
+    """What runs where no tuned entry speaks, why, and what is to be said of each that does not."""
+    implementations = {name: call.op.implementations[name] for name in accepting}
+    found = {name: evidence.of(call, impl) for name, impl in implementations.items()}
+    remarks = {name: impl.remark(call) for name, impl in implementations.items()}
+    level = evidence.trusted()
+    predicted = {name: one.gain for name, one in found.items() if one.kind == "predicted" and one.gain is not None}
+    for name, one in found.items():
+        if one.kind == "untimed":
+            remarks[name] = str(one)
+        elif one.kind == "predicted":
+            unused = "" if level == "predicted" else ", on which dispatch acts inside an optimisation context or trust"
+            remarks[name] = f"{one}{unused}"
+    winner = max(predicted, key=lambda name: predicted[name], default=None)
+    if level == "predicted" and winner is not None and predicted[winner] >= evidence.LEAST_GAIN:
+        return winner, f"it is {found[winner]}", remarks
+    # A kernel that nothing trusted speaks for is left out, unless nothing else takes the call.
+    safe = [name for name in accepting if found[name].kind == "measured"] or accepting
+    chosen = max(safe, key=lambda name: ranks[name])
+    by_rule = f"it ranks first by rule for {call.target.platform} (no tuned case is near)"
+    return chosen, by_rule if remarks[chosen] is None else f"{by_rule}: {remarks[chosen]}", remarks
 
 
 def _not_chosen(remark: str | None, chosen: str) -> str:
@@ -230,6 +254,7 @@ def run(
     key = (
         implementation, prefer, config, tuple(operands), parameters, chosen_target,
         context.current_interpret(), manual, where, context.matmul_precision(), tables.generation(),
+        evidence.trusted(),
     )  # fmt: skip
     try:
         runner = op.runners.get(key)

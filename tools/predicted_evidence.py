@@ -1,0 +1,97 @@
+"""Make the table of predicted evidence of a chip out of what its compiler said of every op.
+
+    capibara kernels compile --for v4-32 --json > compiled.json
+    python tools/predicted_evidence.py benchmarks/results/2026-11-16-v4-32-every-op-compiled.json
+
+Of XLA's program the least time is taken, of our kernel the most:
+
+- XLA's: its bytes through the memory's bandwidth, or the op's matrix work at the peak. A loop's body is counted once by
+  the compiler; where the flops it counts are fewer than the op's matrix work, the bytes are taken as many times over.
+- ours: the bytes of operands, results and temporaries, or those that the compiler counts if they are more; or the
+  schedule, grid steps times bundles over both cores, all branches of a body added up; or the matrix work at the peak.
+
+Cases under 20 µs by either are left out, and so are collectives, whose time is the links'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from capibara import hardware
+from capibara.kernels import lookup, target
+from capibara.kernels.core.evidence import SHIPPED, params_key
+from capibara.kernels.core.spec import describe
+from capibara.kernels.core.tables import slug
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAST_SECONDS = 20e-6
+
+
+def predicted(row: dict[str, Any], chip: hardware.Chip) -> dict[str, Any] | None:
+    """One row of the table; None where there is nothing to compare."""
+    ours, xla = row["ours"], row["xla"]
+    op = lookup(row["op"])
+    if not ours or not xla or not ours["ok"] or not xla["ok"] or op.mesh_axes is not None:
+        return None
+    case = op.case(row["case"])
+    call = op.call(*case.args(), **dict(case.params))
+    cost = op.cost(call)
+    matrix = cost.matrix_flops / chip.peak_flops(cost.dtype) if cost.matrix_flops else 0.0
+    loops = max(1.0, cost.matrix_flops / max(xla.get("flops", 0.0), 1.0)) if cost.matrix_flops else 1.0
+    moved = min(ours["hbm_argument_bytes"], cost.bytes) + ours["hbm_output_bytes"] + 2 * ours.get("hbm_temp_bytes", 0)
+    moved = max(moved, ours.get("bytes_accessed", 0.0))
+    assert chip.clock_hz is not None
+    cycles = (row["grid_steps"] or 0) * (row["bundles_a_step"] or 0)
+    ours_s = max(moved / chip.hbm_bandwidth, cycles / chip.clock_hz / chip.cores_per_chip, matrix)
+    xla_s = max(xla.get("bytes_accessed", 0.0) * loops / chip.hbm_bandwidth, matrix)
+    if min(ours_s, xla_s) < LEAST_SECONDS:
+        return None
+    return {
+        "case": row["case"],
+        "operands": [describe(x) for x in call.args],
+        "params": params_key(call),
+        "xla_us": round(xla_s * 1e6, 1),
+        "ours_us": round(ours_s * 1e6, 1),
+        "schedule_known": bool(cycles),
+    }
+
+
+def table(results: Path) -> dict[str, Any]:
+    document = json.loads(results.read_text(encoding="utf-8"))
+    chip = hardware.chip(document["chip"])
+    ops: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    with target(chip.platform, chip.device_kinds[0]):
+        for row in document["rows"]:
+            if lookup(row["op"]).implementation(row["implementation"]).platforms != ("tpu",):
+                continue
+            found = predicted(row, chip)
+            if found is not None:
+                ops.setdefault(row["op"], {}).setdefault(row["implementation"], []).append(found)
+    return {
+        "chip": chip.name,
+        "device_kind": chip.device_kinds[0],
+        "source": str(results.resolve().relative_to(ROOT)),
+        "date": document["date"],
+        "compiler": document["compiler"],
+        "ops": ops,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    made = table(parser.parse_args().results)
+    SHIPPED.mkdir(exist_ok=True)
+    path = SHIPPED / f"{slug(made['device_kind'])}.json"
+    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    for op, implementations in made["ops"].items():
+        for name, rows in implementations.items():
+            gains = sorted(row["xla_us"] / row["ours_us"] for row in rows)
+            print(f"{op} {name}: {len(rows)} cases, gain {gains[0]:.2f} to {gains[-1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
