@@ -9,6 +9,7 @@ Of XLA's program the least time is taken, of our kernel the most:
   the compiler; where the flops it counts are fewer than the op's matrix work, the bytes are taken as many times over.
 - ours: the bytes of operands, results and temporaries, or those that the compiler counts if they are more; or the
   schedule, grid steps times bundles over both cores, all branches of a body added up; or the matrix work at the peak.
+  Where the steps are not known (several kernels, or a grid that the data decides), twice what the rest says.
 
 Cases under 20 µs by either are left out, and so are collectives, whose time is the links'.
 """
@@ -28,6 +29,7 @@ from capibara.kernels.core.tables import slug
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST_SECONDS = 20e-6
+UNKNOWN_SCHEDULE = 2.0
 
 
 def predicted(row: dict[str, Any], chip: hardware.Chip) -> dict[str, Any] | None:
@@ -46,6 +48,7 @@ def predicted(row: dict[str, Any], chip: hardware.Chip) -> dict[str, Any] | None
     assert chip.clock_hz is not None
     cycles = (row["grid_steps"] or 0) * (row["bundles_a_step"] or 0)
     ours_s = max(moved / chip.hbm_bandwidth, cycles / chip.clock_hz / chip.cores_per_chip, matrix)
+    ours_s *= 1.0 if cycles else UNKNOWN_SCHEDULE
     xla_s = max(xla.get("bytes_accessed", 0.0) * loops / chip.hbm_bandwidth, matrix)
     if min(ours_s, xla_s) < LEAST_SECONDS:
         return None
