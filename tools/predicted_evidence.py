@@ -11,7 +11,7 @@ Of XLA's program the least time is taken, of our kernel the most:
   schedule, grid steps times bundles over both cores, all branches of a body added up; or the matrix work at the peak.
   Where the steps are not known (several kernels, or a grid that the data decides), twice what the rest says.
 
-Cases under 20 µs by either are left out, and so are collectives, whose time is the links'.
+Cases under 50 µs by either are left out, and so are collectives, whose time is the links'.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from capibara.kernels.core.spec import describe
 from capibara.kernels.core.tables import slug
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAST_SECONDS = 20e-6
+LEAST_SECONDS = 50e-6
 UNKNOWN_SCHEDULE = 2.0
 
 

@@ -15,7 +15,7 @@ import pytest
 import capibara.kernels.ops.attention
 from capibara.jax.tpu_v4 import backend, kernels
 from capibara.jax.tpu_v4.backend import TpuV4AttentionOps, init_multihead_attention
-from capibara.kernels import explain, interpret, target
+from capibara.kernels import explain, interpret, target, trust
 from capibara.kernels.ops.attention import tiling
 from capibara.kernels.ops.attention.api import attention
 from capibara.kernels.ops.attention.tiling import config_for
@@ -121,7 +121,7 @@ def test_a_block_size_that_cannot_be_is_said_once(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "capibara.kernels"):
         for _ in range(2):
             ops.flash_attention(Q, K, V, block_size=16, implementation="reference")
-            with target("tpu", "TPU v4"):
+            with target("tpu", "TPU v4"), trust("predicted"):
                 explain(ops.flash_attention, x, x, x, block_size=100)
     said = [record.getMessage() for record in caplog.records]
     assert sum("block_size means nothing to reference" in line for line in said) == 1

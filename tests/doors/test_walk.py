@@ -19,7 +19,7 @@ import vishwamai.kernels.tpu as vishwamai
 from capibara import kernels
 from capibara.jax import nn
 from capibara.jax.tpu_v4.backend import TpuV4AttentionOps
-from capibara.kernels import target
+from capibara.kernels import target, trust
 from capibara.kernels.core.op import lookup
 from capibara.mesh import tpu_v4_optimization_context
 
@@ -103,7 +103,7 @@ def test_the_walk_that_is_written_down(door: str, chip: tuple[str, str]) -> None
     fn, shape = DOORS[door]
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     context = tpu_v4_optimization_context() if door == "capibara.jax.nn" else contextlib.nullcontext()
-    with target(*chip), context:
+    with target(*chip), context, trust("predicted"):
         lookup("attention").runners.clear()
         jax.clear_caches()
         taken = _walk(lambda: jax.eval_shape(fn, x, x, x))
