@@ -113,6 +113,9 @@ def of(call: Call, implementation: Implementation) -> Evidence:
         if not call.op.reference.__module__.startswith("capibara."):
             return Evidence("measured", None, "ranked by the op's own author")
         return Evidence("untimed", None, "neither run nor compared with XLA's form for this chip")
+    beyond = implementation.beyond_evidence(call)
+    if beyond is not None:
+        return Evidence("untimed", None, beyond)
     near, far = _nearest(call, rows)
     gain = near.gain if far <= _FAR else min(row.gain for row in rows)
     which = f"as compiled for {' '.join(near.operands)}" if far <= _FAR else f"the least of {len(rows)} compiled cases"

@@ -158,6 +158,7 @@ class Implementation:
       refuses: `Call` -> why it cannot take that call, in words, or None. It is asked before anything runs.
       rank: `Call` -> a number; where no tuned table speaks, the highest of those that accept runs.
       remark: `Call` -> in words what the rank goes by, where that is more than the platform; `explain` shows it.
+      beyond_evidence: `Call` -> why the cases that were timed or compiled say nothing of this call, or None.
       kernel: `fn` is opaque to JAX (Pallas, a custom call): the op's own gradient, batching and partitioning rules
         stand in. Anything else is plain JAX, which JAX differentiates and XLA partitions.
       own_gradient: plain JAX whose derivative by JAX would keep too much: XLA partitions it, and the op's gradient and
@@ -177,6 +178,7 @@ class Implementation:
     refuses: Callable[[Call], str | None] = lambda call: None
     rank: Callable[[Call], float] = lambda call: 0.0
     remark: Callable[[Call], str | None] = lambda call: None
+    beyond_evidence: Callable[[Call], str | None] = lambda call: None
     kernel: bool = False
     own_gradient: bool = False
     needs_local_types: bool = False

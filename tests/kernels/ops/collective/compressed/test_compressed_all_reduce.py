@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from capibara.kernels import interpret, target
+from capibara.kernels import interpret, target, trust
 from capibara.kernels.ops.collective.compressed import compressed_all_reduce, error_bound
 from capibara.kernels.ops.collective.compressed.all_reduce import _whole
 
@@ -173,7 +173,7 @@ def test_on_a_tpu_the_kernels_are_taken_and_give_the_same_bits() -> None:
         return jax.shard_map(local, mesh=_mesh(2), in_specs=P("data"), out_specs=P(), check_vma=check_vma)
 
     plain = jax.jit(mapped(True))(x)
-    with target("tpu", "TPU v4"):
+    with target("tpu", "TPU v4"), trust("predicted"):
         lowered = jax.export.export(jax.jit(mapped(True)), platforms=["tpu"])(x).mlir_module()
         with interpret("hlo"):  # which marks nothing as varying
             emulated = jax.jit(mapped(False), compiler_options={"xla_backend_optimization_level": 0})(x)

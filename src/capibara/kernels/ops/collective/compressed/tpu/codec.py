@@ -394,22 +394,17 @@ def decode(codes: jax.Array, scales: jax.Array, *, config: TileConfig, block: in
     return _restored(numbers, codes.shape)
 
 
-def _rank(call: Call) -> int:
-    """Above XLA's 10 by the TPU compiler's own count for 64 MiB, where nothing has to be moved for the kernel.
+def _beyond_evidence(call: Call) -> str | None:
+    """Where something has to be moved for the kernel, or blocks are larger than any that was compiled.
 
-    XLA's form moves nine times the bytes to encode and over four times to decode. Two rows, which are moved, take more
-    bundles than XLA's form already for 65 blocks (1,641 and 959), and so do the codes of [8, 8, 512] (248 and 166).
-    Neither has been timed on a TPU. Of larger blocks none was compiled.
+    Two rows, which are moved, take more bundles than XLA's form already for 65 blocks (1,641 and 959), and so do the
+    codes of [8, 8, 512] (248 and 166).
     """
-    return 15 if block_of(call) <= COMPILED and in_order(_numbers(call).shape) else 5
-
-
-def _remark(call: Call) -> str:
     if not in_order(_numbers(call).shape):
         return f"{describe(_numbers(call))} would be copied into another order for the kernel"
     if block_of(call) > COMPILED:
         return f"the TPU compiler was asked about blocks of up to {COMPILED}"
-    return "by the TPU compiler's count it moves each number once, and XLA's form several times"
+    return None
 
 
 def _implementation(fn: Any) -> Implementation:
@@ -418,8 +413,8 @@ def _implementation(fn: Any) -> Implementation:
         fn,
         platforms=("tpu",),
         refuses=refuses,
-        rank=_rank,
-        remark=_remark,
+        rank=lambda call: 5,
+        beyond_evidence=_beyond_evidence,
         kernel=True,
         config_type=TileConfig,
         default_config=lambda call: candidates(call)[0],
