@@ -1,7 +1,9 @@
 """Make the table of predicted evidence of a chip out of what its compiler said of every op.
 
     capibara kernels compile --for v4-32 --json > compiled.json
-    python tools/predicted_evidence.py benchmarks/results/2026-11-16-v4-32-every-op-compiled.json
+    python tools/predicted_evidence.py benchmarks/results/2026-11-16-v4-32-every-op-compiled.json [compiled.json ...]
+
+Of several files a later one speaks for the ops that it has.
 
 Of XLA's program the least time is taken, of our kernel the most:
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +45,16 @@ def predicted(row: dict[str, Any], chip: hardware.Chip) -> dict[str, Any] | None
     call = op.call(*case.args(), **dict(case.params))
     cost = op.cost(call)
     matrix = cost.matrix_flops / chip.peak_flops(cost.dtype) if cost.matrix_flops else 0.0
-    loops = max(1.0, cost.matrix_flops / max(xla.get("flops", 0.0), 1.0)) if cost.matrix_flops else 1.0
-    moved = min(ours["hbm_argument_bytes"], cost.bytes) + ours["hbm_output_bytes"] + 2 * ours.get("hbm_temp_bytes", 0)
-    moved = max(moved, ours.get("bytes_accessed", 0.0))
-    assert chip.clock_hz is not None
-    cycles = (row["grid_steps"] or 0) * (row["bundles_a_step"] or 0)
-    ours_s = max(moved / chip.hbm_bandwidth, cycles / chip.clock_hz / chip.cores_per_chip, matrix)
+    loops = max(1.0, cost.matrix_flops / max(xla.get("flops") or 0.0, 1.0)) if cost.matrix_flops else 1.0
+    moved = (
+        min(ours["hbm_argument_bytes"], cost.bytes) + ours["hbm_output_bytes"] + 2 * (ours.get("hbm_temp_bytes") or 0)
+    )
+    moved = max(moved, ours.get("bytes_accessed") or 0.0)
+    cycles = (row["grid_steps"] or 0) * (row["bundles_a_step"] or 0) if chip.clock_hz else 0
+    schedule = cycles / (chip.clock_hz or 1.0) / chip.cores_per_chip
+    ours_s = max(moved / chip.hbm_bandwidth, schedule, matrix)
     ours_s *= 1.0 if cycles else UNKNOWN_SCHEDULE
-    xla_s = max(xla.get("bytes_accessed", 0.0) * loops / chip.hbm_bandwidth, matrix)
+    xla_s = max((xla.get("bytes_accessed") or 0.0) * loops / chip.hbm_bandwidth, matrix)
     if min(ours_s, xla_s) < LEAST_SECONDS:
         return None
     return {
@@ -62,30 +67,32 @@ def predicted(row: dict[str, Any], chip: hardware.Chip) -> dict[str, Any] | None
     }
 
 
-def table(results: Path) -> dict[str, Any]:
-    document = json.loads(results.read_text(encoding="utf-8"))
-    chip = hardware.chip(document["chip"])
+def table(results: Sequence[Path]) -> dict[str, Any]:
     ops: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    with target(chip.platform, chip.device_kinds[0]):
-        for row in document["rows"]:
-            if lookup(row["op"]).implementation(row["implementation"]).platforms != ("tpu",):
-                continue
-            found = predicted(row, chip)
-            if found is not None:
-                ops.setdefault(row["op"], {}).setdefault(row["implementation"], []).append(found)
-    return {
-        "chip": chip.name,
-        "device_kind": chip.device_kinds[0],
-        "source": str(results.resolve().relative_to(ROOT)),
-        "date": document["date"],
-        "compiler": document["compiler"],
-        "ops": ops,
-    }
+    sources: list[dict[str, str]] = []
+    chips = set()
+    for path in results:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        chip = hardware.chip(document["chip"])
+        chips.add(chip)
+        file = str(path.resolve().relative_to(ROOT))
+        sources.append({"file": file, "date": document["date"], "compiler": document["compiler"]})
+        for op in {row["op"] for row in document["rows"]}:
+            ops.pop(op, None)
+        with target(chip.platform, chip.device_kinds[0]):
+            for row in document["rows"]:
+                if lookup(row["op"]).implementation(row["implementation"]).platforms != ("tpu",):
+                    continue
+                found = predicted(row, chip)
+                if found is not None:
+                    ops.setdefault(row["op"], {}).setdefault(row["implementation"], []).append(found)
+    (chip,) = chips
+    return {"chip": chip.name, "device_kind": chip.device_kinds[0], "sources": sources, "ops": ops}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     made = table(parser.parse_args().results)
     SHIPPED.mkdir(exist_ok=True)
     path = SHIPPED / f"{slug(made['device_kind'])}.json"

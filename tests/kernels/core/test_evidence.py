@@ -142,11 +142,14 @@ def test_the_table_is_what_the_tool_makes_of_the_results() -> None:
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert tool.table(ROOT / shipped["source"]) == shipped
+    assert tool.table([ROOT / source["file"] for source in shipped["sources"]]) == shipped
 
 
-def test_every_tpu_kernel_of_an_op_that_runs_on_one_chip_has_rows() -> None:
-    shipped = json.loads((evidence.SHIPPED / "tpu_v4.json").read_text(encoding="utf-8"))["ops"]
+def test_every_tpu_kernel_of_an_op_that_runs_on_one_chip_was_compiled() -> None:
+    """Rows of the table are those of 50 µs and more; an op whose cases are all smaller has none."""
+    shipped = json.loads((evidence.SHIPPED / "tpu_v4.json").read_text(encoding="utf-8"))
+    documents = [json.loads((ROOT / source["file"]).read_text(encoding="utf-8")) for source in shipped["sources"]]
+    compiled = {(row["op"], row["implementation"]) for document in documents for row in document["rows"] if row["ok"]}
     kernels = {
         (op.name, impl.name)
         for op in registry().values()
@@ -154,4 +157,5 @@ def test_every_tpu_kernel_of_an_op_that_runs_on_one_chip_has_rows() -> None:
         for impl in op.implementations.values()
         if impl.platforms == ("tpu",)
     }
-    assert kernels == {(op, name) for op, rows in shipped.items() for name in rows}
+    assert kernels <= compiled
+    assert {(op, name) for op, rows in shipped["ops"].items() for name in rows} <= kernels

@@ -166,7 +166,8 @@ def _by_evidence(
         if one.kind == "untimed":
             remarks[name] = str(one)
         elif one.kind == "predicted":
-            unused = "" if level == "predicted" else ", on which dispatch acts inside an optimisation context or trust"
+            acts = one.gain is not None and one.gain >= evidence.LEAST_GAIN and level != "predicted"
+            unused = ", on which dispatch acts inside an optimisation context or trust" if acts else ""
             remarks[name] = f"{one}{unused}"
     winner = max(predicted, key=lambda name: predicted[name], default=None)
     if level == "predicted" and winner is not None and predicted[winner] >= evidence.LEAST_GAIN:
