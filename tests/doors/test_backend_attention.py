@@ -114,6 +114,24 @@ def test_a_block_size_is_the_tile_of_what_runs() -> None:
 
 
 @pytest.mark.quick
+def test_a_block_size_is_of_what_runs_under_each_trust() -> None:
+    x = jax.ShapeDtypeStruct((1, 4, 1024, 64), "bfloat16")
+    with target("tpu", "TPU v4"):
+        for level, implementation in (("measured", "xla"), ("predicted", "pallas_tpu")) * 2:
+            with trust(level):
+                (chosen,) = explain(ops.flash_attention, x, x, x, block_size=256, use_causal_mask=True).selections
+            assert chosen.implementation == implementation
+            assert (chosen.config.block_q, chosen.config.block_k) == (256, 256)
+
+
+def test_a_block_size_is_of_the_causal_call_by_either_spelling() -> None:
+    calls = [
+        tiling._call((Q, K, V), {"layout": "bhtd", name: True}).params["causal"] for name in ("causal", "is_causal")
+    ]
+    assert calls == [True, True]
+
+
+@pytest.mark.quick
 @pytest.mark.usefixtures("nothing_said_yet")
 def test_a_block_size_that_cannot_be_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     tiling._CONFIGS.clear()

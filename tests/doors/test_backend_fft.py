@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from capibara import precision
-from capibara.dropin.numpy_fft import TAKEN
+from capibara.dropin.numpy_fft import TAKEN, _decided
 from capibara.jax import numpy as jnp
 from capibara.jax._src.core import tpu_v4_optimization_context
 from capibara.jax.tpu_v4.backend import TpuV4FFTOps
-from capibara.kernels import explain, target
+from capibara.kernels import explain, target, trust
 from capibara.kernels.ops.fft.rules import tolerance_of
 
 RNG = np.random.default_rng(0)
@@ -118,6 +118,14 @@ def test_jnp_fft_in_a_context_is_dispatched_and_gives_jnps_result(name: str) -> 
             got = mine(x, **how)
         assert got.dtype == wanted.dtype
         assert error(got, np.asarray(wanted)) < 2 * tolerance_of((20, 20), "float32")
+
+
+def test_jnp_fft_is_decided_again_under_another_trust() -> None:
+    x = jax.ShapeDtypeStruct((4096, 1024), "complex64")
+    with target("tpu", "TPU v4"):
+        for level, implementation in (("measured", "xla_matmul"), ("predicted", "pallas_tpu")) * 2:
+            with trust(level):
+                assert [one.implementation for one in _decided("fft", x, None, -1, None)] == [implementation]
 
 
 def test_what_the_ops_do_not_take_stays_jnps() -> None:

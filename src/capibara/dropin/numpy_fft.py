@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from capibara.kernels.core import context, tables
+from capibara.kernels.core import context, evidence, tables
 from capibara.kernels.core.dispatch import Selection, note, select
 from capibara.kernels.ops.fft import numpy_forms
 from capibara.kernels.ops.fft.api import FFT, IRFFT, RFFT
@@ -65,12 +65,13 @@ def _decided(name: str, x: Any, size: Any, axes: Any, norm: str | None) -> tuple
     if target is None:
         concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
         target = context.target_of(next(iter(x.devices()))) if concrete else context.current_target()
-    return _selections(name, rest, tuple(lengths), norm or "backward", target, tables.generation())
+    known = tables.generation(), evidence.trusted()
+    return _selections(name, rest, tuple(lengths), norm or "backward", target, known)
 
 
 @functools.lru_cache(maxsize=1024)
 def _selections(
-    name: str, rest: tuple[int, ...], lengths: tuple[int, ...], norm: str, target: context.Target, tables_read: int
+    name: str, rest: tuple[int, ...], lengths: tuple[int, ...], norm: str, target: context.Target, known: Hashable
 ) -> tuple[Selection, ...]:
     """One for each call of an op, as `numpy_forms` calls them."""
     if name == "rfft":

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from capibara.errors import rule_error, say_once
-from capibara.kernels.core import context, tables
+from capibara.kernels.core import context, evidence, tables
 from capibara.kernels.core.dispatch import Selection, select
 from capibara.kernels.core.spec import Call, Config
 from capibara.kernels.ops.attention import inputs
@@ -55,7 +55,7 @@ def config_for(block: int, arrays: tuple[Any, Any, Any], options: Mapping[str, A
     """
     leaves, tree = jax.tree.flatten((arrays, dict(options)))
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else x for x in leaves)
-    surroundings = (context.current_interpret(), context.matmul_precision(), tables.generation())
+    surroundings = (context.current_interpret(), context.matmul_precision(), tables.generation(), evidence.trusted())
     key = (block, tree, shapes, target_for(arrays), surroundings)
     config = _CONFIGS.get(key, _UNSEEN)
     if config is _UNSEEN:
@@ -78,9 +78,10 @@ def _call(arrays: tuple[Any, Any, Any], options: Mapping[str, Any]) -> Call:
     shapes = jax.eval_shape(operands, arrays, {name: options.get(name) for name in names})
     params: dict[str, Any] = {
         name: options[name]
-        for name in ("causal", "scale", "softcap", "dropout_rate", "return_lse")
+        for name in ("scale", "softcap", "dropout_rate", "return_lse")
         if options.get(name) is not None
     }
+    params["causal"] = inputs.causal_flag(options.get("causal"), options.get("is_causal"))
     params["q_offset"] = options.get("query_offset", 0)
     params["window"] = inputs.window_sides(options.get("window"))
     return ATTENTION.call(*shapes, target=target_for(arrays), **params)
