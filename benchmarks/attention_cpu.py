@@ -30,7 +30,7 @@ LENGTH, HEAD_DIM = 8192, 64
 # (heads, dtype): one head, for the naive form takes seconds a head and 256 MiB for each copy of its scores.
 SHAPES = ((1, "float32"), (1, "bfloat16"))
 CHECKED = 1024  # the results are held against each other on so many positions
-OURS, PEER = "capibara xla_chunked", "jax.nn xla"
+OURS, PEER = "capibara xla", "jax.nn xla"
 MiB = 1 << 20
 
 
