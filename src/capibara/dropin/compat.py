@@ -22,7 +22,7 @@ class Gone:
 
     old: str
     new: str
-    """What to load in its place (see `_targets`); empty for a module that has only the names listed."""
+    """What to load in its place (see `targets`); empty for a module that has only the names listed."""
     since: str
     """The first release without it; empty when no release had it and other documents use it."""
     use: str = ""

@@ -1,6 +1,6 @@
 """Type stubs that let type checkers and editors see jax's names under `capibara.jax`.
 
-At run time the modules come from `_alias`; tools that read files need files. Write them anew with
+At run time the modules come from `alias`; tools that read files need files. Write them anew with
 `python -m capibara.dropin.stubs` after changing the list.
 """
 

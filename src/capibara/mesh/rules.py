@@ -1,4 +1,4 @@
-"""Constraints and layouts written with logical axis names; `active_rules` has the table that places them."""
+"""Constraints and layouts written with logical axis names; `capibara.axes` has the table that places them."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _plan(n: int, asked: tuple[int, ...] | None) -> Plan:
         return Plan(n, natural, padded)
     if any(radix < 1 or radix > LARGEST_RADIX for radix in asked):
         fix = f"use radices like {natural}, or leave them out"
-        raise rule_error(f"A radix is from 1 to {LARGEST_RADIX}", f"factors={asked}", fix)
+        raise rule_error(f"A radix is from 1 to {LARGEST_RADIX}", f"radix_factors={asked}", fix)
     used, unused = _taken(padded or n, asked)
     left = (padded or n) // math.prod(used)
     rest = _radices(left) if left > 1 or not used else ()
