@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import threading
@@ -127,6 +128,18 @@ def test_an_op_from_outside_goes_by_its_authors_rank() -> None:
     op.implement(Implementation("xla", lambda x: x, rank=lambda call: 1))
     op.implement(Implementation("kernel", lambda x: x, platforms=("tpu",), kernel=True, rank=lambda call: 2))
     assert explain(op, ROWS).implementation == "kernel"
+
+
+def test_an_implementation_from_outside_of_our_op_goes_by_its_authors_rank() -> None:
+    norm = lookup("norm")
+    theirs = functools.partial(lambda *arrays, scale, **params: arrays[0], scale=1.0)
+    norm.implement(Implementation("theirs", theirs, platforms=("tpu",), kernel=True, rank=lambda call: 1e9))
+    try:
+        assert _runs() == "theirs"
+    finally:
+        del norm.implementations["theirs"]
+        norm.runners.clear()
+    assert _runs() == "xla"
 
 
 @pytest.mark.quick

@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
@@ -180,8 +180,8 @@ def of(call: Call, implementation: Implementation) -> Evidence:
         return Evidence("measured", None, "ranked by runs")
     rows = _table(tables.slug(call.target.device_kind)).get((call.op.name, implementation.name), ())
     if not rows:
-        if not call.op.reference.__module__.startswith("capibara."):
-            return Evidence("measured", None, "ranked by the op's own author")
+        if not (_ours(call.op.reference) and _ours(implementation.fn)):
+            return Evidence("measured", None, "ranked by its own author")
         return Evidence("untimed", None, "neither run nor compared with XLA's form for this chip")
     beyond = implementation.beyond_evidence(call)
     if beyond is not None:
@@ -190,6 +190,12 @@ def of(call: Call, implementation: Implementation) -> Evidence:
     gain = near.gain if far <= _FAR else min(row.gain for row in rows)
     which = f"as compiled for {' '.join(near.operands)}" if far <= _FAR else f"the least of {len(rows)} compiled cases"
     return Evidence("predicted", gain, f"{which}; not run")
+
+
+def _ours(fn: Callable[..., Any]) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__module__", "").startswith("capibara.")
 
 
 @dataclasses.dataclass(frozen=True)
