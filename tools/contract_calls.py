@@ -585,11 +585,11 @@ def kernel_benchmark() -> None:
         assert {"throughput", "latency_ms", "memory_efficiency"} <= set(figures)
 
 
-@shows("", ":VQbitLayer", ":VQbitLayer.__call__", of="capibara.models.vqbit.layer")
+@shows("", ":VQbitLayer", ":VQbitLayer.__call__", of="capibara.vq.vqbit.vqbit_layer")
 def quantizer_layer() -> None:
     import capibara.jax as jax
-    import capibara.models.vqbit.layer
-    from capibara.models.vqbit.layer import VQbitLayer
+    import capibara.vq.vqbit.vqbit_layer
+    from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
     vqbit = VQbitLayer(codebook_size=64, embedding_dim=768, use_jax_native=True, use_tpu_optimizations=True)
 
@@ -601,7 +601,7 @@ def quantizer_layer() -> None:
     quantized, metrics = jax.jit(forward)(x)
     assert quantized.shape == x.shape
     assert "perplexity" in metrics
-    assert capibara.models.vqbit.layer.VQbitLayer is VQbitLayer
+    assert capibara.vq.vqbit.vqbit_layer.VQbitLayer is VQbitLayer
     assert vqbit(x=x)[1].shape == (1, 4)
 
 

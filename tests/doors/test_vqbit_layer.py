@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from capibara.kernels import target
 from capibara.kernels.core.dispatch import recording
-from capibara.models.vqbit.layer import VQbitLayer
 from capibara.vq.vqbit import VQbitState
+from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
 METRICS = {
     "perplexity", "usage", "commitment_loss", "codebook_loss", "loss", "dead_codes", "revived", "invalid_rows",
