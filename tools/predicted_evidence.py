@@ -46,9 +46,8 @@ def predicted(row: dict[str, Any], chip: hardware.Chip) -> dict[str, Any] | None
     cost = op.cost(call)
     matrix = cost.matrix_flops / chip.peak_flops(cost.dtype) if cost.matrix_flops else 0.0
     loops = max(1.0, cost.matrix_flops / max(xla.get("flops") or 0.0, 1.0)) if cost.matrix_flops else 1.0
-    moved = (
-        min(ours["hbm_argument_bytes"], cost.bytes) + ours["hbm_output_bytes"] + 2 * (ours.get("hbm_temp_bytes") or 0)
-    )
+    temporaries = 2 * (ours.get("hbm_temp_bytes") or 0)
+    moved = min(ours["hbm_argument_bytes"], cost.bytes) + ours["hbm_output_bytes"] + temporaries
     moved = max(moved, ours.get("bytes_accessed") or 0.0)
     cycles = (row["grid_steps"] or 0) * (row["bundles_a_step"] or 0) if chip.clock_hz else 0
     schedule = cycles / (chip.clock_hz or 1.0) / chip.cores_per_chip
