@@ -98,14 +98,14 @@ class TPUv4Kernels(LayerKernels, Figures):
 
     def optimized_matmul(
         self,
-        a: Float[Array, "*B M K"],
-        b: Float[Array, "*B K N"],
+        a: Float[Array, "*#B rows_a columns_a"],
+        b: Float[Array, "*#B rows_b columns_b"],
         transpose_a: bool = False,
         transpose_b: bool = False,
         precision: str | None = None,
         algorithm: str = "tpu_optimized",
         **epilogue: Any,
-    ) -> Float[Array, "*B M N"]:
+    ) -> Float[Array, "*#B M N"]:
         """`a @ b`, of which `transpose_a` and `transpose_b` take the last two axes the other way round.
 
         Args:
