@@ -241,6 +241,8 @@ _OPERAND = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def _distance(left: Sequence[str], right: Sequence[str]) -> float:
+    if len(left) != len(right):  # compiled before the op had one of its operands
+        return math.inf
     total = 0.0
     for one, other in zip(left, right, strict=True):
         if one == other:
