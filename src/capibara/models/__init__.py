@@ -1,4 +1,4 @@
-"""The decoder, the presets that shape it, and the vector-quantizing layer.
+"""The decoder and its blocks, the presets that shape it, tokenizers, weights in and out, the vector-quantizing layer.
 
 Importing this package does not import jax.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from capibara._exports import exports
 
 if TYPE_CHECKING:
+    from capibara.models.config import ModularModelConfig as ModularModelConfig
     from capibara.models.preset import Preset as Preset
     from capibara.models.preset import load_preset as load_preset
     from capibara.models.preset import preset_names as preset_names
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = exports(
     __name__,
     {
+        "config": "ModularModelConfig",
         "preset": "Preset load_preset preset_names",
         "vqbit.layer": "VQbitLayer",
         "vqbit.state": "VQbitState",

@@ -1,108 +1,289 @@
-"""The decoder that a preset describes: a Llama shape in plain JAX, as the loss that a training step is built around.
+"""The one decoder: what a `ModularModelConfig` describes, as plain functions of pytrees of parameters.
 
-Weights are float32, products bfloat16 with float32 sums, layers are one scan. Arrays are named by logical axes, so that
-a layout's rules put them on a mesh.
+`weights` declares every parameter; `shapes`, `axes` and `init` come from it. `hidden_states`, `logits` and `loss` run
+it, `prefill` and `decode` go on from a cache. The layers of a pattern are one body that a scan repeats, with their
+parameters stacked; activations are named by logical axes, so that a layout's rules put them on a mesh.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels.ops.attention import attention
+from capibara.errors import rule_error
+from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
+from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
+from capibara.models.blocks import spec
+from capibara.models.blocks.spec import Sequences, Weight
 
 if TYPE_CHECKING:
-    from capibara.models.preset import Preset
+    from capibara.models.config import ModularModelConfig
 
-__all__ = ["batch_shapes", "make_loss", "param_shapes"]
+__all__ = [
+    "axes",
+    "batch_shapes",
+    "decode",
+    "hidden_states",
+    "init",
+    "logits",
+    "loss",
+    "make_loss",
+    "new_cache",
+    "param_shapes",
+    "weights",
+]
 
-ROPE_BASE = 10000.0
-EPSILON = 1e-5
-_NORMS = ("before_attention", "before_mlp")
+IGNORED = -100
+_RESIDUAL = ("batch", "sequence", None)
 
 
-def param_shapes(preset: Preset) -> dict[str, Any]:
-    """Every weight's shape; a layer's weights are stacked along a leading axis."""
-    wide, heads, kv, ffn, each = preset.hidden, preset.heads, preset.kv_heads, preset.ffn, preset.head_dim
-    layer = {
-        "before_attention": (wide,),
-        "query": (wide, heads, each),
-        "key": (wide, kv, each),
-        "value": (wide, kv, each),
-        "out": (heads, each, wide),
-        "before_mlp": (wide,),
-        "gate": (wide, ffn),
-        "up": (wide, ffn),
-        "down": (ffn, wide),
+def _norm_weights(model: ModularModelConfig) -> dict[str, Weight]:
+    scale = {"scale": Weight((model.hidden,), (None,), "ones")}
+    return scale | ({"bias": Weight((model.hidden,), (None,), "zeros")} if model.norm == "layer" else {})
+
+
+def weights(model: ModularModelConfig) -> dict[str, Any]:
+    """Every parameter, as a tree of `Weight`; those of a layer of the pattern are stacked over its repeats.
+
+    `layers` is a list with an entry for each layer of the pattern: block name -> its weights, with its norm's.
+    """
+
+    def layer(names: tuple[str, ...]) -> dict[str, Any]:
+        of_blocks = {
+            _slot(names, number): {**model.blocks[name].weights(model), "norm_": _norm_weights(model)}
+            for number, name in enumerate(names)
+        }
+        return jax.tree.map(lambda w: w.stacked(model.repeats), of_blocks, is_leaf=lambda w: isinstance(w, Weight))
+
+    tree: dict[str, Any] = {
+        # Read row by row and not as a product: a row's numbers start at one, or less where the table is the head too.
+        "embed": Weight((model.vocab, model.hidden), ("vocab", None), fan_in=model.hidden if model.tied else 1),
+        "layers": [layer(names) for names in model.period],
+        "norm": _norm_weights(model),
     }
-
-    def weight(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    return {
-        "embed": weight(preset.vocab, wide),
-        "layers": {name: weight(preset.layers, *shape) for name, shape in layer.items()},
-        "norm": weight(wide),
-        "unembed": weight(wide, preset.vocab),
-    }
+    if not model.tied:
+        tree["head"] = Weight((model.hidden, model.vocab), (None, "vocab"))
+    return tree
 
 
-def batch_shapes(preset: Preset) -> dict[str, Any]:
-    ids = jax.ShapeDtypeStruct((preset.batch, preset.sequence), jnp.int32)
-    return {"inputs": ids, "targets": ids}
+def _slot(names: tuple[str, ...], number: int) -> str:
+    """A block's key in its layer: its name, with a number where it comes twice."""
+    name = names[number]
+    return name if names.count(name) == 1 else f"{name}_{names[:number].count(name)}"
 
 
-def make_loss(preset: Preset) -> Any:
-    """`loss(params, batch)`: the mean cross-entropy of the next token."""
-
-    def loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
-        x = params["embed"].astype(jnp.bfloat16)[batch["inputs"]]
-        x = with_sharding_constraint(x, ("batch", "sequence", None))
-        x, _ = jax.lax.scan(lambda carry, w: (_layer(preset, carry, w), None), x, params["layers"])
-        x = _norm(x, params["norm"])
-        scores = jnp.einsum("bth,hv->btv", x, params["unembed"].astype(x.dtype), preferred_element_type=jnp.float32)
-        scores = with_sharding_constraint(scores, ("batch", "sequence", "vocab"))
-        chosen = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - chosen)
-
-    return loss
+def param_shapes(model: ModularModelConfig, dtype: Any = jnp.float32) -> Any:
+    """Every parameter's shape and type."""
+    return spec.shapes(weights(model), dtype)
 
 
-def _layer(preset: Preset, x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    w = {name: one if name in _NORMS else one.astype(x.dtype) for name, one in weights.items()}
-    heads = ("batch", "sequence", "heads", None)
+def axes(model: ModularModelConfig) -> Any:
+    """Every parameter's logical axes."""
+    return spec.logical_axes(weights(model))
 
-    y = _norm(x, w["before_attention"])
-    q, k, v = (
-        with_sharding_constraint(jnp.einsum("bth,hnd->btnd", y, w[name]), heads) for name in ("query", "key", "value")
-    )
-    q, k = _rotated(q), _rotated(k)
-    if preset.attention == "fused":
-        mixed = attention(q, k, v, causal=True)
+
+def init(model: ModularModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Any:
+    """Parameters to start from."""
+    return spec.initial(weights(model), key, dtype)
+
+
+def batch_shapes(batch: int, length: int, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a training batch; packed ones have segments and positions too."""
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    names = ("inputs", "targets", *(("segment_ids", "positions") if packed else ()))
+    return dict.fromkeys(names, ids)
+
+
+def _norm(model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    if model.norm == "layer":
+        return layer_norm(x, params["scale"], params["bias"], eps=model.norm_eps)
+    return rms_norm(x, params["scale"], eps=model.norm_eps)
+
+
+def _embedded(model: ModularModelConfig, params: Any, inputs: jax.Array, dtype: Any) -> jax.Array:
+    if jnp.issubdtype(inputs.dtype, jnp.floating):
+        if inputs.ndim != 3 or inputs.shape[-1] != model.hidden:
+            raise rule_error(
+                f"Embeddings are [batch, length, {model.hidden}]", list(inputs.shape), "pass token ids or embeddings"
+            )
+        x = inputs.astype(dtype)
     else:
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + jnp.einsum("btnd,ndh->bth", with_sharding_constraint(mixed, heads), w["out"])
-    x = with_sharding_constraint(x, ("batch", "sequence", None))
-
-    y = _norm(x, w["before_mlp"])
-    inner = with_sharding_constraint(jax.nn.silu(y @ w["gate"]) * (y @ w["up"]), ("batch", "sequence", "mlp"))
-    return with_sharding_constraint(x + inner @ w["down"], ("batch", "sequence", None))
-
-
-def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON)
-    return (wide * scale * weight).astype(x.dtype)
+        if inputs.ndim != 2:
+            raise rule_error("Token ids are [batch, length]", list(inputs.shape), "add a batch axis: ids[None]")
+        x = params["embed"].astype(dtype)[inputs]
+        if model.embed_scale != 1:
+            x = x * jnp.asarray(model.embed_scale, dtype)
+    return with_sharding_constraint(x, _RESIDUAL)
 
 
-def _rotated(x: jax.Array) -> jax.Array:
-    """Rotary positions; the two halves of a head are one pair of coordinates, and angles are float32."""
-    half = x.shape[-1] // 2
-    frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = (jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def _layers(
+    model: ModularModelConfig, params: Any, x: jax.Array, sequences: Sequences
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """One pass over the pattern: (x, the blocks' own losses, their metrics)."""
+    extra = jnp.float32(0)
+    metrics: dict[str, list[jax.Array]] = {}
+    for names, layer in zip(model.period, params, strict=True):
+        for number, name in enumerate(names):
+            own = dict(layer[_slot(names, number)])
+            y = _norm(model, own.pop("norm_"), x)
+            out = model.blocks[name](model, own, y, sequences)
+            x = with_sharding_constraint(x + out.value, _RESIDUAL)
+            if out.loss is not None:
+                extra = extra + out.loss
+            for key, value in (out.metrics or {}).items():
+                metrics.setdefault(key, []).append(value)
+    return x, extra, {key: jnp.stack(values) for key, values in metrics.items()}
+
+
+def hidden_states(
+    model: ModularModelConfig,
+    params: Any,
+    inputs: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    key: jax.Array | None = None,
+    dtype: Any = jnp.bfloat16,
+    unroll: int | bool = 1,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Token ids [batch, length], or embeddings, to what the head reads: (x, the blocks' losses, metrics a layer).
+
+    `unroll` is how many repeats of the pattern are written out in the loop's body, True for all: then there is no loop.
+    """
+    x = _embedded(model, params, inputs, dtype)
+    sequences = Sequences(positions, segment_ids, key)
+    # A loss and metrics are carried only where a block has them, so that a plain decoder's scan carries x alone.
+    plain = not any(block_has_losses(model, name) for layer in model.period for name in layer)
+
+    def body(x: jax.Array, layers_and_number: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        layers, number = layers_and_number
+        own = sequences
+        if key is not None:
+            own = Sequences(positions, segment_ids, jax.random.fold_in(key, number))
+        x, extra, metrics = _layers(model, layers, x, own)
+        return x, None if plain else (extra, metrics)
+
+    numbers = None if key is None else jnp.arange(model.repeats)
+    x, beside = jax.lax.scan(body, x, (params["layers"], numbers), unroll=unroll, length=model.repeats)
+    x = _norm(model, params["norm"], x)
+    if beside is None:
+        return x, jnp.float32(0), {}
+    extra, metrics = beside
+    return x, extra.sum(), {name: value.reshape(-1, *value.shape[2:]) for name, value in metrics.items()}
+
+
+def block_has_losses(model: ModularModelConfig, name: str) -> bool:
+    from capibara.models.blocks import Moe, Vq
+
+    return isinstance(model.blocks[name], Moe | Vq)
+
+
+def _head(model: ModularModelConfig, params: Any, dtype: Any) -> jax.Array:
+    return params["embed"].astype(dtype).T if model.tied else params["head"].astype(dtype)
+
+
+def logits(model: ModularModelConfig, params: Any, x: jax.Array) -> jax.Array:
+    """What the head makes of hidden states: float32 [..., vocab]."""
+    scores = jnp.einsum("...h,hv->...v", x, _head(model, params, x.dtype), preferred_element_type=jnp.float32)
+    if model.softcap is not None:
+        scores = model.softcap * jnp.tanh(scores / model.softcap)
+    return with_sharding_constraint(scores, ("batch", "sequence", "vocab")) if scores.ndim == 3 else scores
+
+
+def loss(
+    model: ModularModelConfig,
+    params: Any,
+    batch: Mapping[str, jax.Array],
+    *,
+    z_loss: float = 0.0,
+    key: jax.Array | None = None,
+    dtype: Any = jnp.bfloat16,
+    unroll: int | bool = 1,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(what is minimised, metrics): the mean cross-entropy of the next token, and what blocks add to it.
+
+    `batch` has "inputs" and "targets", and where they count "segment_ids", "positions" and "mask" (a target whose mask
+    is 0, or whose segment is 0, has no loss). The metric "loss" is the cross-entropy alone, in nats a token.
+    """
+    x, extra, metrics = hidden_states(
+        model,
+        params,
+        batch["inputs"],
+        positions=batch.get("positions"),
+        segment_ids=batch.get("segment_ids"),
+        key=key,
+        dtype=dtype,
+        unroll=unroll,
+    )
+    targets = batch["targets"]
+    if "mask" in batch:
+        targets = jnp.where(batch["mask"] != 0, targets, IGNORED)
+    if "segment_ids" in batch:
+        targets = jnp.where(batch["segment_ids"] != 0, targets, IGNORED)
+    entropy = cross_entropy(
+        x, _head(model, params, x.dtype), targets, z_loss=z_loss, softcap=model.softcap, ignore_index=IGNORED
+    )
+    return entropy + extra, {"loss": entropy, **metrics}
+
+
+def make_loss(model: ModularModelConfig, **options: Any) -> Callable[[Any, Any], jax.Array]:
+    """`loss(params, batch)` of one number, as planners take it."""
+
+    def only_loss(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return loss(model, params, batch, **options)[0]
+
+    return only_loss
+
+
+def new_cache(model: ModularModelConfig, batch: int, length: int, dtype: Any = jnp.bfloat16) -> list[Any]:
+    """Nothing of the past yet, for so many rows of at most so many tokens."""
+
+    def stacked(leaf: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(leaf, (model.repeats, *leaf.shape))
+
+    return [
+        {
+            _slot(names, number): jax.tree.map(stacked, model.blocks[name].new_cache(model, batch, length, dtype))
+            for number, name in enumerate(names)
+        }
+        for names in model.period
+    ]
+
+
+def decode(
+    model: ModularModelConfig,
+    params: Any,
+    inputs: jax.Array,
+    cache: list[Any],
+    start: jax.Array,
+    lengths: jax.Array,
+    *,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[jax.Array, list[Any]]:
+    """The next tokens [batch, new] after `start` [batch] are in the cache: (hidden states, the cache then).
+
+    Of the new tokens of a row the first `lengths` are there; the rest is padding. The first call, with `start` 0, is
+    the prompt's.
+    """
+    x = _embedded(model, params, inputs, dtype)
+
+    def body(x: jax.Array, layers_and_caches: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        layers, caches = layers_and_caches
+        after = []
+        for names, layer, kept in zip(model.period, layers, caches, strict=True):
+            slots = {}
+            for number, name in enumerate(names):
+                slot = _slot(names, number)
+                own = dict(layer[slot])
+                y = _norm(model, own.pop("norm_"), x)
+                out, slots[slot] = model.blocks[name].decode(model, own, y, kept[slot], start, lengths)
+                x = x + out
+            after.append(slots)
+        return x, after
+
+    x, cache = jax.lax.scan(body, x, (params["layers"], cache))
+    return _norm(model, params["norm"], x), cache

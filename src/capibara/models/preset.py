@@ -1,122 +1,253 @@
-"""Presets: a model's shape and its batch, in a few lines of TOML."""
+"""Presets: a model, and how it is trained, in one TOML file that `plan`, `train`, `generate` and `serve` read.
+
+Sections: `[model]` and its blocks, `[tpu]`, `[train]`, `[optimizer]`, `[mesh]`, and those that their own rooms check:
+`[data]`, `[checkpoint]`, `[log]`, `[lora]`. A file may build on another, by name or path: `base = "small"`. What counts
+is, from the strongest: overrides ("train.steps=100"), the environment (`CAPIBARA__TRAIN__STEPS=100`), the file, its
+base.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import tomllib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from capibara import toml_tables
 from capibara.errors import rule_error, unknown_name
+from capibara.models.config import ModularModelConfig, TpuSettings
+from capibara.toml_tables import Table
 
-__all__ = ["FOLDER", "Preset", "load_preset", "preset_names"]
+__all__ = [
+    "FOLDER",
+    "MeshSettings",
+    "OptimizerSettings",
+    "Preset",
+    "TrainSettings",
+    "load_preset",
+    "load_table",
+    "preset_names",
+]
 
 FOLDER = Path(__file__).parents[1] / "config" / "configs_toml"
-ATTENTION = ("fused", "plain")
-_WHOLE = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "batch", "sequence")
+PRECISIONS = ("mixed", "bfloat16", "float32")
+REMAT = ("auto", "none", "dots", "full")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+_SECTIONS = ("model", "tpu", "train", "optimizer", "mesh", "data", "checkpoint", "log", "lora", "scaling")
+_ENVIRONMENT = "CAPIBARA__"
+_MOST_BASES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """The shape of a decoder and of a step of its training."""
+@dataclass(frozen=True)
+class TrainSettings:
+    """One run of training."""
 
-    hidden: int
-    layers: int
-    heads: int
-    ffn: int
-    vocab: int = 32000
-    kv_heads: int = 0
-    """Heads of keys and values; as many as there are heads when 0."""
-    batch: int = 8
+    steps: int = 1000
+    batch_size: int = 8
     """Sequences of one step, over all chips."""
-    sequence: int = 2048
-    optimizer: str = "adamw"
-    attention: str = "fused"
-    """ "fused" is `capibara.kernels.attention`; "plain" builds the table of scores."""
-    name: str = ""
+    sequence_length: int = 2048
+    seed: int = 0
+    precision: str = "mixed"
+    """ "mixed": products in bfloat16 on float32 weights. "bfloat16": weights and moments too, rounded by chance so
+    that small changes add up. "float32"."""
+    accumulate: int = 0
+    """Microbatches of a step, one after another; 0 lets the planner choose."""
+    remat: str = "auto"
+    """What the backward pass computes again: "auto" lets the planner choose."""
+    unroll: int = 0
+    """Repeats of the pattern written out in the loop's body: 0 chooses by platform, -1 writes all of them out."""
+    z_loss: float = 0.0
+    checkpoint_every: int = 1000
+    eval_every: int = 0
+    """Steps between evaluations on the held-out part; 0 evaluates at the end alone."""
+    eval_batches: int = 16
+    skip_nonfinite: int = 10
+    """Steps in a row whose loss or gradient is not finite that are skipped before training stops."""
+    deterministic: bool = False
+    """The same bits run to run on a GPU too, at some cost."""
 
     def __post_init__(self) -> None:
-        if self.kv_heads == 0:
-            object.__setattr__(self, "kv_heads", self.heads)
-        for key in _WHOLE:
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise rule_error(
-                    f"{key} of a preset is a whole number from 1 up", repr(value), f"use {key} = 1 or more"
-                )
-        for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise rule_error(
-                    f"{part} must divide {whole}",
-                    f"{whole} = {getattr(self, whole)}, {part} = {getattr(self, part)}",
-                    f"use {part} = {_nearest_divisor(getattr(self, whole), getattr(self, part))}",
-                )
-        if self.head_dim % 2:
+        for name, least in {
+            "steps": 1, "batch_size": 1, "sequence_length": 1, "seed": 0, "accumulate": 0, "checkpoint_every": 0,
+            "eval_every": 0, "eval_batches": 1, "skip_nonfinite": 0, "unroll": -1,
+        }.items():  # fmt: skip
+            if getattr(self, name) < least:
+                raise rule_error(f"train.{name} is {least} or more", getattr(self, name), f"use {name} = {least}")
+        if self.precision not in PRECISIONS:
+            raise unknown_name("train.precision", self.precision, PRECISIONS)
+        if self.remat not in REMAT:
+            raise unknown_name("train.remat", self.remat, REMAT)
+        if self.accumulate and self.batch_size % self.accumulate:
             raise rule_error(
-                "A head is an even number wide, for its rotary pairs",
-                f"hidden {self.hidden} over {self.heads} heads is {self.head_dim}",
-                "change hidden or heads",
+                "train.accumulate divides train.batch_size",
+                f"{self.accumulate} and {self.batch_size}",
+                "use one of " + ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0),
             )
-        if self.attention not in ATTENTION:
-            raise unknown_name("attention of a preset", self.attention, ATTENTION)
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
 
     @property
     def tokens(self) -> int:
         """Of one step."""
-        return self.batch * self.sequence
+        return self.batch_size * self.sequence_length
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """What turns gradients into changes."""
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    schedule: str = "cosine"
+    """After the warm-up: down to `final` of the rate by a cosine, by a line, not at all, or by a line over the last
+    fifth ("wsd")."""
+    warmup_steps: int = 100
+    final: float = 0.1
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0
+    """The largest norm of all gradients together; 0 clips nothing."""
+
+    def __post_init__(self) -> None:
+        from capibara.parallel.optimizers import OPTIMIZERS
+
+        if self.name not in OPTIMIZERS:
+            raise unknown_name("optimizer", self.name, OPTIMIZERS)
+        if self.schedule not in SCHEDULES:
+            raise unknown_name("optimizer.schedule", self.schedule, SCHEDULES)
+        for name in ("learning_rate", "eps"):
+            if not getattr(self, name) > 0:
+                raise rule_error(f"optimizer.{name} is above 0", getattr(self, name), f"use {name} = 3e-4")
+        for name in ("warmup_steps", "weight_decay", "clip", "final"):
+            if getattr(self, name) < 0:
+                raise rule_error(f"optimizer.{name} is 0 or more", getattr(self, name), f"use {name} = 0")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise rule_error(f"optimizer.{name} is from 0 to below 1", getattr(self, name), f"use {name} = 0.9")
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """Sizes of the mesh's axes. With all at 0 the planner chooses them for the devices that are there."""
+
+    data: int = 0
+    model: int = 0
+    pipeline: int = 0
+    expert: int = 0
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < 0:
+                raise rule_error(f"mesh.{name} is 0 or more", getattr(self, name), f"use mesh.{name} = 1")
 
     @property
-    def parameters(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
-        return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
+    def axes(self) -> dict[str, int] | None:
+        """The axes that were named, of one where they are 0; None where none was."""
+        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if not any(sizes.values()):
+            return None
+        return {name: size for name, size in sizes.items() if size} | {
+            name: 1 for name in ("data", "model") if not sizes[name]
+        }
 
 
-def _nearest_divisor(whole: int, wanted: int) -> int:
-    divisors = [number for number in range(1, whole + 1) if whole % number == 0]
-    return min(divisors, key=lambda number: (abs(number - wanted), number))
+@dataclass(frozen=True)
+class Preset:
+    """A whole file."""
+
+    model: ModularModelConfig
+    train: TrainSettings = field(default_factory=TrainSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    table: Table = field(default_factory=lambda: Table({}), repr=False, compare=False)
+    """All sections as they were read, for the rooms that check theirs."""
+    name: str = ""
 
 
 def preset_names() -> list[str]:
-    """The presets that ship with the package."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    """The presets that ship with the package; those in a folder as "folder/name"."""
+    return sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.toml"))
 
 
-def load_preset(name_or_path: str | Path, **overrides: Any) -> Preset:
-    """A shipped preset by its name, or a TOML file by its path; `overrides` that are not None replace its keys.
+def _file_of(name_or_path: str | Path) -> Path:
+    text = str(name_or_path)
+    if text in preset_names():
+        return FOLDER / f"{text}.toml"
+    file = Path(text)
+    if file.is_file():
+        return file
+    # The documents write a shipped preset by its path in the package: that works from any directory.
+    _, marker, inside = text.replace("\\", "/").rpartition("configs_toml/")
+    if marker and (FOLDER / inside).is_file():
+        return FOLDER / inside
+    if not file.suffix:
+        raise unknown_name("preset", text, preset_names())
+    raise rule_error(
+        "A preset is a TOML file or a shipped name",
+        f"{text!r}, which is not there",
+        f"name a file, or one of {', '.join(preset_names())}",
+    )
+
+
+def load_table(
+    name_or_path: str | Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> Table:
+    """The sections of a preset or file over those of its bases, with the environment's and the overrides on top."""
+    file = _file_of(name_or_path)
+    table = Table({})
+    for _ in range(_MOST_BASES):
+        read = toml_tables.read(file)
+        base = read.values.pop("base", None)
+        table = table.over(read)
+        if base is None:
+            break
+        beside = file.parent / str(base)
+        file = _file_of(beside if beside.suffix and beside.is_file() else str(base))
+    else:
+        raise rule_error(f"A file has at most {_MOST_BASES} bases", f"more, the last {file}", "look for a circle")
+    for name, value in sorted((os.environ if environment is None else environment).items()):
+        if name.startswith(_ENVIRONMENT):
+            key = name.removeprefix(_ENVIRONMENT).lower().replace("__", ".")
+            table = toml_tables.set_key(table, *toml_tables.parse_override(f"{key}={value}"), f"${name}")
+    for text in overrides:
+        table = toml_tables.set_key(table, *toml_tables.parse_override(text), f"--set {text}")
+    for section in table.values:
+        if section not in _SECTIONS:
+            where = table.places.get(section)
+            raise unknown_name(f"section{f' at {where}' if where else ''}", section, _SECTIONS)
+    return table
+
+
+def load_preset(
+    name_or_path: str | Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> Preset:
+    """A shipped preset by its name, or a TOML file by its path, with overrides ("train.batch_size=16").
 
     Examples:
-        >>> load_preset("llama-7b").parameters
+        >>> load_preset("llama-7b").model.parameters
         6738415616
-        >>> load_preset("llama-7b", batch=16).tokens
+        >>> load_preset("llama-7b", ["train.batch_size=16"]).train.tokens
         32768
     """
-    text = str(name_or_path)
-    file = Path(text)
-    if not file.suffix:
-        if text not in preset_names():
-            raise unknown_name("preset", text, preset_names())
-        file = FOLDER / f"{text}.toml"
-    elif not file.is_file():
-        raise rule_error(
-            "A preset is a TOML file or a shipped name",
-            f"{text!r}, which is not there",
-            f"name a file, or one of {', '.join(preset_names())}",
-        )
-    try:
-        keys = tomllib.loads(file.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise rule_error("A preset is TOML", f"{file}: {error}", "mend that line") from error
-    keys |= {key: value for key, value in overrides.items() if value is not None}
-    known = {field.name: field for field in dataclasses.fields(Preset)}
-    for key in keys:
-        if key not in known:
-            raise unknown_name(f"key of preset {file.name}", key, known)
-    missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in keys]
-    if missing:
-        raise rule_error(f"A preset names {', '.join(missing)}", f"{file} without", f"add {missing[0]} = ...")
-    return Preset(**{"name": file.stem, **keys})
+    table = load_table(name_or_path, overrides, environment)
+    return preset_of(
+        table, _file_of(name_or_path).stem if str(name_or_path) not in preset_names() else str(name_or_path)
+    )
+
+
+def preset_of(table: Table, name: str = "") -> Preset:
+    """The preset that a table describes."""
+    if "model" not in table.values:
+        raise rule_error("A preset has a [model]", "none", 'add [model], or build on a preset: base = "small"')
+    tpu = toml_tables.build(TpuSettings, table, "tpu") if "tpu" in table.values else None
+    named = {"name": name, **table.values["model"]} | ({} if tpu is None else {"tpu": tpu})
+    model = toml_tables.build(ModularModelConfig, Table({**table.values, "model": named}, table.places), "model")
+    return Preset(
+        model,
+        toml_tables.build(TrainSettings, table, "train"),
+        toml_tables.build(OptimizerSettings, table, "optimizer"),
+        toml_tables.build(MeshSettings, table, "mesh"),
+        table,
+        model.name,
+    )

@@ -1,4 +1,8 @@
-"""The optimizers that a planned training step can have: what they keep for each parameter is most of the memory."""
+"""Optimizers by name: what they keep for each parameter is most of a training step's memory.
+
+A plan takes `optimizer_named`, whose numbers do not matter; a trainer takes `make_optimizer`, optax's with a schedule
+and clipping.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
 
-__all__ = ["OPTIMIZERS", "optimizer_named"]
+__all__ = ["OPTIMIZERS", "make_optimizer", "optimizer_named", "schedule_named"]
 
 Init = Callable[[Any], Any]
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -62,7 +66,111 @@ def _like_optax(optimizer: Any) -> tuple[Init, Update]:
     return optimizer.init, update
 
 
-OPTIMIZERS: dict[str, Callable[[bool], tuple[Init, Update]]] = {"adamw": _adamw, "sgd": _sgd}
+def _of_optax(name: str) -> Callable[[bool], tuple[Init, Update]]:
+    def planned(mixed: bool) -> tuple[Init, Update]:
+        del mixed  # optax keeps what it keeps in the gradients' type
+        return _like_optax(make_optimizer(name, _RATE, b1=_B1, b2=_B2, eps=_EPSILON, weight_decay=_DECAY))
+
+    return planned
+
+
+OPTIMIZERS: dict[str, Callable[[bool], tuple[Init, Update]]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    **{name: _of_optax(name) for name in ("adafactor", "lion", "muon")},
+}
+
+
+def make_optimizer(
+    name: str,
+    learning_rate: Any,
+    *,
+    b1: float = _B1,
+    b2: float = _B2,
+    eps: float = _EPSILON,
+    weight_decay: float = 0.0,
+    clip: float = 0.0,
+) -> Any:
+    """optax's optimizer of this name; `learning_rate` is a number or a schedule of the step.
+
+    Weight decay is taken off weights of two dimensions and more a layer, not off norms and biases. With `clip` the
+    gradients' global norm is at most that.
+    """
+    import optax
+
+    def is_matrix(params: Any) -> Any:
+        # A scan's weights are stacked on a leading axis, so a norm's scale has two dimensions there.
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: p.ndim - any(getattr(key, "key", None) == "layers" for key in path) > 1, params
+        )
+
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
+    if name == "adamw":
+        made = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=is_matrix)
+    elif name == "lion":
+        made = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=is_matrix)
+    elif name == "adafactor":
+        made = optax.adafactor(learning_rate, weight_decay_rate=weight_decay or None, weight_decay_mask=is_matrix)
+    elif name == "muon":
+        made = optax.contrib.muon(
+            learning_rate, adam_b1=b1, adam_b2=b2, weight_decay=weight_decay, weight_decay_mask=is_matrix,
+            muon_weight_dimension_numbers=_muon_dimensions,
+        )  # fmt: skip
+    else:
+        made = optax.chain(optax.add_decayed_weights(weight_decay, is_matrix), optax.sgd(learning_rate, momentum=b1))
+    return optax.chain(optax.clip_by_global_norm(clip), made) if clip else made
+
+
+def _muon_dimensions(params: Any) -> Any:
+    """Which dimensions of a weight Muon orthogonalises: a layer's matrices, apart from embedding and head.
+
+    A weight of three dimensions a layer is heads in or out: the two of the heads are one side of the matrix.
+    """
+    from optax.contrib import MuonDimensionNumbers
+
+    def of(path: Any, p: Any) -> Any:
+        names = [getattr(key, "key", None) for key in path]
+        if "layers" not in names or p.ndim < 3:
+            return None
+        if p.ndim == 3:
+            return MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        if names[-1] == "out":
+            return MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=3)
+        if names[-1] in ("query", "key", "value"):
+            return MuonDimensionNumbers(reduction_axis=1, output_axis=(2, 3))
+        return MuonDimensionNumbers(reduction_axis=2, output_axis=3)  # a stack of experts
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def schedule_named(name: str, learning_rate: float, *, steps: int, warmup_steps: int = 0, final: float = 0.0) -> Any:
+    """The rate as a function of the step: up by a line over `warmup_steps`, then as the name says down to `final` of
+    it at `steps`.
+
+    >>> rate = schedule_named("linear", 1.0, steps=10, warmup_steps=2)
+    >>> [round(float(rate(step)), 3) for step in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if name not in ("cosine", "linear", "constant", "wsd"):
+        raise unknown_name("schedule", name, ("cosine", "linear", "constant", "wsd"))
+    warmup, rest = min(warmup_steps, steps), max(1, steps - warmup_steps)
+
+    def rate(step: Any) -> Any:
+        step = jnp.asarray(step, jnp.float32)
+        up = jnp.minimum(1.0, (step + 1) / max(1, warmup))
+        gone = jnp.clip((step - warmup) / rest, 0.0, 1.0)
+        if name == "cosine":
+            down = final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * gone))
+        elif name == "linear":
+            down = 1 - (1 - final) * gone
+        elif name == "wsd":
+            down = 1 - (1 - final) * jnp.clip((gone - 0.8) / 0.2, 0.0, 1.0)
+        else:
+            down = jnp.float32(1)
+        return learning_rate * up * down
+
+    return rate
 
 
 def optimizer_named(optimizer: Any, mixed: bool) -> tuple[Init, Update]:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara import user_file
 from capibara.errors import CapibaraError, rule_error, unknown_name
-from capibara.models.preset import load_preset
+from capibara.models.preset import Preset, load_preset
 
 if TYPE_CHECKING:
     from capibara.parallel.job import Job
 
-__all__ = ["Recipe", "TargetError", "load_job"]
+__all__ = ["Recipe", "TargetError", "load_job", "preset_job"]
 
 _SHAPES_KEYS = ("args", "roles", "donate", "tokens")
 
@@ -67,17 +67,36 @@ def _knobs(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
 
 
 def _preset_job(recipe: Recipe) -> Job:
-    preset = load_preset(recipe.target, batch=recipe.batch, sequence=recipe.sequence, optimizer=recipe.optimizer)
+    asked = {
+        "train.batch_size": recipe.batch,
+        "train.sequence_length": recipe.sequence,
+        "optimizer.name": recipe.optimizer,
+    }
+    preset = load_preset(recipe.target, [f"{key}={value}" for key, value in asked.items() if value is not None])
+    return preset_job(preset, knobs=_knobs(recipe))
+
+
+def preset_job(preset: Preset, knobs: Mapping[str, tuple[Any, ...]] | None = None) -> Job:
+    """The job of training a preset."""
+    import jax.numpy as jnp
+
     from capibara.models import decoder
     from capibara.parallel.training_step import training_job
 
+    train = preset.train
+    narrow = train.precision == "bfloat16"
+    chosen = {"remat": train.remat, "accumulate": train.accumulate}
+    named = {name: (value,) for name, value in chosen.items() if value not in ("auto", 0)}
     return training_job(
-        decoder.make_loss(preset),
-        decoder.param_shapes(preset),
-        decoder.batch_shapes(preset),
-        optimizer=preset.optimizer,
-        tokens=preset.tokens,
-        knobs=_knobs(recipe),
+        decoder.make_loss(
+            preset.model, z_loss=train.z_loss, dtype=jnp.float32 if train.precision == "float32" else jnp.bfloat16
+        ),
+        decoder.param_shapes(preset.model, jnp.bfloat16 if narrow else jnp.float32),
+        decoder.batch_shapes(train.batch_size, train.sequence_length),
+        optimizer=preset.optimizer.name,
+        tokens=train.tokens,
+        mixed=not narrow,
+        knobs={**named, **(knobs or {})},
         name=preset.name,
     )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, overload
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from capibara.errors import rule_error
 from capibara.kernels.core.dispatch import run
@@ -16,7 +17,7 @@ from capibara.kernels.ops.scan.selective.reference import wide_type
 from capibara.kernels.ops.scan.selective.rules import check_floats, flag
 from capibara.kernels.ops.scan.ssd import gradient, hopper, mesh, rules, tpu, xla
 from capibara.kernels.ops.scan.ssd.cases import CASES, GRAD_CASES
-from capibara.kernels.ops.scan.ssd.decays import bounded
+from capibara.kernels.ops.scan.ssd.decays import NOTHING, bounded
 from capibara.kernels.ops.scan.ssd.reference import advance, per_head, reference, reference_grad, with_input
 
 OPERANDS = ("x", "log_decay", "B", "C", "dt", "D", "initial_state")
@@ -75,7 +76,7 @@ _Result: TypeAlias = Float[Array, "batch time heads width"]
 @overload
 def state_space_dual(
     x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
-    initial_state: Array | None = None, return_state: Literal[False] = False, implementation: str | None = None,
+    resets: Array | None = None, initial_state: Array | None = None, return_state: Literal[False] = False, implementation: str | None = None,
     config: Any = None,
 ) -> Array: ...  # fmt: skip
 
@@ -83,7 +84,7 @@ def state_space_dual(
 @overload
 def state_space_dual(
     x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
-    initial_state: Array | None = None, return_state: Literal[True], implementation: str | None = None,
+    resets: Array | None = None, initial_state: Array | None = None, return_state: Literal[True], implementation: str | None = None,
     config: Any = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
@@ -91,7 +92,7 @@ def state_space_dual(
 @overload
 def state_space_dual(
     x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
-    initial_state: Array | None = None, return_state: bool, implementation: str | None = None, config: Any = None,
+    resets: Array | None = None, initial_state: Array | None = None, return_state: bool, implementation: str | None = None, config: Any = None,
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -104,6 +105,7 @@ def state_space_dual(
     D: Float[Array, " heads"] | None = None,
     *,
     block_size: int | None = None,
+    resets: Bool[Array, "batch time"] | None = None,
     initial_state: Float[Array, "batch heads width states"] | None = None,
     return_state: bool = False,
     implementation: str | None = None,
@@ -122,6 +124,8 @@ def state_space_dual(
       D: one number a head: what of x is added to the result.
       block_size: steps of time that are one matrix product; each implementation's own choice by default. It changes
         speed and memory, and the result by rounding alone.
+      resets: [batch, time], True where the state starts over, as at the first token of a packed document: the step's
+        own input enters, and nothing of what came before it.
       initial_state: [batch, heads, P, N]; zeros by default.
       return_state: return (y, the last state, [batch, heads, P, N] in float32), with which
         `state_space_dual_step` goes on, or another call as its initial_state.
@@ -136,17 +140,24 @@ def state_space_dual(
     x, dt, A, B, C, D, state = _arrays("state_space_dual", x, dt, A, B, C, D, initial_state)
     return_state = flag("return_state", return_state)
     # Before anything is cast or turned, so that an error shows what was given.
+    resets = None if resets is None else as_array("state_space_dual", "resets", resets)
     check_floats("State space duality", {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": state})
     if x.ndim != 4:
         raise rule_error("x is [batch, time, heads, P]", describe(x), "give it these four axes")
     _check_steps(x, dt, A)
     wide = wide_type(x)
     dt = dt.astype(wide)
+    decays = bounded(dt * A.astype(wide))
+    if resets is not None:
+        if resets.shape != x.shape[:2] or resets.dtype != jnp.bool_:
+            raise rule_error(f"resets is bool {x.shape[:2]}, one a step", describe(resets), "check its axes and type")
+        # A decay so fast that nothing is left of it in float32.
+        decays = jnp.where(resets[..., None], jnp.asarray(NOTHING, wide), decays)
     # An op's parameters are Python's own numbers.
     chunk = int(block_size) if isinstance(block_size, np.integer) else block_size
     made = run(
         SSD,
-        (x, bounded(dt * A.astype(wide)), B, C, dt, D, _turned("initial_state", state, x, B)),
+        (x, decays, B, C, dt, D, _turned("initial_state", state, x, B)),
         {"return_final_state": return_state, "chunk": chunk},
         implementation=implementation,
         config=config,

@@ -1,0 +1,194 @@
+"""Attention: grouped heads, rotary positions, window, norms of queries and keys, soft cap, biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.errors import rule_error
+from capibara.kernels.ops.attention import Rope, attention, rope
+from capibara.kernels.ops.layers.norm.api import rms_norm
+from capibara.mesh import with_sharding_constraint
+from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight
+
+if TYPE_CHECKING:
+    from capibara.models.config import ModularModelConfig
+
+__all__ = ["Attention"]
+
+_HEADS = ("batch", "sequence", "heads", None)
+
+
+@dataclass(frozen=True)
+class Attention(Block):
+    """Causal attention of each token to those before it in its document."""
+
+    heads: int
+    kv_heads: int = 0
+    """Heads of keys and values; as many as there are heads when 0."""
+    head_dim: int = 0
+    """hidden / heads when 0."""
+    rope_base: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    """{type = "linear" | "ntk" | "yarn" | "llama3", factor = ...}, as `capibara.kernels.rope` takes it."""
+    rotary_dim: int = 0
+    """Numbers of each head that are turned; all when 0."""
+    window: int | None = None
+    """A token sees its own key and window - 1 before it."""
+    qk_norm: bool = False
+    """Root mean square norms of each query and key head, with a weight of a head's width."""
+    softcap: float | None = None
+    bias: bool = False
+    """Of the query, key and value projections."""
+    out_bias: bool = False
+    scale: float | None = None
+    """Of the scores; one over the root of head_dim by default."""
+
+    def __post_init__(self) -> None:
+        if self.kv_heads == 0:
+            object.__setattr__(self, "kv_heads", self.heads)
+        for name in ("heads", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise rule_error(f"{name} of attention is 1 or more", getattr(self, name), f"use {name} = 8")
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            near = min(divisors, key=lambda n: (abs(n - self.kv_heads), n))
+            raise rule_error(
+                "kv_heads must divide heads", f"heads = {self.heads}, kv_heads = {self.kv_heads}", f"use {near}"
+            )
+        if self.window is not None and self.window < 1:
+            raise rule_error("window is 1 or more tokens", self.window, "leave it out to see everything before")
+
+    def width(self, model: ModularModelConfig) -> int:
+        """Of a head."""
+        return self.head_dim or model.hidden // self.heads
+
+    def check(self, model: ModularModelConfig, where: str) -> None:
+        if not self.head_dim and model.hidden % self.heads:
+            divisors = [n for n in range(1, model.hidden + 1) if model.hidden % n == 0]
+            near = min(divisors, key=lambda n: (abs(n - self.heads), n))
+            raise rule_error(
+                "heads must divide hidden where head_dim is not set",
+                f"hidden = {model.hidden}, {where}.heads = {self.heads}",
+                f"use heads = {near}, or set head_dim",
+            )
+        if (self.rotary_dim or self.width(model)) % 2:
+            raise rule_error(
+                "What is turned of a head is an even number wide, for its rotary pairs",
+                f"{self.rotary_dim or self.width(model)} in {where}",
+                "change hidden, heads, head_dim or rotary_dim",
+            )
+
+    def weights(self, model: ModularModelConfig) -> dict[str, Weight]:
+        wide, each = model.hidden, self.width(model)
+        weights = {
+            "query": Weight((wide, self.heads, each), (None, "heads", None)),
+            "key": Weight((wide, self.kv_heads, each), (None, "heads", None)),
+            "value": Weight((wide, self.kv_heads, each), (None, "heads", None)),
+            "out": Weight(
+                (self.heads, each, wide), ("heads", None, None), fan_in=self.heads * each, gain=model.residual_gain
+            ),
+        }
+        if self.bias:
+            weights["query_bias"] = Weight((self.heads, each), ("heads", None), "zeros")
+            weights["key_bias"] = Weight((self.kv_heads, each), ("heads", None), "zeros")
+            weights["value_bias"] = Weight((self.kv_heads, each), ("heads", None), "zeros")
+        if self.out_bias:
+            weights["out_bias"] = Weight((wide,), (None,), "zeros")
+        if self.qk_norm:
+            weights["query_norm"] = Weight((each,), (None,), "ones")
+            weights["key_norm"] = Weight((each,), (None,), "ones")
+        return weights
+
+    def _projected(
+        self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def project(name: str) -> jax.Array:
+            y = jnp.einsum("bth,hnd->btnd", x, params[name].astype(x.dtype))
+            if self.bias:
+                y = y + params[f"{name}_bias"].astype(y.dtype)
+            return with_sharding_constraint(y, _HEADS)
+
+        q, k, v = project("query"), project("key"), project("value")
+        if self.qk_norm:
+            q = rms_norm(q, params["query_norm"], eps=model.norm_eps)
+            k = rms_norm(k, params["key_norm"], eps=model.norm_eps)
+        return q, k, v
+
+    def _out(self, params: Mapping[str, jax.Array], mixed: jax.Array) -> jax.Array:
+        y = jnp.einsum("btnd,ndh->bth", with_sharding_constraint(mixed, _HEADS), params["out"].astype(mixed.dtype))
+        return y + params["out_bias"].astype(y.dtype) if self.out_bias else y
+
+    def __call__(
+        self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
+    ) -> BlockOutput:
+        q, k, v = self._projected(model, params, x)
+        turn = Rope(
+            base=self.rope_base,
+            scaling=self.rope_scaling,
+            rotary_dim=self.rotary_dim or None,
+            query_positions=sequences.positions,
+            key_positions=sequences.positions,
+        )
+        mixed = attention(
+            q,
+            k,
+            v,
+            causal=True,
+            window=self.window,
+            segment_ids=sequences.segment_ids,
+            rope=turn,
+            scale=self.scale,
+            softcap=self.softcap,
+            implementation=model.attention_implementation,
+        )
+        return BlockOutput(self._out(params, mixed))
+
+    def new_cache(self, model: ModularModelConfig, batch: int, length: int, dtype: Any) -> dict[str, jax.Array]:
+        shape = (batch, length, self.kv_heads, self.width(model))
+        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+
+    def decode(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        start: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        q, k, v = self._projected(model, params, x)
+        places = start[:, None] + jnp.arange(x.shape[1])
+
+        def turned(y: jax.Array) -> jax.Array:
+            return rope(y, places, base=self.rope_base, scaling=self.rope_scaling, rotary_dim=self.rotary_dim or None)
+
+        def put(kept: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(kept, new, start)
+
+        q, k = turned(q), turned(k)
+        cache = {"key": put(cache["key"], k.astype(cache["key"].dtype)), "value": put(cache["value"], v)}
+        keys = jnp.arange(cache["key"].shape[1])
+        # Padding after the new tokens comes after every one of them, so that none of them sees it.
+        sees = keys[None, None, :] <= places[:, :, None]
+        if self.window is not None:
+            sees &= keys[None, None, :] > places[:, :, None] - self.window
+        mixed = attention(
+            q,
+            cache["key"].astype(q.dtype),
+            cache["value"].astype(q.dtype),
+            mask=sees[:, None],
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+        return self._out(params, mixed), dict(cache)
+
+    def flops_per_token(self, model: ModularModelConfig, length: int) -> float:
+        seen = length if self.window is None else min(length, self.window)
+        # Causal: a token sees half of the length on average, less what a window cuts off.
+        pairs = length / 2 if seen == length else seen - seen * seen / (2 * length)
+        return 4.0 * self.heads * self.width(model) * pairs

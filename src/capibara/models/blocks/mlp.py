@@ -1,0 +1,70 @@
+"""The feed-forward block: gated (SwiGLU, GeGLU) or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+
+from capibara.errors import rule_error, unknown_name
+from capibara.kernels.ops.layers.activation.api import activation, gated_activation
+from capibara.mesh import with_sharding_constraint
+from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight
+
+if TYPE_CHECKING:
+    from capibara.models.config import ModularModelConfig
+
+__all__ = ["GATED", "Mlp"]
+
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
+_INNER = ("batch", "sequence", "mlp")
+
+
+@dataclass(frozen=True)
+class Mlp(Block):
+    """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
+
+    ffn: int
+    activation: str = "swiglu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ffn < 1:
+            raise rule_error("ffn of an mlp is 1 or more", self.ffn, "use four times hidden")
+        if self.activation not in {**GATED, **PLAIN}:
+            raise unknown_name("activation of an mlp", self.activation, (*GATED, *PLAIN))
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
+    def weights(self, model: ModularModelConfig) -> dict[str, Weight]:
+        wide = model.hidden
+        weights = {"up": Weight((wide, self.ffn), (None, "mlp"))}
+        if self.gated:
+            weights["gate"] = Weight((wide, self.ffn), (None, "mlp"))
+        weights["down"] = Weight((self.ffn, wide), ("mlp", None), fan_in=self.ffn, gain=model.residual_gain)
+        if self.bias:
+            weights["up_bias"] = Weight((self.ffn,), ("mlp",), "zeros")
+            if self.gated:
+                weights["gate_bias"] = Weight((self.ffn,), ("mlp",), "zeros")
+            weights["down_bias"] = Weight((wide,), (None,), "zeros")
+        return weights
+
+    def __call__(
+        self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
+    ) -> BlockOutput:
+        def product(name: str, x: jax.Array) -> jax.Array:
+            y = x @ params[name].astype(x.dtype)
+            return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y
+
+        if self.gated:
+            gate = with_sharding_constraint(product("gate", x), _INNER)
+            up = with_sharding_constraint(product("up", x), _INNER)
+            inner = gated_activation(gate, up, kind=GATED[self.activation])
+        else:
+            inner = activation(with_sharding_constraint(product("up", x), _INNER), kind=PLAIN[self.activation])
+        return BlockOutput(product("down", with_sharding_constraint(inner, _INNER)))

@@ -1,0 +1,158 @@
+"""What a block is: its weights (shape, logical axes, how they start) and what it computes.
+
+A block is one residual branch of a layer: the decoder norms its input and adds its output. Weights are declared once,
+as a tree of `Weight`; shapes, logical axes and initial values all come from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from capibara.models.config import ModularModelConfig
+
+__all__ = ["Block", "BlockOutput", "Sequences", "Weight", "initial", "logical_axes", "shapes"]
+
+Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter: its shape, a logical axis name (or None) a dimension, and how it starts."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: str | Init = "normal"
+    """ "normal" (deviation `gain` over the root of `fan_in`), "zeros", "ones", or a function of a key and the shape that
+    gives float32."""
+    fan_in: int = 0
+    """Inputs of each output; the first dimension where 0."""
+    gain: float = 1.0
+    """What a normal deviation is multiplied by."""
+    keep_float32: bool = False
+    """Stays float32 whatever the others are: decays and routers hang on their last bits."""
+
+    def stacked(self, layers: int) -> Weight:
+        """This weight of so many layers, along a leading axis that pipelines cut into stages."""
+        single = self.init
+        if callable(single):
+            one_layer = single
+
+            def init(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+                return jax.vmap(lambda k: one_layer(k, shape[1:]))(jax.random.split(key, shape[0]))
+
+            single = init
+        return replace(self, shape=(layers, *self.shape), axes=("stage", *self.axes), init=single, fan_in=self._inputs)
+
+    @property
+    def _inputs(self) -> int:
+        return self.fan_in or self.shape[0]
+
+    def dtype(self, dtype: Any) -> Any:
+        return jnp.dtype(jnp.float32) if self.keep_float32 else jnp.dtype(dtype)
+
+    def draw(self, key: jax.Array, dtype: Any) -> jax.Array:
+        if callable(self.init):
+            return self.init(key, self.shape).astype(self.dtype(dtype))
+        if self.init == "normal":
+            drawn = jax.random.normal(key, self.shape, jnp.float32) * (self.gain / math.sqrt(self._inputs))
+            return drawn.astype(self.dtype(dtype))
+        return jnp.full(self.shape, {"zeros": 0, "ones": 1}[self.init], self.dtype(dtype))
+
+
+def _is_weight(node: Any) -> bool:
+    return isinstance(node, Weight)
+
+
+def shapes(weights: Any, dtype: Any) -> Any:
+    """The tree of weights as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype(dtype)), weights, is_leaf=_is_weight)
+
+
+def logical_axes(weights: Any) -> Any:
+    """The tree of weights as tuples of logical axis names."""
+    return jax.tree.map(lambda w: w.axes, weights, is_leaf=_is_weight)
+
+
+def initial(weights: Any, key: jax.Array, dtype: Any) -> Any:
+    """The tree of weights as arrays; each is drawn by a key of its own place, so that no other weight changes it."""
+    leaves, tree = jax.tree.flatten_with_path(weights, is_leaf=_is_weight)
+    return jax.tree.unflatten(tree, [w.draw(_key_of(key, jax.tree_util.keystr(path)), dtype) for path, w in leaves])
+
+
+def _key_of(key: jax.Array, path: str) -> jax.Array:
+    import zlib
+
+    return jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What a block knows of the rows that it works on beside their numbers."""
+
+    positions: jax.Array | None = None
+    """[batch, length] of each token in its document; 0, 1, 2, … where None."""
+    segment_ids: jax.Array | None = None
+    """[batch, length]: tokens of different documents do not see each other."""
+    key: jax.Array | None = None
+    """For dropout and jitter; None outside of training."""
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a block adds, losses of its own, and what is worth logging."""
+
+    value: jax.Array
+    loss: jax.Array | None = None
+    """Added to the training loss, weighted already."""
+    metrics: Mapping[str, jax.Array] | None = None
+
+
+class Block:
+    """One kind of block, by its config. Subclasses are frozen dataclasses of the keys that TOML may set."""
+
+    def weights(self, model: ModularModelConfig) -> dict[str, Weight]:
+        """Every parameter."""
+        raise NotImplementedError
+
+    def __call__(
+        self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
+    ) -> BlockOutput:
+        """[batch, length, hidden] to the same."""
+        raise NotImplementedError
+
+    def new_cache(self, model: ModularModelConfig, batch: int, length: int, dtype: Any) -> dict[str, jax.Array]:
+        """What decoding keeps of the past, for so many rows of at most so many tokens; nothing by default."""
+        return {}
+
+    def decode(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        start: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The next tokens, [batch, new, hidden], after `start` [batch] of them are in the cache; and the cache then.
+
+        Of the new tokens the first `lengths` [batch] are there, the rest padding that leaves no trace.
+        """
+        return self(model, params, x, Sequences()).value, dict(cache)
+
+    def check(self, model: ModularModelConfig, where: str) -> None:
+        """What has to hold between this block and the model."""
+
+    def flops_per_token(self, model: ModularModelConfig, length: int) -> float:
+        """Operations of a forward pass beyond two a parameter: scores of attention, states of a scan."""
+        return 0.0
+
+    def active_parameters(self, model: ModularModelConfig) -> int:
+        """Parameters that one token meets."""
+        return sum(math.prod(w.shape) for w in self.weights(model).values())
