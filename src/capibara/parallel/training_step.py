@@ -18,7 +18,7 @@ from capibara.parallel.pipelines.program import pipelined, why_not_pipelined
 from capibara.parallel.remat import POLICIES, checkpoint_scans, outermost_scans
 from capibara.program.argument_roles import is_key
 
-__all__ = ["training_job", "training_step"]
+__all__ = ["microbatches_of", "training_job", "training_step"]
 
 _ACCUMULATE = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -55,7 +55,7 @@ def training_step(
 
     def in_parts(params: Any, batch: Any) -> Any:
         _check_accumulate(accumulate, _rows(batch))
-        parts = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
+        parts = jax.tree.map(lambda x: microbatches_of(x, accumulate), batch)
         zero = jax.tree.map(lambda p: jnp.zeros(p.shape, _sum_dtype(p.dtype, mixed)), params)
 
         def one(carry: Any, part: Any) -> Any:
@@ -153,7 +153,7 @@ def training_job(
     )
 
 
-def _microbatches(x: Any, parts: int) -> Any:
+def microbatches_of(x: Any, parts: int) -> Any:
     # Rows that lie together on a chip go to different microbatches: then the axis that the loop runs over is the inner
     # one and stays whole on every chip, and each microbatch is spread over all of them.
     return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)

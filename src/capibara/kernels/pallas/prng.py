@@ -168,3 +168,26 @@ def pair_keep_mask(seed: Any, rows: Any, columns: Any, rate: float) -> jax.Array
     (4, 1000)
     """
     return pair_kept(pair_bits(row_keys(seed, rows), columns), rate)
+
+
+def bits_by_place(seed: Any, shape: tuple[int, ...]) -> jax.Array:
+    """32 random bits for each element of an array: a function of the seed (two uint32) and the element's place alone.
+
+    Made of counters, so that it is split over a mesh like anything elementwise, is the same on any, and compiles at
+    once.
+
+    >>> bits_by_place(jnp.array([1, 2], jnp.uint32), (4, 8)).shape
+    (4, 8)
+    """
+    rows = jnp.zeros(shape[:-1], jnp.uint32)
+    for axis in range(len(shape) - 1):
+        rows = rows * jnp.uint32(shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, shape[:-1], axis)
+    columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    return random_bits(row_keys(seed, rows[..., None]), columns)
+
+
+def normal_by_place(seed: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Normal float32 numbers by `bits_by_place`, to within 5.4 deviations."""
+    # 23 bits as the middles of as many steps between -1 and 1: never either end, where the normal is infinite.
+    middle = (bits_by_place(seed, shape) >> 9).astype(jnp.float32) * 2.0**-22 + (2.0**-23 - 1.0)
+    return jax.lax.erf_inv(middle) * np.float32(math.sqrt(2))

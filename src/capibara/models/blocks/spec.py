@@ -7,12 +7,15 @@ as a tree of `Weight`; shapes, logical axes and initial values all come from it.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+
+from capibara.kernels.pallas.prng import normal_by_place
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -57,11 +60,11 @@ class Weight:
     def dtype(self, dtype: Any) -> Any:
         return jnp.dtype(jnp.float32) if self.keep_float32 else jnp.dtype(dtype)
 
-    def draw(self, key: jax.Array, dtype: Any) -> jax.Array:
+    def draw(self, seed: jax.Array, dtype: Any) -> jax.Array:
         if callable(self.init):
-            return self.init(key, self.shape).astype(self.dtype(dtype))
+            return self.init(jax.random.wrap_key_data(seed), self.shape).astype(self.dtype(dtype))
         if self.init == "normal":
-            drawn = jax.random.normal(key, self.shape, jnp.float32) * (self.gain / math.sqrt(self._inputs))
+            drawn = normal_by_place(seed, self.shape) * (self.gain / math.sqrt(self._inputs))
             return drawn.astype(self.dtype(dtype))
         return jnp.full(self.shape, {"zeros": 0, "ones": 1}[self.init], self.dtype(dtype))
 
@@ -83,13 +86,13 @@ def logical_axes(weights: Any) -> Any:
 def initial(weights: Any, key: jax.Array, dtype: Any) -> Any:
     """The tree of weights as arrays; each is drawn by a key of its own place, so that no other weight changes it."""
     leaves, tree = jax.tree.flatten_with_path(weights, is_leaf=_is_weight)
-    return jax.tree.unflatten(tree, [w.draw(_key_of(key, jax.tree_util.keystr(path)), dtype) for path, w in leaves])
+    seed = jax.random.key_data(key).astype(jnp.uint32).reshape(-1)[-2:]
 
+    def drawn(path: Any, weight: Weight) -> jax.Array:
+        place = jnp.uint32(zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return weight.draw(seed + place * jnp.array([1, 0x9E3779B9], jnp.uint32), dtype)
 
-def _key_of(key: jax.Array, path: str) -> jax.Array:
-    import zlib
-
-    return jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
+    return jax.tree.unflatten(tree, [drawn(path, weight) for path, weight in leaves])
 
 
 @dataclass(frozen=True)

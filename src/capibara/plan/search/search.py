@@ -20,7 +20,7 @@ from capibara.plan.search.evaluation import CostModel, PaperModel
 from capibara.plan.search.exploration import BUDGET, TARGETS, Exploration, Result
 from capibara.plan.search.fixes import changes_that_fit
 from capibara.plan.search.plans import Plans, Ranked, Refused, bytes_in_words
-from capibara.plan.search.space import Space
+from capibara.plan.search.space import PARAMETERS, Space
 
 __all__ = ["TARGETS", "search"]
 
@@ -40,6 +40,7 @@ def search(
     deadline_s: float | None = None,
     calibration: Any = None,
     offload: bool = True,
+    parameters: Sequence[str] = PARAMETERS,
     budget: int = BUDGET,
     pipelines: bool = False,
     model: Callable[[Job, Any], CostModel] | None = None,
@@ -54,7 +55,8 @@ def search(
     may be evaluated; `deadline_s` stops earlier by the clock, which makes the answer depend on the machine: it is then
     the best so far, and `complete` is False (what a compiler takes is not counted). `tell` is called with a line of
     text after each layout.
-    `offload=False` keeps the optimizer's state on the chips. `pipelines=True` also tries stages of layers, for a
+    `offload=False` keeps the optimizer's state on the chips. `parameters` says what may be cut over the data axis:
+    "replicated" (nothing), "optimizer" (its state), "full" (the parameters too). `pipelines=True` also tries stages of layers, for a
     job that can run as a pipeline (`training_job`); a `mesh` with an axis "pipeline" asks for them too. The knob
     "accumulate" is then how many microbatches follow each other through the stages. `model(job, slice)` makes another
     cost model.
@@ -70,6 +72,9 @@ def search(
         raise unknown_name("optimization_target", target, TARGETS)
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise rule_error("top is a whole number from 1 up", repr(top), "use 3")
+    for word in parameters:
+        if word not in PARAMETERS:
+            raise unknown_name("parameters", word, PARAMETERS)
     started = time.monotonic()
 
     def left() -> float | None:
@@ -90,6 +95,7 @@ def search(
         mesh=given,
         memory_limit=limit,
         offload=offload,
+        parameters=tuple(parameters),
         pipelines=pipelines,
         why_no_stages=job.why_no_stages() if pipelines or "pipeline" in dict(given or ()) else "",
     )
@@ -107,6 +113,7 @@ def search(
             "memory_limit": memory_limit if tighter is None else tighter,
             "calibration": calibration,
             "offload": offload,
+            "parameters": parameters,
             "pipelines": pipelines,
             "model": (
                 functools.partial(cost.elsewhere, memory_limit=tighter)

@@ -67,6 +67,8 @@ class Space:
     why_no_stages: str = ""
     """Why the job cannot be a pipeline; "" where it can."""
     offload: bool = True
+    parameters: tuple[str, ...] = PARAMETERS
+    """What may be cut over the data axis, of `PARAMETERS`."""
 
     # What there is.
 
@@ -121,7 +123,7 @@ class Space:
         axes = dict(mesh)
         if all(axes.get(name, 1) == 1 for name in _SHARDING_AXES):
             return ["replicated"]
-        return [word for word in PARAMETERS if word != "optimizer" or self.anatomy.of_role("state")]
+        return [word for word in self.parameters if word != "optimizer" or self.anatomy.of_role("state")]
 
     def settings(self) -> list[tuple[tuple[str, Any], ...]]:
         """Every combination of the knobs, the preferred first."""
