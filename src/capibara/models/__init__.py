@@ -11,9 +11,14 @@ from capibara._exports import exports
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig as ModularModelConfig
+    from capibara.models.modular import ModularCapibaraModel as ModularCapibaraModel
     from capibara.models.preset import Preset as Preset
     from capibara.models.preset import load_preset as load_preset
     from capibara.models.preset import preset_names as preset_names
+    from capibara.models.tokenizer import ByteTokenizer as ByteTokenizer
+    from capibara.models.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+    from capibara.models.tokenizer import Tokenizer as Tokenizer
+    from capibara.models.tokenizer import load_tokenizer as load_tokenizer
     from capibara.models.vqbit.layer import VQbitLayer as VQbitLayer
     from capibara.models.vqbit.state import VQbitState as VQbitState
 
@@ -21,7 +26,9 @@ __all__, __getattr__, __dir__ = exports(
     __name__,
     {
         "config": "ModularModelConfig",
+        "modular": "ModularCapibaraModel",
         "preset": "Preset load_preset preset_names",
+        "tokenizer": "ByteTokenizer HuggingFaceTokenizer Tokenizer load_tokenizer",
         "vqbit.layer": "VQbitLayer",
         "vqbit.state": "VQbitState",
     },
