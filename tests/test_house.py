@@ -31,6 +31,7 @@ ORDER = [
     ["parallel", "prices"],
     ["models"],
     ["plan"],
+    ["train"],
     ["dropin"],
     ["surface"],
     ["cli", "config", "core", "jax", "vq"],
