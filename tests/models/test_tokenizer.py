@@ -221,7 +221,7 @@ def test_chat_without_a_template_ends_turns_with_eos_and_says_so(
 
 
 def test_a_template_of_which_answers_cannot_be_told_is_refused() -> None:
-    with pytest.raises(ValueError, match="must show where an answer begins.*turn 2"):
+    with pytest.raises(ValueError, match=r"must show where an answer begins.*turn 2"):
         ByteTokenizer(chat_template=COUNTS).encode_chat(CHAT)
     assert ByteTokenizer(chat_template=COUNTS).render_chat(CHAT[:1]) == "1Be brief."
 
@@ -238,7 +238,7 @@ def test_templates_have_the_usual_functions_and_a_sandbox() -> None:
         rendered("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="SecurityError"):
         rendered("{{ ''.__class__.__mro__ }}")
-    with pytest.raises(ValueError, match="A chat template is Jinja. Got line 2"):
+    with pytest.raises(ValueError, match=r"A chat template is Jinja. Got line 2"):
         rendered("\n{% if %}")
 
 
@@ -277,7 +277,7 @@ def test_faults_of_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one that `tokenizers` reads"):
         load_tokenizer(tmp_path)
     _write(tmp_path, "gpt", eos_token="<nothing>")
-    with pytest.raises(ValueError, match="'<nothing>', which .* does not have"):
+    with pytest.raises(ValueError, match=r"'<nothing>', which .* does not have"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config.json is JSON"):

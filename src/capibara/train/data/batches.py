@@ -8,6 +8,7 @@ nothing of P, and a run that goes on with other hosts goes on with the same batc
 from __future__ import annotations
 
 import hashlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -129,7 +130,8 @@ class RowBatches(Batches):
             **(identity or {}),
         }
         mine = batch_size // process_count
-        dataset = _grain().MapDataset.source(_Ordered(rows, self._order, batch_size, endless))
+        self._source = _Ordered(rows, self._order, batch_size, endless)
+        dataset = _grain().MapDataset.source(self._source)
         dataset = dataset.batch(mine, drop_remainder=True).slice(slice(process_index, None, process_count))
         threads = workers if prefetch else 0
         options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch if threads else 0)
@@ -150,6 +152,11 @@ class RowBatches(Batches):
     def steps(self, epochs: float) -> int:
         """Batches until so many epochs have been read. Epochs follow each other within a batch: none is padded."""
         return int(-(-len(self.rows) * epochs // self.batch_size))
+
+    @property
+    def truncated(self) -> int:
+        """Documents of an epoch that are longer than a row, and are cut; none where rows are windows of a stream."""
+        return self.rows.truncated
 
     def __next__(self) -> Batch:
         if self._closed:
@@ -199,6 +206,7 @@ class RowBatches(Batches):
     def close(self) -> None:
         self._closed = True
         self._iterator.close()
+        self._source.stop()
 
 
 _MEANING = {
@@ -242,14 +250,30 @@ class _Ordered:
     def __init__(self, rows: Rows, order: grain.MapDataset[int], batch_size: int, endless: bool) -> None:
         self._rows, self._order = rows, order
         self._length = _FOREVER if endless else -(-len(rows) // batch_size) * batch_size
+        self._quiet = threading.Condition()
+        self._reading, self._stopped = 0, False
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, number: int) -> Row:
-        if number >= len(self._rows) and self._length != _FOREVER:
-            return self._rows.empty()
-        return self._rows[int(self._order[number])]
+        with self._quiet:
+            if self._stopped or (number >= len(self._rows) and self._length != _FOREVER):
+                return self._rows.empty()
+            self._reading += 1
+        try:
+            return self._rows[int(self._order[number])]
+        finally:
+            with self._quiet:
+                self._reading -= 1
+                self._quiet.notify_all()
+
+    def stop(self) -> None:
+        """Returns when no thread reads any more. Grain does not wait for its own; and to read a mapped file that
+        somebody cuts, thinking it closed, ends the process."""
+        with self._quiet:
+            self._stopped = True
+            self._quiet.wait_for(lambda: self._reading == 0)
 
 
 _FOREVER = 1 << 62
@@ -299,6 +323,12 @@ def open_batches(
             )
     documents = split_documents(_tokens(config, path, tokenizer), share, split)
     common = documents, sequence_length, tokenizer.vocab_size, tokenizer.pad_id or 0
+    if documents.tokens.whole and config.pack == "stream":
+        raise rule_error(
+            "A stream is cut anywhere, and conversations are not",
+            f"pack = 'stream' for {documents.tokens.where}",
+            "use pack = true, which puts whole ones into a row",
+        )
     rows: Rows
     if config.pack is False or documents.tokens.whole:
         rows = WholeRows(*common, packed=config.pack is not False)

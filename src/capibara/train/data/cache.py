@@ -92,6 +92,8 @@ def _write(
             writer.add(encoded)
         if faults.count:
             _log.warning("%s: %d documents left out, the first: %s", path, faults.count, faults.examples[0])
+        if writer.empty:
+            _log.info("%s: %d documents have no text, and are left out.", path, writer.empty)
         if not writer.count:
             raise rule_error("Training data has text", f"{path!r}, where there is none", "name other data")
         writer.finish(tokenizer=tokenizer.fingerprint, skipped=faults.count)
@@ -145,7 +147,8 @@ def _alone(lock: Path, folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise  # a file system without locks: better said than two writers
+                error.add_note(f"{lock.parent} has no locks for files: choose a cache_dir on another file system.")
+                raise
             _log.info("Waiting for the process that tokenises into %s.", folder)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -31,7 +31,7 @@ class DataConfig:
     """What `capibara.models.load_tokenizer` takes, where no tokenizer is passed along."""
     pack: bool | Literal["stream"] = True
     """True: rows are full, and attention keeps to a document (segment ids). "stream": rows are windows of the text as
-    one long stream. False: a document is a row, padded or cut. Conversations are never cut to fill a row."""
+    one long stream. False: a document is a row, padded or cut. Conversations are packed whole."""
     shuffle: bool = True
     """Rows in an order of their own each epoch; False: as they lie."""
     held_out: float | str | None = None

@@ -30,7 +30,7 @@ class Encoded:
 
 
 def encode_texts(texts: Iterable[Text], tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> Iterator[Encoded]:
-    """Plain text: bos, the text, eos. A text of nothing is no document."""
+    """Plain text: bos, the text, eos. A text of nothing stays nothing."""
     bos = [] if tokenizer.bos_id is None or not add_bos else [tokenizer.bos_id]
     eos = [] if tokenizer.eos_id is None or not add_eos else [tokenizer.eos_id]
     for group in _groups(texts):
@@ -39,7 +39,7 @@ def encode_texts(texts: Iterable[Text], tokenizer: Tokenizer, add_bos: bool, add
             if len(ids) or not (text.begins and text.ends):
                 before, after = (bos if text.begins else []), (eos if text.ends else [])
                 ids = np.concatenate([np.asarray(before, np.uint32), ids, np.asarray(after, np.uint32)])
-                yield Encoded(ids, ends=text.ends)
+            yield Encoded(ids, ends=text.ends)
 
 
 def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -71,11 +71,11 @@ def encode_records(
     for record in everything:
         try:
             if kinds.kind == "messages":
-                ids, mask = tokenizer.encode_chat(record.values[kinds.key])
+                tools = record.values.get("tools")
+                ids, mask = tokenizer.encode_chat(record.values[kinds.key], **({"tools": tools} if tools else {}))
             else:
                 ids, mask = _pair(record.values, tokenizer, add_bos, add_eos)
         except ValueError as error:
-            error.add_note(record.where)
             faults.take(_at(error, record.where))
             continue
         if not any(mask):

@@ -71,7 +71,14 @@ def resolve(path: str, format: str) -> tuple[list[Path], str]:
     return named, kind
 
 
+_BESIDE = (".starts.npy", ".hashes.npy", ".mask.bin")  # what belongs to a .bin of tokens and is none itself
+
+
 def _listed(path: str) -> list[Path]:
+    return [file for file in _every(path) if not file.name.endswith(_BESIDE)]
+
+
+def _every(path: str) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_dir():
         files = sorted(file for file in place.rglob("*") if file.is_file() and not file.name.startswith("."))

@@ -163,6 +163,7 @@ def _excerpt(line: bytes) -> str:
 
 
 _WANTED = ("text", "messages", "prompt", "completion")
+_WITH_THEM = ("tools",)  # what a chat template may read beside the messages
 
 
 def _rows(file: Path, format: str, text_key: str | None, advance: Callable[[int], None]) -> Iterator[Record]:
@@ -212,7 +213,7 @@ def _columns(names: Sequence[str], text_key: str | None, file: Path) -> list[str
     if text_key is not None:
         if text_key not in names:
             raise unknown_name(f"column of {file}", text_key, names)
-        return [text_key]
+        return [text_key, *(name for name in _WITH_THEM if name in names)]
     known = [name for name in _WANTED if name in names]
     if not known:
         raise rule_error(
@@ -220,4 +221,4 @@ def _columns(names: Sequence[str], text_key: str | None, file: Path) -> list[str
             f"{file} with {', '.join(names) or 'none'}",
             f"name the column: text_key = {names[0]!r}" if names else "take another file",
         )
-    return known
+    return [*known, *(name for name in _WITH_THEM if name in names)]

@@ -51,6 +51,8 @@ class Rows(ABC):
         return row if self.keys_without_segments else {**row, "segment_ids": np.zeros(self.length, np.int32)}
 
     keys_without_segments = False
+    truncated = 0
+    """Documents that are cut to fit into a row."""
 
     def _read(
         self, first: int, last: int, low: int, high: int
@@ -126,7 +128,6 @@ class WholeRows(Rows):
                 "A document has an input and a target", f"none such in {documents.tokens.where}", "name other data"
             )
         self.truncated = int(np.sum(pairs > length))
-        """Documents that are cut."""
         self.truncated_tokens = int(np.sum(np.maximum(pairs - length, 0)))
         if self.truncated:
             say_once(

@@ -28,7 +28,16 @@ __all__ = ["TokenWriter", "Tokens", "join_tokens", "open_tokens", "token_dtype",
 _DTYPES = ("uint16", "uint32")
 _KEYS = (
     *("dtype", "vocab_size", "eos_id", "document_starts", "mask", "whole"),  # whoever writes tokens may say
-    *("format", "tokens", "documents", "skipped", "tokenizer", "fingerprint", "document_hashes"),  # the cache says
+    *(
+        "format",
+        "tokens",
+        "documents",
+        "empty",
+        "skipped",
+        "tokenizer",
+        "fingerprint",
+        "document_hashes",
+    ),  # the cache says
 )
 
 
@@ -78,8 +87,11 @@ class TokenWriter:
         self._document = hashlib.blake2b(digest_size=8)
         self._count = 0
         self._has_mask: bool | None = None
+        self.empty = 0
+        """Documents without a token, which are left out."""
 
     def __enter__(self) -> TokenWriter:
+        self._beside(".json").unlink(missing_ok=True)  # of what lay here before: it does not speak for what comes
         self._tokens = self._file.open("wb")
         self._mask = self._beside(".mask.bin").open("wb")
         return self
@@ -93,6 +105,9 @@ class TokenWriter:
 
     def add(self, encoded: Encoded) -> None:
         ids = encoded.ids
+        if encoded.ends and not len(ids) and self._count == self._starts[-1]:
+            self.empty += 1
+            return
         if self._has_mask is None:
             self._has_mask = encoded.mask is not None
         elif self._has_mask is not (encoded.mask is not None):
@@ -141,6 +156,7 @@ class TokenWriter:
             "dtype": self._dtype.name,
             "tokens": self._count,
             "documents": len(self._hashes),
+            "empty": self.empty,
             "vocab_size": self._vocab_size,
             "fingerprint": self._content.hexdigest(),
             "document_starts": f"{name}.starts.npy",
