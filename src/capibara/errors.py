@@ -10,13 +10,14 @@ from __future__ import annotations
 import difflib
 import logging
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from capibara.lru import LRU
 
 __all__ = [
     "CapibaraError",
+    "CheckpointError",
     "ImplementationRefused",
     "TPUError",
     "UnknownNameError",
@@ -38,6 +39,14 @@ class CapibaraError(Exception):
 
 class TPUError(CapibaraError, RuntimeError):
     """Something is wrong with the accelerator or the way it is set up."""
+
+
+class CheckpointError(CapibaraError, RuntimeError):
+    """There is no checkpoint that can be restored; `damaged` says what is wrong with each that is there."""
+
+    def __init__(self, text: str, damaged: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.damaged = dict(damaged or {})
 
 
 class UnknownNameError(CapibaraError, ValueError):

@@ -1,0 +1,536 @@
+"""`Checkpoints`: the saves of one run, written in the background by Orbax, whole or not at all, and kept by policy.
+
+A save is a folder `step_00001000` below the run's: Orbax's files, readable by Orbax alone too, and last the manifest
+(`manifest.py`), which makes it a checkpoint. A step that is saved a second time, after going back, gets a folder of
+its own (`step_00001000.1`), so that nothing good is ever overwritten; the newest is the one that was saved last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from capibara.errors import CheckpointError, rule_error
+from capibara.train.checkpoints import manifest as manifests
+from capibara.train.checkpoints.emergency import EmergencyCopies
+from capibara.train.checkpoints.leaves import (
+    check_target,
+    default_sharding,
+    describe,
+    from_storable,
+    named_leaves,
+    storable,
+)
+from capibara.train.checkpoints.manifest import Damage, Manifest
+from capibara.train.checkpoints.policy import Keep
+from capibara.train.checkpoints.storage import Alert, is_local, remove, storage_path, storage_reason
+from capibara.train.processes import gather, process_count, process_index
+
+__all__ = ["Checkpoints", "Restored"]
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = re.compile(r"^step_(\d{8,})(?:\.(\d+))?$")
+_UNFINISHED = re.compile(r"^step_\d{8,}(?:\.\d+)?\.orbax-checkpoint-tmp.*$")
+_ALERTS = 256
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that came back, and whence."""
+
+    step: int
+    state: Any
+    extra: dict[str, Any]
+    source: str
+    """The folder or the file."""
+    emergency: bool = False
+    """From the local emergency copy, not from the checkpoints' folder."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    name: str
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def serial(self) -> int:
+        return self.manifest.serial
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.manifest.metrics
+
+
+class Checkpoints:
+    """Saves and restores of a run's state; a context manager that waits for what is pending.
+
+    Every process of the program makes one and calls it alike; files common to all are written by process 0.
+
+    Args:
+      folder: of the run's checkpoints; `gs://` and `s3://` go to the drivers of Orbax and etils as they are.
+      keep: which checkpoints stay. An old one goes when a newer one is on the disk with its checksums.
+      every: `after_step` saves at multiples of it.
+      emergency_folder: local to each machine (/dev/shm, a local disk) for copies between the saves.
+      emergency_every: `after_step` copies at multiples of it.
+      verify: read and compare every file before a restore.
+      on_alert: called with each `Alert`, from the thread that has it.
+      timeout: seconds that a save, or processes waiting for each other, may take.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
+        ...     alerts = checkpoints.save(7, {"w": jnp.arange(4.0)}, {"batches_read": 7})
+        ...     restored = checkpoints.restore({"w": jax.ShapeDtypeStruct((4,), "float32")})
+        >>> restored.step, restored.extra, restored.state["w"].tolist()
+        (7, {'batches_read': 7}, [0.0, 1.0, 2.0, 3.0])
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: Keep | None = None,
+        every: int | None = None,
+        emergency_folder: str | os.PathLike[str] | None = None,
+        emergency_every: int | None = None,
+        verify: bool = True,
+        on_alert: Callable[[Alert], None] | None = None,
+        timeout: float = 1200.0,
+    ) -> None:
+        for name, value in (("every", every), ("emergency_every", emergency_every)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise rule_error(f"{name} is a whole number of steps from 1 up", repr(value), "leave it out for never")
+        if (emergency_folder is None) != (emergency_every is None):
+            raise rule_error(
+                "emergency_folder and emergency_every come together",
+                f"emergency_folder={emergency_folder!r}, emergency_every={emergency_every!r}",
+                "give both or neither",
+            )
+        self.folder = storage_path(folder)
+        self.keep = keep or Keep()
+        self.every = every
+        self.emergency_every = emergency_every
+        self.emergency = None if emergency_folder is None else EmergencyCopies(emergency_folder, timeout=timeout)
+        self.verify = verify
+        self.timeout = timeout
+        self.alerts: deque[Alert] = deque(maxlen=_ALERTS)
+        self._on_alert = on_alert
+        self._untold: list[Alert] = []
+        self._orbax: Any = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._serial: int | None = None
+        self._names: set[str] = set()
+        self._rejected: set[str] = set()
+
+    # What is there.
+
+    def _entries(self) -> list[str]:
+        return [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
+
+    def _saved(self) -> tuple[list[_Saved], dict[str, str]]:
+        """Checkpoints with a whole manifest, the newest first; and those without, with what is wrong."""
+        saved, damaged = [], {}
+        for name in self._entries():
+            if not _FOLDER.match(name):
+                continue
+            try:
+                saved.append(_Saved(name, manifests.read(self.folder / name)))
+            except Damage as damage:
+                damaged[name] = str(damage)
+        return sorted(saved, key=lambda entry: entry.serial, reverse=True), damaged
+
+    def steps(self) -> list[int]:
+        """Steps with a finished save, the one saved last at the end. Their files are not read."""
+        self.wait()
+        return [entry.step for entry in reversed(self._saved()[0])]
+
+    def latest(self) -> int | None:
+        """The step saved last; None where there is none. Emergency copies are not counted."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def _open(self) -> int:
+        """Read the folder once, before this object writes: how many saves there were, and which names are taken."""
+        if self._serial is None:
+            saved, _ = self._saved()
+            # Names are counted on from here by every process alike, so that all of them must have read the same.
+            views = gather("checkpoints/open", [max((s.serial for s in saved), default=0), self._entries()])
+            self._serial = max(serial for serial, _ in views)
+            self._names = {name for _, names in views for name in names}
+        return self._serial
+
+    def _new_name(self, step: int) -> str:
+        name = base = f"step_{step:08d}"
+        attempt = 0
+        while name in self._names:
+            attempt += 1
+            name = f"{base}.{attempt}"
+        self._names.add(name)
+        return name
+
+    # Saving.
+
+    def after_step(
+        self,
+        step: int,
+        state: Any,
+        extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> tuple[Alert, ...]:
+        """Save, or copy, when this step is due; a callable `extra` is asked only then."""
+        save = self.every is not None and step % self.every == 0
+        copy = self.emergency_every is not None and step % self.emergency_every == 0
+        if not (save or copy):
+            return ()
+        position = extra() if callable(extra) else extra
+        return self.save(step, state, position, metrics) if save else self.emergency_copy(step, state, position)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        block: bool = False,
+    ) -> tuple[Alert, ...]:
+        """Copy the state to the host, and write it in the background. The state may be donated afterwards.
+
+        A storage that does not take it (a full disk, a folder without permission) is an alert, not an error: what was
+        saved before stays, what is there of this save is removed, and training goes on.
+
+        Args:
+          state: a pytree of arrays, random keys among them.
+          extra: what else the run needs to go on, as JSON: the data's position, the config, the layout. Process 0's
+            is kept.
+          metrics: of this step, for `Keep(best=...)`.
+          block: wait until it is on the disk.
+
+        Returns:
+          The alerts since the last call, of this and of earlier saves.
+
+        Raises:
+          The error of an earlier save that was not the storage's.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise rule_error("A step is a whole number from 0 up", repr(step), "pass int(step)")
+        extra_json, metrics = _json(extra or {}), {name: float(value) for name, value in (metrics or {}).items()}
+        leaves = named_leaves(state)
+        described = {name: describe(name, leaf) for name, leaf in leaves.items()}
+        if not leaves:
+            raise rule_error("A state has leaves", "an empty tree", "pass the arrays to save")
+        self.wait()
+        serial = self._open() + 1
+        self._serial = serial
+        name = self._new_name(step)
+        made = Manifest(step, serial, described, extra_json, metrics, time.time(), _versions())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Orbax refuses arrays of no numbers; their shape says all of them.
+            arrays = {name: storable(leaf) for name, leaf in leaves.items() if 0 not in described[name].shape}
+            self._checkpointer().save(self.folder / name, args=_save_args(arrays))
+        except Exception as error:
+            if not self._storage_failed(step, name, error):
+                raise
+            return self._told()
+        self._thread = threading.Thread(target=self._finish, args=(name, made), name="capibara-checkpoint")
+        self._thread.start()
+        if block:
+            return self.wait()
+        return self._told()
+
+    def _checkpointer(self) -> Any:
+        if self._orbax is None:
+            import orbax.checkpoint as ocp
+
+            options = ocp.options.AsyncOptions(timeout_secs=int(self.timeout))
+            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+        return self._orbax
+
+    def _finish(self, name: str, made: Manifest) -> None:
+        """In the background: wait for Orbax, take the checksums, commit, and let older ones go."""
+        try:
+            self._orbax.wait_until_finished()
+            if process_index() == 0:
+                folder, local = self.folder / name, is_local(self.folder)
+                files = manifests.checksums(folder, sync=local)
+                manifests.write(folder, replace(made, files=files), local)
+                self._prune()
+        except Exception as error:  # noqa: BLE001  (kept, and raised by the next call)
+            try:
+                if not self._storage_failed(made.step, name, error):
+                    self._error = error
+            except Exception as second:  # noqa: BLE001
+                second.__context__ = error
+                self._error = second
+
+    def _storage_failed(self, step: int, name: str, error: BaseException) -> bool:
+        """Clear away a save that failed; whether it was the storage's fault, and so is told as an alert."""
+        self._orbax = None  # its next save would begin in the state that this one left
+        reason = storage_reason(error)
+        cleared = ""
+        if process_index() == 0:
+            try:
+                for entry in self._entries():
+                    if entry == name or entry.startswith(f"{name}.orbax-checkpoint-tmp"):
+                        remove(self.folder / entry)
+            except OSError as second:
+                cleared = f"; what was written of it could not be removed: {second}"
+        if reason is None:
+            return False
+        text = (
+            f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; earlier checkpoints are "
+            f"as they were, and training goes on{cleared}"
+        )
+        self._alert(Alert("checkpoint", step, text))
+        return True
+
+    def _alert(self, alert: Alert) -> None:
+        logger.warning("%s", alert.text)
+        with self._lock:
+            self.alerts.append(alert)
+            self._untold.append(alert)
+        if self._on_alert is not None:
+            self._on_alert(alert)
+
+    def _told(self) -> tuple[Alert, ...]:
+        with self._lock:
+            alerts, self._untold = tuple(self._untold), []
+        return alerts
+
+    def _prune(self) -> None:
+        """Remove what the policy does not keep; the newest has been written to the disk before this."""
+        saved, damaged = self._saved()
+        # One that a restore passed over keeps no place that a good one could have.
+        stay = self.keep.kept([entry for entry in saved if entry.name not in self._rejected])
+        for entry in saved:
+            if entry.serial not in stay:
+                # First, so that a process killed in the middle leaves an unfinished save and not a damaged one.
+                (self.folder / entry.name / manifests.MANIFEST).unlink()
+                remove(self.folder / entry.name)
+        # Saves that were cut off: this one was the last to be begun, and has ended.
+        unfinished = [name for name in damaged if not (self.folder / name / manifests.MANIFEST).exists()]
+        for name in unfinished + [name for name in self._entries() if _UNFINISHED.match(name)]:
+            remove(self.folder / name)
+
+    def emergency_copy(self, step: int, state: Any, extra: Mapping[str, Any] | None = None) -> tuple[Alert, ...]:
+        """Copy this process's part of the state into the local folder; written in the background."""
+        if self.emergency is None:
+            raise rule_error("Emergency copies have a folder", "none", "pass emergency_folder and emergency_every")
+        for text in self.emergency.failures():
+            self._alert(Alert("emergency", step, text))
+        self.emergency.copy(step, state, _json(extra or {}), after=self._open())
+        return self._told()
+
+    def wait(self) -> tuple[Alert, ...]:
+        """Wait for pending saves and copies; alerts since the last call. Raises what a save raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.emergency is not None:
+            self.emergency.wait()
+            for text in self.emergency.failures():
+                self._alert(Alert("emergency", -1, text))
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._told()
+
+    def pending(self) -> bool:
+        """Whether a save is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # Restoring.
+
+    def restore(self, target: Any, step: int | None = None, *, partial: bool = False) -> Restored:
+        """The state as it was, laid out as the target says: on any mesh, any number of devices.
+
+        Without a step it is the newest: the emergency copy where that is newer and every process has it whole, else
+        the checkpoint saved last. One that is damaged is passed over with a warning that says what is wrong with it.
+
+        Args:
+          target: a pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
+          step: this step and no other; if it is damaged that is an error.
+          partial: the target has some of the leaves only (the parameters without the optimizer's state).
+
+        Raises:
+          CheckpointError: there is no good one; `.damaged` says what is wrong with each.
+          ValueError: the target's leaves are not those that were saved; each is named.
+        """
+        self.wait()
+        leaves = named_leaves(target)
+        wanted = {name: describe(name, leaf) for name, leaf in leaves.items()}
+        chosen, damaged = self._choose(step)
+        if step is None and self.emergency is not None:
+            newer_than = (chosen.serial, chosen.step) if chosen is not None else (-1, -1)
+            copy = self.emergency.restore(leaves, wanted, newer_than, partial)
+            if copy is not None:
+                self._warn(damaged, f"the emergency copy of step {copy.step}")
+                return Restored(copy.step, _rebuilt(target, copy.arrays), copy.extra, str(copy.source), True)
+        if chosen is None:
+            raise _none_good(self.folder, step, damaged)
+        if self.emergency is not None:
+            for text in self.emergency.failures():
+                self._alert(Alert("emergency", chosen.step, text))
+        self._warn(damaged, f"step {chosen.step}")
+        where = f"{self.folder / chosen.name}"
+        check_target(chosen.manifest.leaves, wanted, where, partial)
+        arrays = self._read(chosen, leaves)
+        return Restored(chosen.step, _rebuilt(target, arrays), dict(chosen.manifest.extra), where)
+
+    def _choose(self, step: int | None) -> tuple[_Saved | None, dict[str, str]]:
+        """The checkpoint to take, and what is wrong with those that would have come before it.
+
+        Process 0 reads and the others take its word: every file is read once, and all take the same.
+        """
+        answer: dict[str, Any] = {}
+        if process_index() == 0:
+            saved, unreadable = self._saved()
+            name, damaged = self._first_good([entry for entry in saved if step in (None, entry.step)])
+            chosen_step = next((entry.step for entry in saved if entry.name == name), -1)
+            for folder, damage in unreadable.items():
+                match = _FOLDER.match(folder)
+                if match and (int(match[1]) == step if step is not None else int(match[1]) >= chosen_step):
+                    damaged[folder] = damage
+            answer = {"name": name, "damaged": damaged}
+        answer = gather("checkpoints/choose", answer, self.timeout)[0]
+        name = answer["name"]
+        chosen = None if name is None else _Saved(name, manifests.read(self.folder / name))
+        return chosen, answer["damaged"]
+
+    def _first_good(self, newest_first: Sequence[_Saved]) -> tuple[str | None, dict[str, str]]:
+        damaged: dict[str, str] = {}
+        for entry in newest_first:
+            try:
+                if self.verify:
+                    manifests.verify(self.folder / entry.name, entry.manifest)
+            except Damage as damage:
+                damaged[entry.name] = str(damage)
+            else:
+                return entry.name, damaged
+        return None, damaged
+
+    def _warn(self, damaged: Mapping[str, str], instead: str) -> None:
+        new = {name: text for name, text in damaged.items() if name not in self._rejected}
+        if new and process_index() == 0:
+            told = "; ".join(f"{name}: {text}" for name, text in new.items())
+            warnings.warn(
+                f"In {self.folder} a checkpoint is damaged or unfinished, and {instead} is restored instead. {told}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._rejected |= new.keys()
+
+    def _read(self, chosen: _Saved, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        import jax
+        import jax.numpy as jnp
+        import orbax.checkpoint as ocp
+
+        saved = chosen.manifest.leaves
+        shardings = {name: default_sharding(name, leaf) for name, leaf in leaves.items()}
+        full = [name for name in leaves if 0 not in saved[name].shape]
+        item = {
+            name: jax.ShapeDtypeStruct(saved[name].shape, jnp.dtype(saved[name].dtype), sharding=shardings[name])
+            for name in full
+        }
+        arguments = {
+            name: ocp.ArrayRestoreArgs(sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype)
+            for name, shape in item.items()
+        }
+        arrays: dict[str, Any] = {}
+        if full:
+            # Without transforms Orbax wants the whole tree; with none of them it takes what the item has.
+            request = ocp.args.PyTreeRestore(item=item, restore_args=arguments, transforms={})
+            arrays = dict(self._checkpointer().restore(self.folder / chosen.name, args=request))
+        for name in leaves:
+            if name not in arrays:
+                empty = jnp.zeros(saved[name].shape, saved[name].dtype)
+                arrays[name] = jax.device_put(empty, shardings[name])
+        return {name: from_storable(arrays[name], saved[name]) for name in leaves}
+
+    # The end.
+
+    def close(self) -> None:
+        """Wait for what is pending and let the threads go."""
+        try:
+            self.wait()
+        finally:
+            if self._orbax is not None:
+                self._orbax.close()
+                self._orbax = None
+            if self.emergency is not None:
+                self.emergency.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as pending:
+            if error is None:
+                raise
+            # The error that ends the block is the first to know; this one is told beside it.
+            error.add_note(f"and a pending checkpoint failed: {pending!r}")
+
+
+def _json(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy as JSON gives it back: what is written later is what it was at the call."""
+    try:
+        return dict(json.loads(json.dumps(dict(extra))))
+    except (TypeError, ValueError) as error:
+        raise rule_error(
+            "`extra` holds what JSON can hold", f"{error}", "make it numbers, strings, lists and dicts"
+        ) from error
+
+
+def _save_args(arrays: Mapping[str, Any]) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.args.PyTreeSave(dict(arrays))
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    from importlib.metadata import version
+
+    from capibara._version import __version__
+
+    packages = ("jax", "jaxlib", "orbax-checkpoint", "numpy")
+    counts = {"processes": str(process_count())}
+    return (
+        {"capibara": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in packages}
+        | counts
+    )
+
+
+def _rebuilt(target: Any, arrays: Mapping[str, Any]) -> Any:
+    import jax
+
+    return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in named_leaves(target)])
+
+
+def _none_good(folder: Any, step: int | None, damaged: Mapping[str, str]) -> CheckpointError:
+    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    told = "; ".join(f"{name}: {text}" for name, text in damaged.items())
+    return CheckpointError(f"There is {what} to restore in {folder}" + (f". {told}" if told else ""), dict(damaged))
