@@ -100,8 +100,8 @@ def test_a_full_disk_is_an_alert_and_the_older_copy_stays(tmp_path: Path, monkey
 def test_what_one_process_cannot_cover_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file with half of the shards, as another mesh of several processes leaves it."""
     state = {"w": jax.device_put(jnp.ones((8, 8)), jax.sharding.NamedSharding(mesh_of(8), jax.P("data")))}
-    whole = copies._host_shards
-    monkeypatch.setattr(copies, "_host_shards", lambda leaf: dict(list(whole(leaf).items())[:2]))
+    whole = copies.host_shards
+    monkeypatch.setattr(copies, "host_shards", lambda leaf: dict(list(whole(leaf).items())[:2]))
     with both(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.emergency_copy(2, state)

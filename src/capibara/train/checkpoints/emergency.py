@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from capibara.train.checkpoints.leaves import (
     storable,
 )
 from capibara.train.checkpoints.manifest import Damage
+from capibara.train.checkpoints.shards import Index, bounds, covered, from_pieces, host_shards
 from capibara.train.processes import gather, process_count, process_index
 
 __all__ = ["EmergencyCopies", "EmergencyCopy"]
@@ -37,8 +38,6 @@ GENERATIONS = 2
 _MAGIC = b"CAPICOPY1"
 _NAME = re.compile(r"^step_(?P<step>\d+)\.process_(?P<process>\d+)_of_(?P<count>\d+)$")
 _HEAD = struct.Struct("<9sQI")  # magic, bytes of the header, its CRC-32
-
-Index = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -49,29 +48,6 @@ class EmergencyCopy:
     arrays: dict[str, Any]
     extra: dict[str, Any]
     source: Path
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    return tuple(
-        (one.start or 0, size if one.stop is None else one.stop) for one, size in zip(index, shape, strict=True)
-    )
-
-
-def _host_shards(leaf: Any) -> dict[Index, Any]:
-    """This process's part of an array, each piece once, in the host's memory and nobody else's."""
-    import jax
-    import numpy as np
-
-    if not isinstance(leaf, jax.Array):
-        value = np.array(leaf)
-        return {tuple((0, size) for size in value.shape): value}
-    pieces: dict[Index, Any] = {}
-    for shard in leaf.addressable_shards:
-        place = _bounds(shard.index, leaf.shape)
-        if place not in pieces:
-            # On the CPU the array's memory is the host's own, and the next step may be given it to write into.
-            pieces[place] = np.array(shard.data, copy=True)
-    return pieces
 
 
 class EmergencyCopies:
@@ -113,7 +89,7 @@ class EmergencyCopies:
         for leaf in arrays.values():
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()  # all transfers at once, then wait for each
-        pieces = {name: _host_shards(leaf) for name, leaf in arrays.items()}
+        pieces = {name: host_shards(leaf) for name, leaf in arrays.items()}
         self.wait()
         self._thread = threading.Thread(
             target=self._write, args=(step, after, dict(extra), described, pieces), name="capibara-emergency"
@@ -281,21 +257,13 @@ class _Header:
             shape = self.leaves[name].shape
             sharding = default_sharding(name, leaf)
             for index in sharding.addressable_devices_indices_map(shape).values():
-                if not _covered(_bounds(index, shape), places.get(name, [])):
+                if not covered(bounds(index, shape), places.get(name, [])):
                     return f"it has not all that this process needs of {name}: the mesh or its processes were others"
         return ""
 
     def array(self, name: str, leaf: Any, pieces: Mapping[Index, Any]) -> Any:
-        import jax
-
         saved = self.leaves[name]
-
-        def piece(index: tuple[slice, ...] | None) -> Any:
-            assert index is not None
-            return _assembled(_bounds(index, saved.shape), pieces)
-
-        array = jax.make_array_from_callback(saved.shape, default_sharding(name, leaf), piece)
-        return from_storable(array, saved)
+        return from_storable(from_pieces(saved.shape, default_sharding(name, leaf), pieces), saved)
 
 
 def _as_array(block: bytes, dtype: str, place: Index) -> Any:
@@ -303,37 +271,3 @@ def _as_array(block: bytes, dtype: str, place: Index) -> Any:
     import numpy as np
 
     return np.frombuffer(block, jnp.dtype(dtype)).reshape([stop - start for start, stop in place])
-
-
-def _overlap(a: Index, b: Index) -> Index | None:
-    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
-
-
-def _volume(place: Index) -> int:
-    size = 1
-    for start, stop in place:
-        size *= stop - start
-    return size
-
-
-def _covered(place: Index, pieces: Collection[Index]) -> bool:
-    # Pieces of one array do not overlap, so that their parts of a place add up to it, or do not.
-    if place in pieces or _volume(place) == 0:
-        return True
-    return sum(_volume(both) for piece in pieces if (both := _overlap(place, piece))) == _volume(place)
-
-
-def _assembled(place: Index, pieces: Mapping[Index, Any]) -> Any:
-    import numpy as np
-
-    if place in pieces:
-        return pieces[place]
-    kind = next(iter(pieces.values())).dtype
-    whole = np.empty([stop - start for start, stop in place], kind)
-    for piece, value in pieces.items():
-        if both := _overlap(place, piece):
-            into = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(both, place, strict=True))
-            of = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(both, piece, strict=True))
-            whole[into] = value[of]
-    return whole

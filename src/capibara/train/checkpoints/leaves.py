@@ -59,7 +59,6 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def _key_impl(dtype: Any) -> str | None:
     """The generator of a typed random key's dtype; None for any other type."""
     import jax
-
     import jax.numpy as jnp
 
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):

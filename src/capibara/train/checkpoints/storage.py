@@ -37,8 +37,8 @@ class Alert:
 def storage_path(folder: str | os.PathLike[str]) -> Any:
     """An `epath.Path`: `scheme://...` exactly as it is, anything else as an absolute path of this machine.
 
-    >>> str(storage_path("gs://bucket/run//1"))
-    'gs://bucket/run//1'
+    >>> str(storage_path("gs://bucket/run/checkpoints"))
+    'gs://bucket/run/checkpoints'
     """
     from etils import epath
 

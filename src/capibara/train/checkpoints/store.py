@@ -157,9 +157,13 @@ class Checkpoints:
         return sorted(saved, key=lambda entry: entry.serial, reverse=True), damaged
 
     def steps(self) -> list[int]:
-        """Steps with a finished save, the one saved last at the end. Their files are not read."""
+        """Steps with a finished save, the one saved last at the end. Their files are not read.
+
+        It is process 0's view, which every process gets: what each of them would see could differ by a moment.
+        """
         self.wait()
-        return [entry.step for entry in reversed(self._saved()[0])]
+        mine = [entry.step for entry in reversed(self._saved()[0])] if process_index() == 0 else []
+        return list(gather("checkpoints/steps", mine, self.timeout)[0])
 
     def latest(self) -> int | None:
         """The step saved last; None where there is none. Emergency copies are not counted."""

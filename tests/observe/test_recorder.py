@@ -1,0 +1,117 @@
+"""The flight recorder: what was written is there after kill -9; what is no recording is refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from capibara.observe import Recorder, read_recording
+from capibara.observe.recorder import RECORD
+
+
+@pytest.mark.quick
+def test_events_in_their_order_and_a_ring(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, process=3, processes=4, capacity=8)
+    for step in range(20):
+        recorder.step(step, seconds=step / 10, loss=2.0)
+    recorder.alert("ä" * 300, step=19)
+    recording = read_recording(recorder.file)
+    assert (recording.process, recording.processes, recording.capacity) == (3, 4, 8)
+    assert [event.step for event in recording.events] == [13, 14, 15, 16, 17, 18, 19, 19]
+    assert recording.events[0].seconds == pytest.approx(1.3)
+    assert recording.events[-1].text.startswith("ääää")
+    assert recording.events[-1].text.endswith("ä...")
+    assert recording.last_step == 19
+    assert not recording.ended
+    recorder.close()
+    recorder.step(21)  # after its end nothing is written, and nothing fails: a thread may still be at it
+    assert read_recording(recorder.file).ended
+    with pytest.raises(ValueError, match="kind of event"):
+        recorder.event("nothing")
+    with pytest.raises(ValueError, match="at least 2 events"):
+        Recorder(tmp_path / "other", capacity=1)
+
+
+@pytest.mark.quick
+def test_what_was_written_survives_kill_9_and_the_next_process_goes_on(tmp_path: Path) -> None:
+    code = f"""
+        import os, signal
+        from capibara.observe import Recorder
+        recorder = Recorder({str(tmp_path)!r})
+        recorder.phase("all-reduce of gradients")
+        for step in range(1, 101):
+            recorder.step(step, seconds=0.5, loss=1 / step)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    for times in (1, 2):
+        killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        recording = read_recording(tmp_path / "process_0.recording")
+        assert sum(event.kind == "step" for event in recording.events) == 100 * times
+        assert recording.last_step == 100
+        story = recording.story(last=2)
+        assert "it was cut off" in story
+        assert "the last phase that it entered is 'all-reduce of gradients'" in story
+        assert "step 100 0.5 s loss 0.01" in story
+        assert ("it was started 2 times" in story) == (times == 2)
+
+
+@pytest.mark.quick
+def test_a_record_that_was_being_written_is_left_out(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for step in range(3):
+        recorder.step(step)
+    recorder.close()
+    data = bytearray(recorder.file.read_bytes())
+    data[RECORD * 3 + 20] ^= 1  # the header, the start, and then step 1
+    recorder.file.write_bytes(data)
+    assert [event.step for event in read_recording(recorder.file).events if event.kind == "step"] == [0, 2]
+
+
+@pytest.mark.quick
+def test_stacks_name_every_thread(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    def waits_for_a_neighbour() -> None:
+        go.wait(10)
+
+    thread = threading.Thread(target=waits_for_a_neighbour, name="exchange")
+    thread.start()
+    with Recorder(tmp_path) as recorder:
+        text = recorder.dump_stacks("no progress for 3 s").read_text(encoding="utf-8")
+        go.set()
+    thread.join()
+    assert "no progress for 3 s" in text
+    assert "thread 'MainThread'" in text
+    assert "test_stacks_name_every_thread" in text
+    assert "thread 'exchange'" in text
+    assert "waits_for_a_neighbour" in text
+    assert "stacks in process_0.stacks.txt" in read_recording(recorder.file).story()
+
+
+@pytest.mark.quick
+def test_what_is_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "process_0.recording").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="which is none"):
+        read_recording(tmp_path / "process_0.recording")
+    with Recorder(tmp_path) as recorder:
+        recorder.step(1)
+    assert read_recording(recorder.file).last_step == 1
+    assert (tmp_path / "process_0.damaged").read_bytes() == b"something else"
+
+
+@pytest.mark.quick
+def test_an_error_is_told(tmp_path: Path) -> None:
+    def fails() -> None:
+        with Recorder(tmp_path):
+            raise KeyError("weights")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert "ended by KeyError: 'weights'" in read_recording(tmp_path / "process_0.recording").story()
