@@ -47,7 +47,7 @@ MODULES = (
     "", ".numpy", ".numpy.linalg", ".numpy.fft", ".nn", ".lax", ".lax.linalg", ".random", ".experimental",
     ".experimental.array_serialization", ".experimental.checkpoint", ".experimental.mesh_utils",
     ".experimental.pallas", ".experimental.pjit", ".sharding", ".profiler", ".diagnostics", "._src.core", ".tpu_v4",
-    ".tpu_v4.kernels", ".tpu_v4.backend", ".tpu_v4.optimizations", ".tpu_v4.training",
+    ".tpu_v4.kernels", ".tpu_v4.backend", ".tpu_v4.optimizations", ".tpu_v4.recovery", ".tpu_v4.training",
 )  # fmt: skip
 
 
@@ -76,6 +76,7 @@ def modules_by_dotted_imports() -> None:
     import capibara.jax.tpu_v4.backend
     import capibara.jax.tpu_v4.kernels
     import capibara.jax.tpu_v4.optimizations
+    import capibara.jax.tpu_v4.recovery
     import capibara.jax.tpu_v4.training
 
     assert capibara.jax.lax.linalg.cholesky is not None
@@ -506,6 +507,75 @@ def layers() -> None:
     params = init_moe(key, 32, 16, 4)
     made, _ = ops.moe_layer(params=params, x=ROWS, top_k=2, precision="bfloat16", mesh=None)
     assert made.shape == ROWS.shape
+
+
+# Recovery.
+
+
+@shows(":TpuRecoveryManager", ":TpuRecoveryManager.recovery_context", ":TpuError", of="capibara.jax.tpu_v4.recovery")
+def recovery_of_a_training_step() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.jax.tpu_v4.recovery import TpuError, TpuRecoveryManager
+    from capibara.train.recovery import reported_step
+
+    class Model:
+        """A stand-in with a state and a `train_step` that a device can fail."""
+
+        def __init__(self) -> None:
+            self.state = jnp.zeros(8)
+            self.failures: list[Exception] = []
+
+        def get_state(self) -> Any:
+            return self.state
+
+        def set_state(self, state: Any) -> None:
+            self.state = state
+
+        def train_step(self, batch: Any) -> Any:
+            return reported_step(self, self._step, batch)
+
+        def _step(self, batch: Any) -> Any:
+            if self.failures:
+                raise self.failures.pop()
+            self.state = self.state + batch
+            return {"loss": self.state.sum()}
+
+    model, batch = Model(), jnp.ones(8)
+    recovery_manager = TpuRecoveryManager(auto_recovery=True, fallback_to_gpu=True, checkpoint_frequency=1000)
+    told = []
+    for failures in (0, 1, 9):
+        recovery_manager.backoff_seconds = 0  # this library's own: the documents do not wait
+        model.failures = [jax.errors.JaxRuntimeError("UNAVAILABLE: lost TPU:3") for _ in range(failures)]
+        with recovery_manager.recovery_context():
+            try:
+                result = model.train_step(batch)
+            except TpuError as e:
+                told.append(f"TPU error: {e}")
+        assert result["loss"] == 8 * min(failures + 1, 2)
+    assert len(told) == 1
+    assert "UNAVAILABLE" in told[0]
+
+
+@shows(":TpuRecoveryManager.run", of="capibara.jax.tpu_v4.recovery")
+def recovery_by_a_retry() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.jax.tpu_v4.recovery import TpuRecoveryManager
+
+    failures = [jax.errors.JaxRuntimeError("ABORTED: the slice was preempted") for _ in range(2)]
+
+    def step(state: Any, batch: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return state + batch
+
+    manager = TpuRecoveryManager(auto_recovery=True, fallback_to_gpu=True, checkpoint_frequency=1000, backoff_seconds=0)
+    assert manager.run(step=step, state=jnp.ones(3), batch=jnp.ones(3)).tolist() == [2, 2, 2]
+    assert manager.run(step, jnp.ones(3), jnp.ones(3)).tolist() == [2, 2, 2]
+    assert len(manager.errors) == 2
 
 
 # The kernel object.

@@ -18,7 +18,7 @@ TO_COME: dict[str, tuple[str, ...]] = {
     "capibara.config": ("ModularModelConfig",),
     "capibara.core": ("ModularCapibaraModel",),
     "capibara.jax": ("utils",),
-    "capibara.jax.tpu_v4": ("autoscaling", "cost", "diagnostics", "inference", "monitoring", "recovery"),
+    "capibara.jax.tpu_v4": ("autoscaling", "cost", "diagnostics", "inference", "monitoring"),
     "capibara.jax.tpu_v4.optimizations": (
         "HBMOptimizer",
         "TpuCompilationConfig",

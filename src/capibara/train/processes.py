@@ -8,13 +8,29 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections import defaultdict
 from typing import Any
 
-from capibara.errors import TPUError
+from capibara.errors import TPUError, rule_error
 
-__all__ = ["MissingProcess", "barrier", "gather", "process_count", "process_index"]
+__all__ = [
+    "COORDINATOR",
+    "PROCESS_COUNT",
+    "PROCESS_ID",
+    "MissingProcess",
+    "barrier",
+    "gather",
+    "join_from_environment",
+    "process_count",
+    "process_index",
+]
+
+PROCESS_ID = "CAPIBARA_PROCESS_ID"
+PROCESS_COUNT = "CAPIBARA_PROCESS_COUNT"
+COORDINATOR = "CAPIBARA_COORDINATOR"
+"""Environment variables that the supervisor gives to each process of a program."""
 
 _CALLS: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # names are a handful of literals
 _ROOT = "capibara"
@@ -26,6 +42,33 @@ class MissingProcess(TPUError):
     def __init__(self, text: str, missing: tuple[int, ...]) -> None:
         super().__init__(text)
         self.missing = missing
+
+
+def join_from_environment(timeout: float = 300.0) -> bool:
+    """Join the program that the supervisor started this process for; whether there is one of several processes.
+
+    It is called before anything else of jax. A process that would then be alone, and train a model of its own in
+    silence, is an error.
+    """
+    import jax
+
+    text = {name: os.environ.get(name) for name in (PROCESS_ID, PROCESS_COUNT, COORDINATOR)}
+    if text[PROCESS_COUNT] in (None, "1"):
+        return False
+    try:
+        process, count = int(text[PROCESS_ID] or ""), int(text[PROCESS_COUNT] or "")
+        if not 0 <= process < count or not text[COORDINATOR]:
+            raise ValueError
+    except ValueError:
+        raise rule_error(
+            f"{PROCESS_ID} is a number below {PROCESS_COUNT}, and {COORDINATOR} is host:port",
+            ", ".join(f"{name}={value}" for name, value in text.items()),
+            "set all three, or none of them for a program of one process",
+        ) from None
+    jax.distributed.initialize(text[COORDINATOR], count, process, initialization_timeout=int(timeout))
+    if jax.process_count() != count:
+        raise TPUError(f"{PROCESS_COUNT} is {count}, and jax counts {jax.process_count()} processes after joining them")
+    return True
 
 
 def process_index() -> int:
