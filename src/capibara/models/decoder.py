@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from capibara.errors import rule_error
 from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
@@ -19,6 +20,7 @@ from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
 from capibara.models.blocks.spec import Sequences, Weight
+from capibara.parallel.remat import LAYER_INPUT
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -161,6 +163,7 @@ def hidden_states(
 
     def body(x: jax.Array, layers_and_number: tuple[Any, Any]) -> tuple[jax.Array, Any]:
         layers, number = layers_and_number
+        x = checkpoint_name(x, LAYER_INPUT)
         own = sequences
         if key is not None:
             own = Sequences(positions, segment_ids, jax.random.fold_in(key, number))

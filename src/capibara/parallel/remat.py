@@ -15,10 +15,15 @@ from jax.extend import core
 
 from capibara.errors import unknown_name
 
-__all__ = ["POLICIES", "checkpoint_scans", "outermost_scans"]
+__all__ = ["LAYER_INPUT", "OFFLOAD", "POLICIES", "checkpoint_scans", "outermost_scans"]
 
 POLICIES = ("none", "dots", "full")
 """What a scan's body keeps: everything, its matrix products without batch dimensions, or only the carry."""
+
+OFFLOAD = "offload"
+"""As "full", with what enters a layer in the host's memory until the backward pass wants it: for a body that names it
+`LAYER_INPUT` (`jax.ad_checkpoint.checkpoint_name`). A planner does not try it."""
+LAYER_INPUT = "layer_input"
 
 # Calls that only group equations: a scan inside of them is still an outermost one. Custom gradients and functions that
 # are already checkpointed are left alone, since what they keep is their author's choice.
@@ -40,8 +45,8 @@ def checkpoint_scans(fn: Callable[P, R], policy: str) -> Callable[P, R]:
         >>> bool(jnp.allclose(jax.grad(loss)(w, x), jax.grad(slim)(w, x)))
         True
     """
-    if policy not in POLICIES:
-        raise unknown_name("remat policy", policy, POLICIES)
+    if policy not in (*POLICIES, OFFLOAD):
+        raise unknown_name("remat policy", policy, (*POLICIES, OFFLOAD))
     if policy == "none":
         return fn
 
@@ -87,9 +92,15 @@ def _one(equation: Any, policy: str) -> Any:
 
 
 def _forgetful(body: Any, policy: str) -> Any:
-    keep = {
+    keep: Any = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,
+        OFFLOAD: jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
     }[policy]
     # A scan already keeps the compiler from merging the second computation with the first.
     slim = jax.checkpoint(core.jaxpr_as_fun(body), policy=keep, prevent_cse=False)

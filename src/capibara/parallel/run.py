@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from capibara.mesh.layout import Layout
     from capibara.parallel.job import Job
 
-__all__ = ["Program", "jitted_layout", "laid_out", "lower_layout", "surroundings"]
+__all__ = ["Program", "jitted_layout", "laid_out", "lower_layout", "lower_program", "surroundings"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,12 @@ def _placed(leaf: Any, sharding: Any) -> Any:
     import jax.numpy as jnp
 
     return jax.device_put(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, sharding, may_alias=False)
+
+
+def lower_program(program: Program) -> Any:
+    """A laid out program lowered for its mesh."""
+    with surroundings(program.layout, program.mesh):
+        return program._step.lower(*program.arguments)  # type: ignore[attr-defined]
 
 
 def lower_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = True) -> Any:

@@ -1,0 +1,466 @@
+"""The loop of training: batches in, steps on the device, and what happens between them.
+
+The device is never waited for: while step n runs, the metrics of step n - 1 are read, logged and checked. A step is
+counted when its metrics have arrived. Checkpoints, evaluation, the guard against NaN and a request to stop are all
+asked between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from capibara.errors import CapibaraError, rule_error
+from capibara.models import step_hooks
+from capibara.models.preset import OptimizerSettings, TrainSettings
+from capibara.observe.goodput import Goodput
+from capibara.observe.recorder import Recorder
+from capibara.parallel import run as layouts_run
+from capibara.parallel.job import Job
+from capibara.parallel.optimizers import make_optimizer, schedule_named
+from capibara.parallel.remat import POLICIES
+from capibara.parallel.trainer_step import StepOptions, initial_state, trainer_job
+from capibara.plan.search.space import PARAMETERS
+from capibara.train.checkpoints.store import Checkpoints
+from capibara.train.data.batches import Batches
+from capibara.train.layouts import Chosen, choose_layout, with_choice
+from capibara.train.logs import MetricsLog
+from capibara.train.preemption import Preemption
+from capibara.train.processes import process_count, process_index
+from capibara.train.trainable import Trainable
+from capibara.train.watchdog import Watchdog
+
+__all__ = ["Diverged", "Loop", "LoopOptions", "Preempted", "Result"]
+
+_UNROLL_AT_MOST = 64
+"""Repeats of a pattern that a GPU's program writes out: beyond, compiling takes longer than it gives."""
+
+
+class Diverged(CapibaraError, RuntimeError):
+    """Too many steps in a row whose loss or gradient is not finite; the batch is kept for another try."""
+
+
+class Preempted(CapibaraError, RuntimeError):
+    """The run was asked to stop, and its state is saved."""
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """How the step is made, beside the settings of the run."""
+
+    axes: Mapping[str, int] | None = None
+    """Of the mesh; None lets the planner choose."""
+    devices: Sequence[Any] | None = None
+    parameters: Sequence[str] = PARAMETERS
+    """What may be cut over the data axis."""
+    communication: str = "automatic"
+    offload_activations: bool = False
+    compiler_options: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    step: int
+    metrics: dict[str, float]
+    """Of the last step."""
+    eval_loss: float | None = None
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """A row a step of this process, as in metrics.jsonl; the last hundred thousand."""
+
+
+class Loop:
+    """One run: its program, its state, its step. `prepare` compiles and restores; `run` goes on to a step."""
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        settings: TrainSettings,
+        optimizer: OptimizerSettings,
+        options: LoopOptions | None = None,
+        *,
+        folder: Path | None = None,
+        checkpoints: Checkpoints | None = None,
+        watchdog: Watchdog | None = None,
+        recorder: Recorder | None = None,
+        goodput: Goodput | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.trainable = trainable
+        self.settings = settings
+        self.options = options or LoopOptions()
+        self.folder = folder
+        self.checkpoints = checkpoints
+        self.watchdog = watchdog
+        self.recorder = recorder
+        self.goodput = goodput
+        self.tell = tell or (lambda text: None)
+        rate = schedule_named(
+            optimizer.schedule,
+            optimizer.learning_rate,
+            steps=settings.steps,
+            warmup_steps=optimizer.warmup_steps,
+            final=optimizer.final,
+        )
+        self.optimizer = make_optimizer(
+            optimizer.name,
+            rate,
+            b1=optimizer.b1,
+            b2=optimizer.b2,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            clip=optimizer.clip,
+        )
+        self.step_options = StepOptions(
+            settings.precision, settings.seed, self.options.communication, rate, guard=settings.skip_nonfinite > 0
+        )
+        self.devices = list(self.options.devices or jax.devices())
+        self.step = 0
+        self.chosen: Chosen | None = None
+        self.params: Any = None
+        self.state: Any = None
+        self.compile_seconds = math.nan
+        self._program: layouts_run.Program | None = None
+        self._compiled: Any = None
+        self._evaluate: Any = None
+
+    # Making the program.
+
+    def prepare(self, batch: Mapping[str, Any], restored: bool = True) -> dict[str, Any] | None:
+        """Lay out and compile the step for batches like this one, and start or restore the state.
+
+        Returns what was kept beside the state of the checkpoint that was restored; None for a new run.
+        """
+        with self._phase("compile"):
+            self.chosen = self._lay_out(batch)
+            job = self._job(batch, self._unroll(), self._data_size(self.chosen))
+            layout = self.chosen.layout
+            if self.options.offload_activations:
+                layout = with_choice(layout, remat="offload")
+            started = time.perf_counter()
+            self._program = layouts_run.laid_out(job, layout, self.devices)
+            lowered = layouts_run.lower_program(self._program)
+            self._compiled = lowered.compile(compiler_options=dict(self.options.compiler_options or {}) or None)
+            self.compile_seconds = time.perf_counter() - started
+            self.tell(f"compiled in {self.compile_seconds:.1f} s: {self.chosen.layout.name}")
+        with self._phase("initialise"):
+            params, state, _ = self._program.arguments
+            back = self.checkpoints if restored else None
+            if back is not None and (back.latest() is not None or back.emergency is not None):
+                found = self._restored(back, {"params": params, "state": state})
+                if found is not None:
+                    return found
+            self.params = self._started(params)
+            self.state = self._on_mesh(
+                lambda p: initial_state(self.optimizer, p, self.step_options, self._data_size(self.chosen)),
+                state,
+                self.params,
+            )
+        return None
+
+    def _restored(self, checkpoints: Checkpoints, target: Any) -> dict[str, Any] | None:
+        if not checkpoints.steps() and checkpoints.emergency is None:
+            return None
+        found = checkpoints.restore(target)
+        self.params, self.state = found.state["params"], found.state["state"]
+        self.step = found.step
+        self.tell(f"restored step {found.step} from {found.source}")
+        return dict(found.extra)
+
+    def _data_size(self, chosen: Chosen) -> int:
+        return int(chosen.layout.mesh.axes.get("data", 1))
+
+    def _unroll(self) -> int | bool:
+        asked = self.settings.unroll
+        repeats = getattr(self.trainable, "repeats", 1)
+        if asked:
+            return True if asked < 0 else min(asked, repeats)
+        # A loop over layers copies what it keeps for the backward pass into stacks and out again; a GPU's products
+        # cannot read and write there. A TPU's can.
+        return self.devices[0].platform == "gpu" and repeats <= _UNROLL_AT_MOST or 1
+
+    def _job(self, batch: Mapping[str, Any], unroll: int | bool, data_size: int) -> Job:
+        settings = self.settings
+        rows, length = next(iter(batch.values())).shape[:2] if batch else (0, 0)
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self._global(batch).items()}
+        remat = POLICIES if settings.remat == "auto" else (settings.remat,)
+        parts = (settings.accumulate,) if settings.accumulate else self._divisors(rows * process_count())
+        if len(self.devices) == 1 and self.devices[0].platform == "cpu":
+            # A CPU has the host's memory, and nothing to choose.
+            remat = remat[:1]
+            parts = parts[:1]
+        return trainer_job(
+            self.trainable.loss(unroll),
+            self.trainable.shapes(),
+            shapes,
+            self.optimizer,
+            self.step_options,
+            tokens=rows * process_count() * length,
+            remat=remat,
+            accumulate=parts,
+            data_size=data_size,
+            name=self.trainable.name,
+        )
+
+    @staticmethod
+    def _divisors(rows: int) -> tuple[int, ...]:
+        return tuple(n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0)
+
+    def _global(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The shapes of the batch of all processes."""
+        count = process_count()
+        return {
+            name: jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype) for name, x in batch.items()
+        }
+
+    def _lay_out(self, batch: Mapping[str, Any]) -> Chosen:
+        axes = self.options.axes
+        by_hand = self.options.communication != "automatic"
+        size = int((axes or {}).get("data", 1)) if by_hand else 1
+        parameters = tuple(p for p in self.options.parameters if p != "full") if by_hand else self.options.parameters
+        job = self._job(batch, 1, size)
+        return choose_layout(job, self.devices, axes, parameters=parameters)
+
+    def _started(self, shapes: Any) -> Any:
+        """Parameters to start from, each made where it lies."""
+        starting = getattr(self.trainable, "starting_params", lambda: None)()
+        if starting is not None:
+            return jax.tree.map(
+                lambda x, s: jax.device_put(jax.numpy.asarray(x, s.dtype), s.sharding, may_alias=False),
+                starting,
+                shapes,
+            )
+        return self._on_mesh(self.trainable.init, shapes, jax.random.key(self.settings.seed))
+
+    def _on_mesh(self, make: Callable[..., Any], shapes: Any, *args: Any) -> Any:
+        assert self._program is not None
+        places = jax.tree.map(lambda s: s.sharding, shapes)
+        with layouts_run.surroundings(self._program.layout, self._program.mesh):
+            return jax.jit(make, out_shardings=places)(*args)
+
+    # Running it.
+
+    def _phase(self, name: str, **step: int) -> contextlib.AbstractContextManager[Any]:
+        if self.watchdog is not None:
+            self.watchdog.beat(self.step, name)
+        if self.recorder is not None:
+            self.recorder.phase(name)
+        return contextlib.nullcontext() if self.goodput is None else self.goodput.phase(name, **step)
+
+    def place(self, batch: Mapping[str, Any]) -> Any:
+        """This process's rows as part of the global batch, where the layout puts it."""
+        assert self._program is not None
+        wanted = self._program.arguments[2]
+        if set(batch) != set(wanted):
+            raise rule_error(
+                "Every batch has the same arrays", f"{sorted(batch)}, the first {sorted(wanted)}", "give each all of them"
+            )
+        return {name: self._placed(np.asarray(batch[name]), shape) for name, shape in wanted.items()}
+
+    @staticmethod
+    def _placed(rows: np.ndarray, wanted: Any) -> jax.Array:
+        if process_count() == 1:
+            if rows.shape != wanted.shape:
+                raise rule_error(
+                    "Every batch has the first one's shape",
+                    f"{list(rows.shape)}, the first {list(wanted.shape)}",
+                    "pad it, or drop the last one",
+                )
+            return jax.device_put(rows.astype(wanted.dtype), wanted.sharding)
+        return jax.make_array_from_process_local_data(wanted.sharding, rows.astype(wanted.dtype), wanted.shape)
+
+    def run(
+        self,
+        batches: Batches,
+        *,
+        until: int,
+        log: MetricsLog,
+        evaluation: Callable[[], Batches] | None = None,
+        preemption: Preemption | None = None,
+        on_step: Callable[[int, Mapping[str, Any]], None] | None = None,
+        first: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """Go on to step `until`. `first` is a batch that was drawn already."""
+        result = Result(self.step, {})
+        started = time.perf_counter()
+        pending: tuple[int, Any, Any] | None = None
+        last = time.perf_counter()
+        while self.step < until:
+            with self._phase("data_wait"):
+                try:
+                    drawn = next(batches) if first is None else first
+                except StopIteration:
+                    break
+                first = None
+                batch = self.place(drawn)
+            with self._phase("step", step=self.step + 1):
+                self.params, self.state, metrics = self._compiled(self.params, self.state, batch)
+                self.step += 1
+                if pending is not None:
+                    last = self._arrived(pending, last, log, result, on_step)
+                pending = (self.step, metrics, drawn)
+            due = self._due(batches, preemption)
+            if due:
+                last = self._arrived(pending, last, log, result, on_step)
+                pending = None
+                self._between_steps(batches, log, result, evaluation, preemption)
+                last = time.perf_counter()
+        if pending is not None:
+            self._arrived(pending, last, log, result, on_step)
+        result.step = self.step
+        result.seconds = time.perf_counter() - started
+        if evaluation is not None and (result.eval_loss is None or self.step % max(1, self.settings.eval_every)):
+            result.eval_loss = self.evaluate(evaluation, log)
+        self.save(batches, block=True)
+        return result
+
+    def _due(self, batches: Batches, preemption: Preemption | None) -> bool:
+        settings = self.settings
+        every = (settings.checkpoint_every, settings.eval_every)
+        emergency = None if self.checkpoints is None else self.checkpoints.emergency_every
+        return (
+            any(n and self.step % n == 0 for n in (*every, emergency or 0))
+            or (preemption is not None and preemption.should_stop(self.step))
+        )
+
+    def _arrived(
+        self,
+        pending: tuple[int, Any, Any],
+        last: float,
+        log: MetricsLog,
+        result: Result,
+        on_step: Callable[[int, Mapping[str, Any]], None] | None,
+    ) -> float:
+        """The metrics of a step, once the device has them: logged, told, and checked."""
+        step, metrics, batch = pending
+        values = {name: np.asarray(value) for name, value in metrics.items()}
+        now = time.perf_counter()
+        seconds = now - last
+        row = self._row(step, values, batch, seconds)
+        log.write(row)
+        result.history.append(row)
+        del result.history[:-100_000]
+        result.metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        if self.recorder is not None:
+            self.recorder.step(step, seconds, row["loss"])
+        if on_step is not None:
+            on_step(step, row)
+        step_hooks.report(step, {"params": self.params, "state": self.state})
+        in_a_row = int(values.get("skipped_in_a_row", 0))
+        if in_a_row:
+            self.tell(f"step {step}: loss or gradient is not finite, the step was skipped ({in_a_row} in a row)")
+        if in_a_row > self.settings.skip_nonfinite or (not self.step_options.guard and not math.isfinite(row["loss"])):
+            raise self._diverged(step, in_a_row, batch)
+        return now
+
+    def _row(self, step: int, values: Mapping[str, Any], batch: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        rows, length = next(iter(batch.values())).shape[:2]
+        tokens = rows * length * process_count()
+        rate = tokens / seconds if seconds > 0 else math.nan
+        row: dict[str, Any] = {
+            "step": step,
+            "loss": float(values["loss"]),
+            "tokens_per_second": rate,
+            "mfu": self._mfu(rate, length),
+            "seconds": seconds,
+        }
+        for name, value in values.items():
+            if name not in row:
+                row[name] = float(value) if value.ndim == 0 else value.tolist()
+        return row
+
+    def _mfu(self, tokens_per_second: float, length: int) -> float | None:
+        """The share of the devices' peak that the model's own operations are; None where either is not known."""
+        from capibara.hardware.chips import chip_for
+
+        flops = self.trainable.flops_per_token(length)
+        found = chip_for(self.devices[0].device_kind)
+        if flops is None or found is None:
+            return None
+        peak = found.flops.get("float32" if self.settings.precision == "float32" else "bfloat16")
+        if peak is None:
+            return None
+        # A CPU's simulated devices are one host.
+        hosts = {d.process_index for d in self.devices}
+        chips = len(hosts) if found.platform == "cpu" else len(self.devices)
+        return tokens_per_second * flops / (peak * chips)
+
+    def _diverged(self, step: int, in_a_row: int, batch: Mapping[str, Any]) -> Diverged:
+        kept = ""
+        if self.folder is not None:
+            file = self.folder / f"diverged_step_{step}_process_{process_index()}.npz"
+            np.savez(file, **{name: np.asarray(value) for name, value in batch.items()})
+            kept = f"; the batch is in {file}"
+        return Diverged(
+            f"Loss or gradient was not finite at step {step}, {in_a_row} in a row, more than train.skip_nonfinite = "
+            f"{self.settings.skip_nonfinite}{kept}. Fix: a lower optimizer.learning_rate, more warm-up, or "
+            f'train.precision = "mixed"; the last checkpoint is from before'
+        )
+
+    def _between_steps(
+        self,
+        batches: Batches,
+        log: MetricsLog,
+        result: Result,
+        evaluation: Callable[[], Batches] | None,
+        preemption: Preemption | None,
+    ) -> None:
+        settings = self.settings
+        if evaluation is not None and settings.eval_every and self.step % settings.eval_every == 0:
+            result.eval_loss = self.evaluate(evaluation, log)
+        stop = preemption is not None and preemption.should_stop(self.step)
+        if stop or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
+            self.save(batches, block=stop)
+        elif self.checkpoints is not None and self.checkpoints.emergency_every:
+            with self._phase("checkpoint"):
+                self.checkpoints.emergency_copy(self.step, self._saved_state(), self._extra(batches))
+        if stop:
+            raise Preempted(f"asked to stop at step {self.step}, which is saved")
+
+    def _saved_state(self) -> dict[str, Any]:
+        return {"params": self.params, "state": self.state}
+
+    def _extra(self, batches: Batches) -> dict[str, Any]:
+        assert self.chosen is not None
+        return {"data": batches.state(), "layout": self.chosen.layout.name, "processes": process_count()}
+
+    def save(self, batches: Batches, block: bool = False) -> None:
+        """A checkpoint of this step, unless it has one."""
+        if self.checkpoints is None or self.step == 0 or self.checkpoints.latest() == self.step:
+            return
+        with self._phase("checkpoint"):
+            for alert in self.checkpoints.save(self.step, self._saved_state(), self._extra(batches), block=block):
+                self.tell(str(alert))
+                if self.recorder is not None:
+                    self.recorder.alert(str(alert), self.step)
+
+    def evaluate(self, evaluation: Callable[[], Batches], log: MetricsLog) -> float:
+        """The mean loss over the held-out part, by the targets that count."""
+        assert self._program is not None
+        if self._evaluate is None:
+            loss = self.trainable.loss(1)
+            self._evaluate = jax.jit(lambda p, b: loss(p, b, None)[1]["loss"])
+        total = weight = 0.0
+        with self._phase("evaluation"), evaluation() as batches:
+            for number, batch in enumerate(batches):
+                if number == self.settings.eval_batches:
+                    break
+                with layouts_run.surroundings(self._program.layout, self._program.mesh):
+                    value = self._evaluate(self.params, self.place(batch))
+                counted = float(np.sum(batch["mask"])) if "mask" in batch else float(np.size(batch["targets"]))
+                total, weight = total + float(value) * counted, weight + counted
+        if not weight:
+            raise rule_error("Evaluation has a batch or more", "none", "use a smaller batch or more held-out data")
+        found = total / weight
+        log.write({"step": self.step, "eval_loss": found})
+        return found

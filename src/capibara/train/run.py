@@ -1,0 +1,183 @@
+"""One training run in a folder: what `capibara train` does.
+
+    DIR/config.toml      everything the run was told
+    DIR/metrics.jsonl    a line a step
+    DIR/checkpoints/     and the data's position in each
+    DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from capibara import toml_tables
+from capibara.errors import rule_error
+from capibara.models.modular import ModularCapibaraModel
+from capibara.models.tokenizer import load_tokenizer
+from capibara.observe.goodput import Goodput, GoodputReport
+from capibara.observe.recorder import Recorder
+from capibara.train.checkpoints.policy import Keep
+from capibara.train.checkpoints.store import Checkpoints
+from capibara.train.config import RunConfig
+from capibara.train.data.batches import RowBatches, open_batches
+from capibara.train.logs import MetricsLog
+from capibara.train.loop import Loop, LoopOptions, Result
+from capibara.train.preemption import Preemption
+from capibara.train.processes import process_count, process_index
+from capibara.train.trainable import ModelTrainable
+from capibara.train.watchdog import Watchdog
+
+__all__ = ["Trained", "train"]
+
+
+@dataclass
+class Trained:
+    """A finished run."""
+
+    model: ModularCapibaraModel
+    result: Result
+    loop: Loop
+    goodput: GoodputReport | None
+    folder: Path | None
+
+
+def train(
+    config: RunConfig,
+    folder: str | Path | None = None,
+    *,
+    resume: bool = False,
+    devices: Any = None,
+    tell: Callable[[str], None] | None = None,
+    on_step: Callable[[int, Mapping[str, Any]], None] | None = None,
+) -> Trained:
+    """Train as the config says, in this folder; with `resume` go on from its last checkpoint.
+
+    A folder that has a run already is not written over: it is resumed, or another folder is named.
+    """
+    preset = config.preset
+    settings = preset.train
+    out = None if folder is None else Path(folder)
+    model = ModularCapibaraModel(preset.model, precision=settings.precision, seed=settings.seed)
+    _check(config)
+    with contextlib.ExitStack() as stack:
+        checkpoints = recorder = watchdog = goodput = None
+        if out is not None:
+            _claim(out, config, resume)
+            checkpoint = config.checkpoint
+            checkpoints = stack.enter_context(
+                Checkpoints(
+                    out / "checkpoints",
+                    keep=Keep(last=checkpoint.keep, every=checkpoint.keep_every or None),
+                    emergency_folder=checkpoint.emergency_folder or None,
+                    emergency_every=checkpoint.emergency_every or None,
+                )
+            )
+            recorder = stack.enter_context(Recorder(out / "recordings", process_index(), process_count()))
+            if process_index() == 0:
+                goodput = stack.enter_context(Goodput(out / "goodput.jsonl"))
+            if config.log.hang_seconds:
+                watchdog = stack.enter_context(_watchdog(out, config, recorder))
+        batches = stack.enter_context(_batches(config, "train"))
+        preemption = stack.enter_context(Preemption())
+        loop = Loop(
+            ModelTrainable(model, settings.precision, settings.z_loss),
+            settings,
+            preset.optimizer,
+            LoopOptions(axes=preset.mesh.axes, devices=devices),
+            folder=out,
+            checkpoints=checkpoints,
+            watchdog=watchdog,
+            recorder=recorder,
+            goodput=goodput,
+            tell=tell,
+        )
+        first = next(batches)
+        kept = loop.prepare(first, restored=resume)
+        if kept is not None:
+            batches.restore(kept["data"])
+        else:
+            batches.rewind()
+        log = stack.enter_context(
+            MetricsLog(
+                out if process_index() == 0 else None,
+                loop.step,
+                tensorboard=config.log.tensorboard,
+                every=config.log.every,
+                tell=tell,
+            )
+        )
+        evaluation = None
+        if config.data.held_out_share or isinstance(config.data.held_out, str):
+            evaluation = lambda: _batches(config, "eval")  # noqa: E731
+        result = loop.run(
+            batches,
+            until=settings.steps,
+            log=log,
+            evaluation=evaluation,
+            preemption=preemption,
+            on_step=on_step,
+        )
+        loop.trainable.publish(loop.params)
+        report = None if goodput is None else goodput.report()
+    return Trained(model, result, loop, report, out)
+
+
+def _check(config: RunConfig) -> None:
+    settings, model = config.preset.train, config.preset.model
+    if settings.sequence_length > model.max_length:
+        raise rule_error(
+            f"train.sequence_length is at most the model's context, model.max_length = {model.max_length}",
+            settings.sequence_length,
+            f"use {model.max_length}, or raise model.max_length",
+        )
+    words = load_tokenizer(config.data.tokenizer).vocab_size
+    if words > model.vocab:
+        raise rule_error(
+            f"model.vocab has room for the tokenizer's {words} tokens", model.vocab, f"use model.vocab={words}"
+        )
+    if settings.batch_size % process_count():
+        raise rule_error(
+            f"train.batch_size divides over the {process_count()} processes", settings.batch_size, "change one of them"
+        )
+
+
+def _claim(out: Path, config: RunConfig, resume: bool) -> None:
+    """The folder is this run's from here on."""
+    file = out / "config.toml"
+    if file.exists() and not resume:
+        raise rule_error(
+            "A run has a folder of its own",
+            f"{out}, which has one",
+            "go on with it by --resume, or name another folder by --out",
+        )
+    if resume and not file.exists() and (out / "checkpoints").exists():
+        raise rule_error("A run's folder has its config.toml", f"{out} without", "name the folder of a run")
+    if process_index() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(".draft")
+        draft.write_text(toml_tables.to_toml(config.as_tables()), encoding="utf-8")
+        draft.replace(file)
+
+
+def _batches(config: RunConfig, split: str) -> RowBatches:
+    settings = config.preset.train
+    return open_batches(
+        config.data,
+        batch_size=settings.batch_size,
+        sequence_length=settings.sequence_length,
+        seed=settings.seed,
+        split=split,
+        process_index=process_index(),
+        process_count=process_count(),
+    )
+
+
+def _watchdog(out: Path, config: RunConfig, recorder: Recorder) -> Watchdog:
+    return Watchdog(
+        out / "heartbeats", config.log.hang_seconds, process_index(), process_count(), recorder=recorder
+
+    )

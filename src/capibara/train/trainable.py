@@ -1,0 +1,189 @@
+"""What can be trained: a capibara model, a Flax NNX or Equinox module, or any pure `loss(params, batch)`.
+
+A `Trainable` has parameters as a pytree and a loss as a function of them; the adapters make one of what a user has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from capibara.errors import rule_error
+from capibara.models import decoder
+from capibara.models.modular import ModularCapibaraModel
+from capibara.parallel.trainer_step import Loss, compute_dtype, param_dtype
+
+__all__ = ["LossTrainable", "ModelTrainable", "Trainable", "as_trainable"]
+
+
+class Trainable(Protocol):
+    """What the trainer asks of what it trains."""
+
+    name: str
+
+    def shapes(self) -> Any:
+        """The parameters' shapes and types."""
+        ...
+
+    def init(self, key: jax.Array) -> Any:
+        """Parameters to start from; it is traced."""
+        ...
+
+    def loss(self, unroll: int | bool = 1) -> Loss:
+        """`loss(params, batch, key) -> (value, metrics)`, with so many repeats of the layers written out."""
+        ...
+
+    def flops_per_token(self, length: int) -> float | None:
+        """Of a training step; None where it is not known."""
+        ...
+
+    def publish(self, params: Any) -> None:
+        """Give the user's own object these parameters."""
+        ...
+
+
+class ModelTrainable:
+    """A `ModularCapibaraModel`."""
+
+    def __init__(self, model: ModularCapibaraModel, precision: str = "mixed", z_loss: float = 0.0) -> None:
+        self.model = model
+        self.precision = precision
+        self.z_loss = z_loss
+        self.name = model.config.name
+        self.repeats = model.config.repeats
+
+    def shapes(self) -> Any:
+        return decoder.param_shapes(self.model.config, param_dtype(self.precision))
+
+    def init(self, key: jax.Array) -> Any:
+        return decoder.init(self.model.config, key, param_dtype(self.precision))
+
+    def starting_params(self) -> Any:
+        """The model's own parameters where it has some already."""
+        return self.model._params
+
+    def loss(self, unroll: int | bool = 1) -> Loss:
+        def run(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+            return decoder.loss(
+                self.model.config,
+                params,
+                batch,
+                z_loss=self.z_loss,
+                key=key if self._draws else None,
+                dtype=compute_dtype(self.precision),
+                unroll=unroll,
+            )
+
+        return run
+
+    @functools.cached_property
+    def _draws(self) -> bool:
+        """Whether anything in the model is drawn while it trains."""
+        return any(getattr(block, "jitter", 0) > 0 for block in self.model.config.blocks.values())
+
+    def flops_per_token(self, length: int) -> float | None:
+        return self.model.config.flops_per_token(length)
+
+    def publish(self, params: Any) -> None:
+        self.model._params = params
+        self.model.precision = self.precision
+
+
+class LossTrainable:
+    """Any `loss(params, batch)` that gives one number, or (number, metrics), and parameters to start from."""
+
+    def __init__(
+        self, loss: Callable[..., Any], params: Any, name: str = "", publish: Callable[[Any], None] | None = None
+    ) -> None:
+        self._loss = loss
+        self._params = params
+        self._publish = publish
+        self.name = name or getattr(loss, "__name__", "loss")
+        self.repeats = 1
+
+    def shapes(self) -> Any:
+        return jax.eval_shape(lambda tree: tree, self._params)
+
+    def init(self, key: jax.Array) -> Any:
+        del key  # they are the caller's
+        return self._params
+
+    def starting_params(self) -> Any:
+        return self._params
+
+    def loss(self, unroll: int | bool = 1) -> Loss:
+        def run(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+            out = self._loss(params, batch)
+            value, metrics = out if isinstance(out, tuple) else (out, {})
+            if jnp.shape(value) != ():
+                raise rule_error("A loss gives one number", f"shape {jnp.shape(value)}", "return loss.mean()")
+            return value, {"loss": value, **metrics}
+
+        return run
+
+    def flops_per_token(self, length: int) -> float | None:
+        return None
+
+    def publish(self, params: Any) -> None:
+        self._params = params
+        if self._publish is not None:
+            self._publish(params)
+
+
+def as_trainable(model: Any, *, loss: Callable[..., Any] | None = None, precision: str = "mixed") -> Trainable:
+    """A trainable of a model, of an NNX or Equinox module with `loss(module, batch)`, or of (loss, params)."""
+    if isinstance(model, ModularCapibaraModel):
+        if loss is not None:
+            raise rule_error("A capibara model brings its loss", "loss=", "leave it out")
+        return ModelTrainable(model, precision)
+    if all(hasattr(model, name) for name in ("shapes", "init", "loss", "publish")):
+        return model
+    if isinstance(model, tuple) and len(model) == 2 and callable(model[0]):
+        return LossTrainable(*model)
+    if loss is None:
+        raise rule_error(
+            "The trainer takes a capibara model, (loss, params), or an NNX or Equinox module with loss=",
+            type(model).__name__,
+            "pass loss=a function of the module and a batch",
+        )
+    kinds = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    if "flax" in kinds:
+        return _of_nnx(model, loss)
+    if "equinox" in kinds:
+        return _of_equinox(model, loss)
+    return LossTrainable(loss, model)
+
+
+def _of_nnx(module: Any, loss: Callable[..., Any]) -> Trainable:
+    """An NNX module: its Param variables are trained, all other state is as it was."""
+    from flax import nnx
+
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def of_params(params: Any, batch: Any) -> Any:
+        return loss(nnx.merge(graph, params, rest), batch)
+
+    return LossTrainable(of_params, params, type(module).__name__, lambda params: nnx.update(module, params))
+
+
+def _of_equinox(module: Any, loss: Callable[..., Any]) -> Trainable:
+    """An Equinox module: its floating arrays are trained. A module is frozen: the trained one is `.module`."""
+    import equinox
+
+    params, static = equinox.partition(module, equinox.is_inexact_array)
+
+    def of_params(params: Any, batch: Any) -> Any:
+        return loss(equinox.combine(params, static), batch)
+
+    trainable = LossTrainable(of_params, params, type(module).__name__)
+
+    def publish(params: Any) -> None:
+        trainable.module = equinox.combine(params, static)  # type: ignore[attr-defined]
+
+    trainable._publish = publish
+    publish(params)
+    return trainable
