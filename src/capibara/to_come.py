@@ -15,8 +15,6 @@ from types import ModuleType
 __all__ = ["TO_COME", "announce", "no_attribute"]
 
 TO_COME: dict[str, tuple[str, ...]] = {
-    "capibara.config": ("ModularModelConfig",),
-    "capibara.core": ("ModularCapibaraModel",),
     "capibara.jax": ("utils",),
     "capibara.jax.tpu_v4": ("autoscaling", "cost", "diagnostics", "inference", "monitoring"),
     "capibara.jax.tpu_v4.optimizations": (
@@ -31,7 +29,6 @@ TO_COME: dict[str, tuple[str, ...]] = {
         "create_optimized_cache",
         "create_tpu_optimized_jit",
     ),
-    "capibara.jax.tpu_v4.training": ("TpuDistributedTrainer",),
 }
 """Module -> its names, and modules below it, that are documented and not there yet."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from capibara._version import __version__
-from capibara.cli import kernels, plan, tour
+from capibara.cli import generate, kernels, plan, tour, train
 from capibara.cli.failures import CODES, Application
 
 app = typer.Typer(
@@ -20,6 +20,8 @@ app = typer.Typer(
 )
 app.add_typer(kernels.app, name="kernels")
 app.command(name="plan")(plan.plan)
+app.command(name="train")(train.train)
+app.command(name="generate")(generate.generate)
 app.command(name="tour")(tour.tour)
 
 

@@ -225,11 +225,29 @@ class ModularCapibaraModel:
             build = trainer_step.step_function(self.loss, optimizer, options)
             state = jax.jit(functools.partial(trainer_step.initial_state, optimizer, options=options))(self.params)
             self._training = {"state": state, "step": jax.jit(build, donate_argnums=(0, 1))}
+        metrics = step_hooks.run(self, self._one_step, batch)
+        step_hooks.report(int(self._training["state"]["step"]), self.get_state())
+        return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+
+    def _one_step(self, batch: Any) -> Any:
+        assert self._training is not None
         with self._surroundings():
             params, state, metrics = self._training["step"](self.params, self._training["state"], batch)
         self._params, self._training["state"] = params, state
-        step_hooks.report(int(state["step"]), {"params": params, "state": state})
-        return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+        # Waited for here, so that a device's error is raised inside of the step and not at some later read.
+        return jax.block_until_ready(metrics)
+
+    def get_state(self) -> dict[str, Any]:
+        """Weights and the state of `train_step`, as a recovery manager keeps them."""
+        return {"params": self.params, "training": None if self._training is None else self._training["state"]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `get_state` gave."""
+        self._params = state["params"]
+        if state["training"] is None:
+            self._training = None
+        elif self._training is not None:
+            self._training["state"] = state["training"]
 
     def generate(
         self,

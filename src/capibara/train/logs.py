@@ -97,7 +97,9 @@ class MetricsLog:
 
 def _line(row: Mapping[str, Any]) -> str:
     # JSON has no word for what is not finite.
-    plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
     return json.dumps(plain) + "\n"
 
 

@@ -187,7 +187,7 @@ class Loop:
             return True if asked < 0 else min(asked, repeats)
         # A loop over layers copies what it keeps for the backward pass into stacks and out again; a GPU's products
         # cannot read and write there. A TPU's can.
-        return self.devices[0].platform == "gpu" and repeats <= _UNROLL_AT_MOST or 1
+        return (self.devices[0].platform == "gpu" and repeats <= _UNROLL_AT_MOST) or 1
 
     def _job(self, batch: Mapping[str, Any], unroll: int | bool, data_size: int) -> Job:
         settings = self.settings
@@ -219,9 +219,7 @@ class Loop:
     def _global(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The shapes of the batch of all processes."""
         count = process_count()
-        return {
-            name: jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype) for name, x in batch.items()
-        }
+        return {name: jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
     def _lay_out(self, batch: Mapping[str, Any]) -> Chosen:
         axes = self.options.axes
@@ -263,7 +261,9 @@ class Loop:
         wanted = self._program.arguments[2]
         if set(batch) != set(wanted):
             raise rule_error(
-                "Every batch has the same arrays", f"{sorted(batch)}, the first {sorted(wanted)}", "give each all of them"
+                "Every batch has the same arrays",
+                f"{sorted(batch)}, the first {sorted(wanted)}",
+                "give each all of them",
             )
         return {name: self._placed(np.asarray(batch[name]), shape) for name, shape in wanted.items()}
 
@@ -328,9 +328,8 @@ class Loop:
         settings = self.settings
         every = (settings.checkpoint_every, settings.eval_every)
         emergency = None if self.checkpoints is None else self.checkpoints.emergency_every
-        return (
-            any(n and self.step % n == 0 for n in (*every, emergency or 0))
-            or (preemption is not None and preemption.should_stop(self.step))
+        return any(n and self.step % n == 0 for n in (*every, emergency or 0)) or (
+            preemption is not None and preemption.should_stop(self.step)
         )
 
     def _arrived(

@@ -1,9 +1,9 @@
 """One training run in a folder: what `capibara train` does.
 
-    DIR/config.toml      everything the run was told
-    DIR/metrics.jsonl    a line a step
-    DIR/checkpoints/     and the data's position in each
-    DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
+DIR/config.toml      everything the run was told
+DIR/metrics.jsonl    a line a step
+DIR/checkpoints/     and the data's position in each
+DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
 """
 
 from __future__ import annotations
@@ -177,7 +177,4 @@ def _batches(config: RunConfig, split: str) -> RowBatches:
 
 
 def _watchdog(out: Path, config: RunConfig, recorder: Recorder) -> Watchdog:
-    return Watchdog(
-        out / "heartbeats", config.log.hang_seconds, process_index(), process_count(), recorder=recorder
-
-    )
+    return Watchdog(out / "heartbeats", config.log.hang_seconds, process_index(), process_count(), recorder=recorder)

@@ -1,20 +1,20 @@
-"""The documented training names, as far as this version has them."""
+"""The documented training names."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from capibara import to_come
-from capibara.mesh.training_mesh import create_training_mesh, training_mesh_config
+from capibara._exports import exports
 
-__all__ = ["create_training_mesh", "training_mesh_config"]
+if TYPE_CHECKING:
+    from capibara.mesh.training_mesh import create_training_mesh as create_training_mesh
+    from capibara.mesh.training_mesh import training_mesh_config as training_mesh_config
+    from capibara.train.trainer import TpuDistributedTrainer as TpuDistributedTrainer
 
-to_come.announce(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    raise to_come.no_attribute(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__, __getattr__, __dir__ = exports(
+    __name__,
+    {
+        "capibara.mesh.training_mesh": "create_training_mesh training_mesh_config",
+        "capibara.train.trainer": "TpuDistributedTrainer",
+    },
+)

@@ -1,0 +1,68 @@
+"""`capibara generate`: text from a preset, a training run or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from capibara.cli import output
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset (random weights), a run's folder, or a model folder.")
+    ],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.")],
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at the most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest; 0 from all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the fewest with this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write text after a prompt, token by token.
+
+    For example: capibara generate runs/dev --prompt "The " --max-tokens 200
+    """
+    from capibara.train.restored import load_model
+
+    loaded, origin = load_model(model)
+    typer.echo(f"{loaded!r} from {origin}", err=True)
+    tokenizer = loaded.tokenizer
+    ids = tokenizer.encode(prompt)
+    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    text = tokenizer.stream()
+    tokens: list[int] = []
+    written = ""
+    started = time.perf_counter()
+    for step, _ in loaded.stream(
+        [ids], max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+    ):
+        token = int(step[0])
+        tokens.append(token)
+        if token in stop:
+            break
+        part = text.put(token)
+        written += part
+        if not json:
+            sys.stdout.write(part)
+            sys.stdout.flush()
+    rest = text.end()
+    seconds = time.perf_counter() - started
+    if json:
+        output.show_json(
+            {
+                "prompt": prompt,
+                "text": written + rest,
+                "tokens": tokens,
+                "model": origin,
+                "seconds": seconds,
+                "tokens_per_second": len(tokens) / seconds,
+                "finish_reason": "stop" if tokens and tokens[-1] in stop else "length",
+            }
+        )
+    else:
+        sys.stdout.write(rest + "\n")

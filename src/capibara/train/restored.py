@@ -1,0 +1,57 @@
+"""Models from where they were kept: a run's folder, a Hugging Face folder, or a preset with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from capibara.errors import rule_error
+from capibara.models import decoder
+from capibara.models.modular import ModularCapibaraModel
+from capibara.models.preset import load_preset, preset_names
+from capibara.parallel.trainer_step import param_dtype
+from capibara.train.checkpoints.store import Checkpoints
+
+__all__ = ["from_checkpoint", "load_model"]
+
+
+def from_checkpoint(folder: str | Path, step: int | None = None) -> ModularCapibaraModel:
+    """The model of a training run's folder, with the weights of its last good checkpoint, or of this step."""
+    run = Path(folder)
+    if run.name == "checkpoints" and (run.parent / "config.toml").is_file():
+        run = run.parent
+    if not (run / "config.toml").is_file():
+        raise rule_error(
+            "A training run's folder has its config.toml",
+            f"{folder} without",
+            "name what --out of `capibara train` was",
+        )
+    preset = load_preset(run / "config.toml", environment={})
+    model = ModularCapibaraModel(preset.model, precision=preset.train.precision, seed=preset.train.seed)
+    shapes = decoder.param_shapes(preset.model, param_dtype(preset.train.precision))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        model.params = checkpoints.restore({"params": target}, step, partial=True).state["params"]
+    return model
+
+
+def load_model(name: str | Path) -> tuple[ModularCapibaraModel, str]:
+    """The model that a command was given, and in words where it is from."""
+    folder = Path(name)
+    if (folder / "config.toml").is_file():
+        return from_checkpoint(folder), f"the run in {folder}"
+    if (folder / "config.json").is_file():
+        from capibara.models.weights import from_hf
+
+        return from_hf(folder), f"the weights in {folder}"
+    if folder.is_dir():
+        raise rule_error(
+            "A model's folder has a config.toml (a training run) or a config.json (Hugging Face)",
+            f"{folder} with neither",
+            f"name such a folder, or one of {', '.join(preset_names())}",
+        )
+    preset = load_preset(name)
+    model = ModularCapibaraModel(preset.model, precision=preset.train.precision, seed=preset.train.seed)
+    return model, f"preset {name}, with random weights: it writes noise"

@@ -1,0 +1,202 @@
+"""`TpuDistributedTrainer`: a model on a mesh, trained on any iterable of batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sized
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from capibara.errors import rule_error, say_once
+from capibara.mesh.choices import AXES
+from capibara.mesh.mesh import MeshConfig
+from capibara.models.modular import ModularCapibaraModel
+from capibara.models.preset import OptimizerSettings, TrainSettings
+from capibara.plan.search.space import PARAMETERS
+from capibara.train.checkpoints.store import Checkpoints
+from capibara.train.data.wrapped import wrap_dataset
+from capibara.train.logs import MetricsLog
+from capibara.train.loop import Loop, LoopOptions, Result
+from capibara.train.trainable import as_trainable
+
+__all__ = ["TpuDistributedTrainer"]
+
+_log = logging.getLogger(__name__)
+
+
+class TpuDistributedTrainer:
+    """Trains a model over a mesh. Each flag changes the compiled program.
+
+    Args:
+      model: a `ModularCapibaraModel`; an NNX or Equinox module, with `loss`; or (loss, params).
+      mesh: of axes among pipeline, data, expert, sequence, model (`create_training_mesh`); None lets the planner
+        choose one over the devices that are attached.
+      gradient_accumulation_steps: microbatches of a step, one after another, whose gradients are averaged by the
+        targets of each that count.
+      use_gradient_checkpointing: keep of a layer only what enters it, and compute the rest again.
+      async_gradient_communication: sum the gradients over the data axis in buckets that do not wait for each other,
+        beside the backward pass; off, one bucket after another. Where parameters are cut over the data axis, or other
+        axes than data are used, the compiler places the sums and this is said once.
+      activation_offloading: keep what enters a layer in the host's memory until the backward pass; implies
+        checkpointing.
+      optimizer_sharding: cut the optimizer's state over the data axis (and, where the planner finds that better, the
+        parameters); off, every device has all of it.
+      loss: `loss(module, batch)` of a module that is not a capibara model.
+      precision: "mixed", "bfloat16" or "float32"; the model's own by default.
+      optimizer: an `OptimizerSettings`; AdamW by default.
+      settings: a `TrainSettings` for the rest (z_loss, seed, skip_nonfinite, …).
+      checkpoint_folder: keep checkpoints there every `settings.checkpoint_every` steps, and go on from the last.
+      tell: gets lines of text about the run.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh | MeshConfig | None = None,
+        gradient_accumulation_steps: int = 1,
+        use_gradient_checkpointing: bool = False,
+        async_gradient_communication: bool = False,
+        activation_offloading: bool = False,
+        optimizer_sharding: bool = False,
+        *,
+        loss: Callable[..., Any] | None = None,
+        precision: str | None = None,
+        optimizer: OptimizerSettings | None = None,
+        settings: TrainSettings | None = None,
+        checkpoint_folder: str | Path | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        if (
+            isinstance(gradient_accumulation_steps, bool)
+            or not isinstance(gradient_accumulation_steps, int)
+            or gradient_accumulation_steps < 1
+        ):
+            raise rule_error(
+                "gradient_accumulation_steps is a whole number from 1 up", repr(gradient_accumulation_steps), "use 1"
+            )
+        self.model = model
+        self.mesh = mesh.build() if isinstance(mesh, MeshConfig) else mesh
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.use_gradient_checkpointing = use_gradient_checkpointing
+        self.async_gradient_communication = async_gradient_communication
+        self.activation_offloading = activation_offloading
+        self.optimizer_sharding = optimizer_sharding
+        chosen = precision or getattr(model, "precision", None) or "mixed"
+        self.trainable = as_trainable(model, loss=loss, precision=chosen)
+        self.optimizer = optimizer
+        self.settings = dataclasses.replace(settings or TrainSettings(), precision=chosen)
+        self.checkpoint_folder = None if checkpoint_folder is None else Path(checkpoint_folder)
+        self.tell = tell
+        self.loop: Loop | None = None
+        self._is_capibara = isinstance(model, ModularCapibaraModel)
+
+    # What came of it.
+
+    @property
+    def params(self) -> Any:
+        """The weights after the last step."""
+        return self._trained().params
+
+    @property
+    def state(self) -> Any:
+        """What the step keeps beside the weights: the optimizer's state, the step's number, skipped steps."""
+        return self._trained().state
+
+    def _trained(self) -> Loop:
+        if self.loop is None:
+            raise rule_error("A trainer has a state once it trains", "none yet", "call train(dataset)")
+        return self.loop
+
+    # Training.
+
+    def train(self, dataset: Iterable[Any], epochs: int = 1) -> Result:
+        """Go through the dataset so many times. A batch is a dict of "inputs" and "targets", or bare token ids.
+
+        Whoever listens (a recovery manager, an autoscaler) is told of every step. The trained weights are in
+        `model.params`, and a second call goes on from them.
+        """
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise rule_error("epochs is a whole number from 1 up", repr(epochs), "use epochs=1")
+        batches = wrap_dataset(dataset, epochs=epochs, tokens=self._is_capibara)
+        first = next(batches, None)
+        if first is None:
+            raise rule_error("A dataset has a batch or more", "none", "check where it reads from")
+        steps = len(dataset) * epochs if isinstance(dataset, Sized) else None
+        keep = None
+        if self.checkpoint_folder is not None:
+            keep = Checkpoints(self.checkpoint_folder)
+        done = 0 if self.loop is None else self.loop.step
+        if self.loop is None:
+            self.loop = self._loop(first, steps, keep)
+            kept = self.loop.prepare(first)
+            if kept is not None:
+                batches.restore(kept["data"])
+                first = None
+                done = self.loop.step
+        limit = done + steps if steps is not None and done == 0 else None
+        with MetricsLog(None, tell=self.tell) as log:
+            result = self.loop.run(batches, until=limit or 2**62, log=log, first=first)
+        if keep is not None:
+            keep.close()
+        self.trainable.publish(self.loop.params)
+        return result
+
+    def _loop(self, first: Any, steps: int | None, keep: Checkpoints | None) -> Loop:
+        axes = None if self.mesh is None else self._axes()
+        optimizer = self.optimizer or OptimizerSettings(
+            schedule="constant" if steps is None else "cosine", warmup_steps=min(100, (steps or 1000) // 10)
+        )
+        communication, parameters = self._communication(axes or {})
+        settings = dataclasses.replace(
+            self.settings,
+            steps=steps or 2**31 - 1,
+            batch_size=next(iter(first.values())).shape[0],
+            accumulate=self.gradient_accumulation_steps,
+            remat="full" if self.use_gradient_checkpointing or self.activation_offloading else "none",
+        )
+        options = LoopOptions(
+            axes=axes,
+            devices=None if self.mesh is None else list(self.mesh.devices.flat),
+            parameters=parameters,
+            communication=communication,
+            offload_activations=self.activation_offloading,
+        )
+        return Loop(
+            self.trainable,
+            settings,
+            optimizer,
+            options,
+            folder=self.checkpoint_folder,
+            checkpoints=keep,
+            tell=self.tell,
+        )
+
+    def _axes(self) -> dict[str, int]:
+        assert self.mesh is not None
+        sizes = dict(self.mesh.shape)
+        unknown = [name for name, size in sizes.items() if name not in AXES and size > 1]
+        if unknown:
+            raise rule_error(
+                f"A training mesh has axes among {', '.join(AXES)}", ", ".join(unknown), "use create_training_mesh"
+            )
+        return {name: size for name, size in sizes.items() if name in AXES}
+
+    def _communication(self, axes: dict[str, int]) -> tuple[str, tuple[str, ...]]:
+        """How gradients are summed, and what may be cut over the data axis."""
+        parameters = PARAMETERS[1:] if self.optimizer_sharding else PARAMETERS[:1]
+        if axes.get("data", 1) == 1:
+            return "automatic", parameters
+        if any(size > 1 for name, size in axes.items() if name != "data"):
+            if self.async_gradient_communication:
+                say_once(
+                    _log,
+                    "async_gradient_communication",
+                    "async_gradient_communication: on a mesh with other axes than data the compiler places the sums of "
+                    "gradients, beside the backward pass where it can",
+                )
+            return "automatic", parameters
+        kept = tuple(word for word in parameters if word != "full")
+        return ("overlapped" if self.async_gradient_communication else "sequential"), kept
