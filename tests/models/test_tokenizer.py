@@ -45,7 +45,6 @@ PLAIN = (  # no special token ends a turn
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-COUNTS = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def _write(folder: Path, kind: str, **config: Any) -> Path:
@@ -218,37 +217,6 @@ def test_chat_without_a_template_ends_turns_with_eos_and_says_so(
     prompt = tokenizer.render_chat(CHAT[:2], add_generation_prompt=True)
     assert tokenizer.render_chat(CHAT).startswith(prompt)
     assert prompt.endswith("assistant\n")
-
-
-def test_a_template_of_which_answers_cannot_be_told_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must show where an answer begins.*turn 2"):
-        ByteTokenizer(chat_template=COUNTS).encode_chat(CHAT)
-    assert ByteTokenizer(chat_template=COUNTS).render_chat(CHAT[:1]) == "1Be brief."
-
-
-def test_templates_have_the_usual_functions_and_a_sandbox() -> None:
-    def rendered(template: str) -> str:
-        return ByteTokenizer(chat_template=template).render_chat([{"role": "user", "content": "<é>"}])
-
-    assert rendered("{{ messages[0] | tojson }}") == '{"role": "user", "content": "<é>"}'
-    assert rendered("{{ strftime_now('%Y') | length }}") == "4"
-    assert rendered("{% for m in messages %}\n  {% if true %}\n{{ m.content }}{% endif %}\n{% endfor %}") == "<é>"
-    assert rendered("{% for m in messages %}{% break %}{% endfor %}") == ""
-    with pytest.raises(ValueError, match="roles must alternate"):
-        rendered("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match="SecurityError"):
-        rendered("{{ ''.__class__.__mro__ }}")
-    with pytest.raises(ValueError, match=r"A chat template is Jinja. Got line 2"):
-        rendered("\n{% if %}")
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [[], "hi", [{"role": "user"}], [{"content": "x"}], ["hi"], [{"role": "user", "content": 3}]],
-)
-def test_what_is_no_conversation_is_refused(messages: Any) -> None:
-    with pytest.raises(ValueError, match="turn"):
-        ByteTokenizer().encode_chat(messages)
 
 
 @pytest.mark.quick

@@ -164,6 +164,16 @@ def test_long_work_shows_that_it_goes_on(
     assert caplog.text.count(f"Tokenising {config.path}") == 1
 
 
+def test_a_terminal_gets_a_bar(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "_PATIENCE", -1.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+    tokenised(config, config.path, ByteTokenizer())
+    assert f"Tokenising {config.path}" in capsys.readouterr().err
+
+
 def test_an_error_of_the_builder_is_its_own(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         raise KeyError("mine")

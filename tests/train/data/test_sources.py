@@ -261,6 +261,27 @@ def test_a_row_a_document(tmp_path: Path) -> None:
     assert _read(tmp_path / "rows.npy") == ["BC", "EF"]
 
 
+def test_where_documents_begin_is_part_of_the_data(tmp_path: Path) -> None:
+    def state(name: str, documents: list[list[int]]) -> dict[str, Any]:
+        file = write_tokens(tmp_path / name, [np.array(ids) for ids in documents], 259)
+        with open_batches(DataConfig(str(file)), batch_size=1, sequence_length=4) as batches:
+            return batches.state()
+
+    one = state("one.bin", [[1, 2, 3], [4, 5, 6]])
+    assert one == state("copy.bin", [[1, 2, 3], [4, 5, 6]])
+    assert one["data"] != state("other.bin", [[1, 2], [3, 4, 5, 6]])["data"]
+
+
+def test_tokens_of_another_tokenizer_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    ids = [np.array(_ids("abc"))]
+    assert _read(write_tokens(tmp_path / "same.bin", ids, 259, ByteTokenizer().fingerprint)) == ["abc"]
+    assert not caplog.text
+    assert _read(write_tokens(tmp_path / "other.bin", ids, 259, "hf-1-0123")) == ["abc"]
+    assert "was tokenised by hf-1-0123" in caplog.text
+
+
 def test_a_mask_of_ones_own(tmp_path: Path) -> None:
     file = write_tokens(tmp_path / "x.bin", [np.array([65, 66, 67, 68])], 259)
     about = json.loads((tmp_path / "x.json").read_text())

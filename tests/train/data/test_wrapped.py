@@ -56,6 +56,9 @@ def test_what_can_be_read_again_is_and_a_state_finds_its_place(dataset: Any) -> 
     assert _firsts(other, 5) == rest
     batches.restore(state)
     assert _firsts(batches, 5) == rest
+    batches.rewind()
+    assert _firsts(batches, 5) == [0, 10, 20, 30, 0]
+    assert batches.steps(1.5) == 6
     limited = wrap_dataset(dataset, epochs=2)
     assert len(list(limited)) == 8
 

@@ -8,6 +8,7 @@ nothing of P, and a run that goes on with other hosts goes on with the same batc
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -20,12 +21,10 @@ import numpy.typing as npt
 from capibara.distribution import NAME
 from capibara.errors import rule_error, unknown_name
 from capibara.models.tokenizer import Tokenizer, load_tokenizer
-from capibara.train.data import files as data_files
 from capibara.train.data.cache import tokenised
 from capibara.train.data.config import DataConfig
 from capibara.train.data.rows import Row, Rows, StreamRows, WholeRows
 from capibara.train.data.split import split as split_documents
-from capibara.train.data.tokens import Tokens, join_tokens, open_tokens
 
 if TYPE_CHECKING:
     import grain
@@ -65,6 +64,14 @@ class Batches(ABC, Iterator[Batch]):
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; one of other data or of another order is refused."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Begin again, as each evaluation does."""
+
+    def steps(self, epochs: float) -> int | None:
+        """Batches until so many epochs have been read; None where that is not known."""
+        return None if self.steps_per_epoch is None else math.ceil(self.steps_per_epoch * epochs)
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -151,7 +158,7 @@ class RowBatches(Batches):
 
     def steps(self, epochs: float) -> int:
         """Batches until so many epochs have been read. Epochs follow each other within a batch: none is padded."""
-        return int(-(-len(self.rows) * epochs // self.batch_size))
+        return math.ceil(len(self.rows) * epochs / self.batch_size)
 
     @property
     def truncated(self) -> int:
@@ -172,7 +179,6 @@ class RowBatches(Batches):
         return batch
 
     def rewind(self) -> None:
-        """Begin again, as each evaluation does."""
         self._seek(0)
 
     def state(self) -> dict[str, Any]:
@@ -321,7 +327,7 @@ def open_batches(
             raise rule_error(
                 "Evaluation has data of its own", "no held_out", "use held_out = 0.05, or the path of other data"
             )
-    documents = split_documents(_tokens(config, path, tokenizer), share, split)
+    documents = split_documents(tokenised(config, path, tokenizer), share, split)
     common = documents, sequence_length, tokenizer.vocab_size, tokenizer.pad_id or 0
     if documents.tokens.whole and config.pack == "stream":
         raise rule_error(
@@ -346,14 +352,6 @@ def open_batches(
         workers=config.workers,
         identity={"pack": config.pack},
     )
-
-
-def _tokens(config: DataConfig, path: str, tokenizer: Tokenizer) -> Tokens:
-    if path != data_files.TOPICS:
-        files, format = data_files.resolve(path, config.format)
-        if format == "tokens":
-            return join_tokens([open_tokens(file, tokenizer.vocab_size, tokenizer.eos_id) for file in files])
-    return tokenised(config, path, tokenizer)
 
 
 def _check_shares(batch_size: int, process_index: int, process_count: int) -> None:

@@ -2,12 +2,14 @@
 
 An entry is a folder named by what it was made from (files, tokenizer, options). It is written aside and renamed when it
 is whole. Of several processes that start at once one writes, and the others wait for it; one that dies while it writes
-frees the others, and leaves nothing that anybody would read.
+frees the others, and leaves nothing that anybody would read. Entries are kept until somebody deletes them, which is
+safe at any time but while one is being read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -20,13 +22,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.models.tokenizer import Tokenizer
 from capibara.train.data import files as data_files
 from capibara.train.data.config import DataConfig
 from capibara.train.data.documents import Encoded, encode_records, encode_texts
 from capibara.train.data.readers import Faults, read_records, read_texts, topics
-from capibara.train.data.tokens import Tokens, TokenWriter, open_tokens
+from capibara.train.data.tokens import Tokens, TokenWriter, join_tokens, open_tokens
 
 __all__ = ["build_once", "cache_directory", "tokenised"]
 
@@ -46,12 +48,14 @@ def cache_directory(chosen: str | None = None) -> Path:
 
 
 def tokenised(config: DataConfig, path: str, tokenizer: Tokenizer) -> Tokens:
-    """The tokens of a path of text or records: from the cache, or now."""
+    """The tokens of a path: of text or records from the cache, or made now; of a file of tokens as they are."""
     if path == data_files.TOPICS:
         listed: list[Path] = []
         format, source = "topics", _digest([text.text for text in topics()])
     else:
         listed, format = data_files.resolve(path, config.format)
+        if format == "tokens":
+            return join_tokens([_as_they_are(file, tokenizer) for file in listed])
         source = data_files.fingerprint(listed, config.fingerprint)
     options = config.text_key, config.add_bos, config.add_eos, config.on_invalid
     key = _digest([_FORMAT, source, format, tokenizer.fingerprint, *options])
@@ -65,8 +69,23 @@ def tokenised(config: DataConfig, path: str, tokenizer: Tokenizer) -> Tokens:
     def entry(folder: Path) -> Tokens:
         return open_tokens(folder / "tokens.bin", tokenizer.vocab_size)
 
-    folder = build_once(root, key, build, whole=lambda folder: entry(folder) is not None)
-    return entry(folder)
+    return dataclasses.replace(entry(build_once(root, key, build, whole=entry)), where=path)
+
+
+def _as_they_are(file: Path, tokenizer: Tokenizer) -> Tokens:
+    tokens = open_tokens(file, tokenizer.vocab_size, tokenizer.eos_id)
+    theirs = (tokens.about or {}).get("tokenizer")
+    if theirs and theirs != tokenizer.fingerprint:
+        # No error: the fingerprint is also of the chat template, which these ids may have nothing to do with.
+        say_once(
+            _log,
+            (str(file), tokenizer.fingerprint),
+            "%s was tokenised by %s, and the tokenizer of this run is %s: text that it decodes may be no text.",
+            file,
+            theirs,
+            tokenizer.fingerprint,
+        )
+    return tokens
 
 
 def _write(
@@ -100,7 +119,7 @@ def _write(
 
 
 def build_once(
-    root: Path, key: str, build: Callable[[Path], None], whole: Callable[[Path], bool] = lambda folder: True
+    root: Path, key: str, build: Callable[[Path], None], whole: Callable[[Path], object] = lambda folder: None
 ) -> Path:
     """The folder `root/key`, which `build` fills if it is not there yet, in one process of all that ask.
 
@@ -129,11 +148,12 @@ def build_once(
     return folder
 
 
-def _usable(folder: Path, whole: Callable[[Path], bool]) -> bool:
+def _usable(folder: Path, whole: Callable[[Path], object]) -> bool:
     if not folder.is_dir():
         return False
     try:
-        return whole(folder)
+        whole(folder)
+        return True
     except (ValueError, OSError) as error:
         _log.warning("The entry %s of the token cache is not whole, and is made again: %s", folder, error)
         return False

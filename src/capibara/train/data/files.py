@@ -106,7 +106,7 @@ def fingerprint(files: Sequence[Path], how: str) -> str:
                 digest.update(hashlib.file_digest(data, "sha256").digest())
         else:
             status = file.stat()
-            digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            digest.update(f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

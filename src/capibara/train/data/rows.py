@@ -178,20 +178,25 @@ def first_fit(
     ([0, 2, 1, 3], [0, 2, 4])
     """
     lengths = np.asarray(lengths)
-    rows = np.empty(len(lengths), np.int64)
-    count = 0
-    room = np.empty(window, np.int64)
-    for begin in range(0, len(lengths), window):
-        used = 0
-        for document, length in enumerate(lengths[begin : begin + window].tolist(), begin):
-            fits = room[:used] >= length
-            row = int(fits.argmax()) if used else 0
-            if not used or not fits[row]:
-                row = used
-                room[row] = capacity
-                used += 1
-            room[row] -= length
-            rows[document] = count + row
-        count += used
-    order = np.argsort(rows, kind="stable")
-    return order, np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
+    count = len(lengths)
+    if not count:
+        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+    # Windows know nothing of each other: the first documents of all are placed at once, then the second, ...
+    windows = -(-count // window)
+    padded = np.zeros(windows * window, np.int64)
+    padded[:count] = lengths
+    table = padded.reshape(windows, window)
+    each = np.arange(windows)
+    room = np.full((windows, window), capacity, np.int32)
+    used = np.zeros(windows, np.int64)
+    rows = np.empty((windows, window), np.int64)
+    for place in range(min(window, count)):
+        # Rows that are not begun yet have room for anything, and stand after those that are.
+        row = (room[:, : int(used.max()) + 1] >= table[:, place, None]).argmax(axis=1)
+        room[each, row] -= table[:, place]
+        used = np.maximum(used, row + 1)
+        rows[:, place] = row
+    firsts = np.concatenate([[0], np.cumsum(used)])
+    row_of = (rows + firsts[:-1, None]).reshape(-1)[:count]
+    order = np.argsort(row_of, kind="stable")
+    return order, np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=int(row_of.max()) + 1))])

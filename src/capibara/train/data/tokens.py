@@ -128,7 +128,7 @@ class TokenWriter:
             self._content.update(loss)
         self._count += len(ids)
         if encoded.ends:
-            self._content.update(len(ids).to_bytes(8, "little"))
+            self._content.update(self._count.to_bytes(8, "little"))
             self._starts.append(self._count)
             self._hashes.append(int.from_bytes(self._document.digest(), "little"))
             self._document = hashlib.blake2b(digest_size=8)
@@ -167,15 +167,24 @@ class TokenWriter:
         self._beside(".json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
-def write_tokens(file: str | Path, documents: Iterable[npt.ArrayLike], vocab_size: int) -> Path:
-    """Documents of ids as a .bin that training reads, with its .json beside it."""
+def write_tokens(
+    file: str | Path, documents: Iterable[npt.ArrayLike], vocab_size: int, tokenizer: str | None = None
+) -> Path:
+    """Documents of ids as a .bin that training reads, with its .json beside it.
+
+    Args:
+        file: the .bin.
+        documents: ids of each; no more than one of them is in memory.
+        vocab_size: ids are below it.
+        tokenizer: the fingerprint of the one that they come from, which is then compared when they are read.
+    """
     path = Path(file)
     if path.suffix != ".bin":
         raise rule_error("Tokens are written to a .bin", str(path), f"use {path.with_suffix('.bin')}")
     with TokenWriter(path, vocab_size) as writer:
         for ids in documents:
             writer.add(Encoded(np.asarray(ids)))
-        writer.finish()
+        writer.finish(**({} if tokenizer is None else {"tokenizer": tokenizer}))
     return path
 
 

@@ -139,6 +139,9 @@ class WrappedBatches(Batches):
             self._drawn += 1
             self._in_epoch += 1
 
+    def rewind(self) -> None:
+        self.restore({"kind": "wrapped", "drawn": 0, "epoch": 0, "drawn_in_epoch": 0})
+
     def _checked(self, batch: Any) -> Batch:
         where = f"batch {self._drawn - 1}"
         if isinstance(batch, Mapping):
