@@ -301,10 +301,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_spans(
         self, text: str, spans: Iterable[tuple[int, int]], *, special: bool = False
     ) -> tuple[list[int], list[bool]]:
+        import numpy as np
+
         encoding = self._engine(special).encode(text, add_special_tokens=False)
-        spans = list(spans)
-        mask = [any(begin < last and first < end for first, last in spans) for begin, end in encoding.offsets]
-        return list(encoding.ids), mask
+        begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(begins), np.bool_)
+        for first, last in spans:
+            mask |= (begins < last) & (first < ends)
+        return list(encoding.ids), mask.tolist()
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         ids = [int(id) for id in ids]

@@ -202,6 +202,9 @@ def test_evaluation_by_another_path(corpus: str, tmp_path: Path) -> None:
     other.write_text("something else", encoding="utf-8")
     with _open(corpus, held_out=str(other), split="eval", batch_size=1) as batches:
         (batch,) = batches
+    with _open(corpus, held_out=str(other), split="eval") as batches:  # eight rows a batch, and one row
+        assert [batch["mask"].any(axis=1).sum() for batch in batches] == [1]
+        assert batches.epoch == 1
     assert ByteTokenizer().decode(batch["inputs"][0][:14].tolist()) == "something els"
 
 

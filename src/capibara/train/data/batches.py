@@ -150,6 +150,8 @@ class RowBatches(Batches):
 
     @property
     def epoch(self) -> int:
+        if not self._endless:
+            return self._step // self.steps_per_epoch
         return self._step * self.batch_size // len(self.rows)
 
     @property
