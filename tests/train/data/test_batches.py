@@ -75,6 +75,7 @@ def test_resuming_at_any_step_gives_the_same_batches(corpus: str) -> None:
     with _open(corpus) as resumed:
         for step in (0, 5, 1, len(wanted) - 1, 2):
             resumed.restore(states[step])
+            assert _equal([resumed.peek()], [wanted[step]])
             assert resumed.step == step
             assert resumed.state() == states[step]
             assert _equal(_take(resumed, len(wanted) - step), wanted[step:])

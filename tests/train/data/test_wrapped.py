@@ -84,6 +84,27 @@ def test_a_generator_is_read_once_and_says_so() -> None:
         len(twice)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("once", [True, False])
+def test_to_look_at_a_batch_takes_nothing(once: bool) -> None:
+    batches = wrap_dataset(iter(BATCHES) if once else BATCHES)
+    state = batches.state()
+    for _ in range(2):
+        assert batches.peek()["inputs"][0, 0] == 0
+    assert batches.state() == state
+    batches.rewind()  # a generator too is at its beginning still
+    assert _firsts(batches, 2) == [0, 10]
+    assert batches.peek()["inputs"][0, 0] == 20
+    batches.restore({**state, "drawn": 3, "drawn_in_epoch": 3})
+    assert _firsts(batches, 1) == [30]
+    if once:
+        with pytest.raises(StopIteration):
+            batches.peek()
+    else:
+        assert batches.peek()["inputs"][0, 0] == 0
+        assert _firsts(batches, 2) == [0, 10]
+
+
 @pytest.mark.quick(cases="all")
 @pytest.mark.parametrize(
     ("batch", "told"),

@@ -66,6 +66,10 @@ class Batches(ABC, Iterator[Batch]):
         """Go on from a state; one of other data or of another order is refused."""
 
     @abstractmethod
+    def peek(self) -> Batch:
+        """The batch that comes next, which still comes next: for its shapes, before the first step is compiled."""
+
+    @abstractmethod
     def rewind(self) -> None:
         """Begin again, as each evaluation does."""
 
@@ -178,6 +182,11 @@ class RowBatches(Batches):
             self._seek(self._step)  # what was asked for is asked for again, not left out
             raise
         self._step += 1
+        return batch
+
+    def peek(self) -> Batch:
+        batch = next(self)
+        self._seek(self._step - 1)
         return batch
 
     def rewind(self) -> None:

@@ -53,6 +53,7 @@ class WrappedBatches(Batches):
         self._once = self._iterator is iterable
         self._length = len(iterable) if isinstance(iterable, Sized) else None
         self._drawn = self._epoch = self._in_epoch = 0
+        self._peeked: list[Any] = []  # the batch that was looked at before its turn
 
     @property
     def step(self) -> int:
@@ -68,20 +69,26 @@ class WrappedBatches(Batches):
 
     def __next__(self) -> Batch:
         batch = self._draw()
-        return self._checked(batch) if self._as_tokens else batch
+        self._drawn += 1
+        self._in_epoch += 1
+        return self._checked(batch, self._drawn - 1)
+
+    def peek(self) -> Batch:
+        batch = self._draw()
+        self._peeked.append(batch)
+        return self._checked(batch, self._drawn)
 
     def _draw(self) -> Any:
+        if self._peeked:
+            return self._peeked.pop()
         try:
-            batch = next(self._iterator)
+            return next(self._iterator)
         except StopIteration:
             self._begin_epoch()
             try:
-                batch = next(self._iterator)
+                return next(self._iterator)
             except StopIteration:
                 raise self._empty() from None
-        self._drawn += 1
-        self._in_epoch += 1
-        return batch
 
     def _begin_epoch(self) -> None:
         if self._in_epoch == 0:
@@ -125,11 +132,12 @@ class WrappedBatches(Batches):
                 )
         else:
             self._iterator = iter(self._iterable)
+            self._peeked.clear()
             ahead, self._in_epoch = state["drawn_in_epoch"], 0
             self._epoch, self._drawn = state["epoch"], state["drawn"] - ahead
         for _ in range(ahead):
             try:
-                next(self._iterator)
+                self._peeked.pop() if self._peeked else next(self._iterator)
             except StopIteration:
                 raise rule_error(
                     "A dataset has the batches that were drawn from it before",
@@ -142,8 +150,10 @@ class WrappedBatches(Batches):
     def rewind(self) -> None:
         self.restore({"kind": "wrapped", "drawn": 0, "epoch": 0, "drawn_in_epoch": 0})
 
-    def _checked(self, batch: Any) -> Batch:
-        where = f"batch {self._drawn - 1}"
+    def _checked(self, batch: Any, number: int) -> Any:
+        if not self._as_tokens:
+            return batch
+        where = f"batch {number}"
         if isinstance(batch, Mapping):
             arrays = {str(name): np.asarray(value) for name, value in batch.items()}
             if "inputs" not in arrays or "targets" not in arrays:
