@@ -94,7 +94,7 @@ class Watchdog:
     """Watches the loop of this process, and where the others are; a context manager.
 
     Args:
-      folder: that every process of the program sees. Beats of an earlier start are removed by process 0's start.
+      folder: that every process of the program sees. What an earlier start of the program left in it is not heeded.
       timeout: seconds without a beat that are a hang.
       process: this one's number, of `processes`.
       recorder: whose files the stacks go to; without one they go into `folder`.
@@ -170,7 +170,9 @@ class Watchdog:
     def where(self) -> dict[int, Beat | None]:
         """Where every process is, by its last beat."""
         self._publish()
-        return {process: _read(_heartbeat(self.folder, process)) for process in range(self.processes)}
+        beats = {process: _read(_heartbeat(self.folder, process)) for process in range(self.processes)}
+        # A live process writes every second, so that what is older than this start is of an earlier one.
+        return {p: beat if beat is not None and beat.alive >= self._started else None for p, beat in beats.items()}
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):

@@ -1,0 +1,296 @@
+"""The supervisor: the processes of one program on this machine, started together, ended together, started again.
+
+A program of several processes cannot go on without one of them: the others wait for it for ever. So when one dies, of
+whatever, the rest are stopped and all are started again, and find their last checkpoint themselves. A process that ends
+in an orderly way for a reason that would come again (bad input, does not fit) or that was preempted is not restarted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import TextIO
+
+from capibara.errors import rule_error
+from capibara.train.exit_codes import DONE, FINAL, PREEMPTED
+from capibara.train.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID
+
+__all__ = ["RESTARTS", "Exit", "Supervisor"]
+
+logger = logging.getLogger(__name__)
+
+RESTARTS = "CAPIBARA_RESTARTS"
+"""How often the program was started before, for the processes to see."""
+
+# Runs before the command, in its process: if the supervisor is killed, the kernel kills this process too (Linux). In a
+# fresh interpreter and not between fork and exec, where another thread's lock would stay locked for ever.
+_TIED = """
+import os, sys
+parent = int(sys.argv[1])
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != parent:
+    os._exit(137)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.stderr.write(f"{sys.argv[2]}: {error.strerror}\\n")
+    os._exit(127)
+"""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended."""
+
+    process: int
+    code: int
+    """As the shell has it: 137 is kill -9."""
+    start: int
+    """Which start of the program it was, from 0."""
+    seconds: float
+
+    def __str__(self) -> str:
+        how = f"exit code {self.code}"
+        if self.code - 128 in set(signal.Signals):
+            how = f"killed by {signal.Signals(self.code - 128).name}"
+        return f"process {self.process} ended after {self.seconds:.1f} s: {how}"
+
+
+class _Process:
+    """One running process, its output and its end."""
+
+    def __init__(
+        self, number: int, start: int, command: Sequence[str], environment: Mapping[str, str], printer: _Printer
+    ) -> None:
+        self.number, self.start = number, start
+        self._began = time.monotonic()
+        tied = [sys.executable, "-S", "-E", "-c", _TIED, str(os.getpid()), *command]
+        self.popen = subprocess.Popen(
+            tied,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own: what it starts itself goes with it
+        )
+        self._printer = printer
+
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self._printer.line(self.number, line)
+
+    def follow(self, ends: queue.Queue[Exit]) -> None:
+        """Wait for its end and report it. In a thread of its own."""
+        code = self.popen.wait()
+        # Its last lines come before its end is told; what it started may hold the pipe open for longer.
+        self._reader.join(1.0)
+        ends.put(Exit(self.number, 128 - code if code < 0 else code, self.start, time.monotonic() - self._began))
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it is gone already
+            os.killpg(self.popen.pid, number)
+
+
+class _Printer:
+    """Whole lines of several processes on one stream, each with its process's number."""
+
+    def __init__(self, stream: TextIO, processes: int) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+        self._width = len(str(processes - 1))
+        self._processes = processes
+
+    def line(self, process: int, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\n")
+        with self._lock:
+            self._stream.write(f"[{process:>{self._width}}] {text}\n" if self._processes > 1 else f"{text}\n")
+            self._stream.flush()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._stream.write(f"supervisor: {text}\n")
+            self._stream.flush()
+
+
+class Supervisor:
+    """Runs `processes` copies of a command as one program.
+
+    Each copy finds its number, their count and the coordinator's address in the environment (`CAPIBARA_PROCESS_ID`,
+    `CAPIBARA_PROCESS_COUNT`, `CAPIBARA_COORDINATOR`; `join_from_environment` reads them).
+
+    Args:
+      command: of each process.
+      max_restarts: how often in a row the program is started again; a start that lasted `healthy_seconds` begins the
+        count anew.
+      backoff_seconds: wait before the first restart; each further one in a row waits twice as long, a minute at most.
+      stop_seconds: between asking the rest to stop (SIGTERM) and killing them, when one has died.
+      grace_seconds: the same when the supervisor itself was told to stop: time to save.
+      environment: added to this process's own.
+      output: where lines go, by default standard output.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int = 1,
+        *,
+        max_restarts: int = 3,
+        backoff_seconds: float = 1.0,
+        healthy_seconds: float = 3600.0,
+        stop_seconds: float = 5.0,
+        grace_seconds: float = 300.0,
+        environment: Mapping[str, str] | None = None,
+        output: TextIO | None = None,
+    ) -> None:
+        if isinstance(command, str) or not command:
+            raise rule_error("A command is a list of words", repr(command), 'write ["python", "train.py"]')
+        for name, value, low in (("processes", processes, 1), ("max_restarts", max_restarts, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise rule_error(f"{name} is a whole number from {low} up", repr(value), f"use {low} or more")
+        self.command = list(command)
+        self.processes = processes
+        self.max_restarts = max_restarts
+        self.backoff_seconds = backoff_seconds
+        self.healthy_seconds = healthy_seconds
+        self.stop_seconds = stop_seconds
+        self.grace_seconds = grace_seconds
+        self.environment = dict(environment or {})
+        self.exits: list[Exit] = []
+        """How every process ended, over all starts."""
+        self._printer = _Printer(output or sys.stdout, processes)
+        self._running: list[_Process] = []
+        self._told = 0
+        self._told_at: float | None = None
+        self._woken = threading.Event()
+
+    def run(self) -> int:
+        """Run the program to its end; its exit code: 0, or that of the process that ended it.
+
+        It is called in the main thread, which also takes the signals: the first SIGTERM or Ctrl-C is passed on, and
+        after `grace_seconds` what is left is killed.
+        """
+        with self._signals():
+            in_a_row = 0
+            for start in range(sys.maxsize):
+                began = time.monotonic()
+                code = self._one_start(start)
+                if code in FINAL or self._told:
+                    return code
+                if time.monotonic() - began > self.healthy_seconds:
+                    in_a_row = 0
+                if in_a_row >= self.max_restarts:
+                    self._printer.say(f"the program failed {in_a_row + 1} times in a row, and is not started again")
+                    return code
+                wait = min(self.backoff_seconds * 2**in_a_row, 60.0)
+                in_a_row += 1
+                self._printer.say(f"restart {in_a_row} of all {self.processes} processes in {wait:g} s")
+                if self._woken.wait(wait):  # told to stop meanwhile: nothing runs that could be lost
+                    return 128 + self._told
+        raise AssertionError("unreachable")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def told(number: int, frame: FrameType | None) -> None:
+            self._told_at = self._told_at or time.monotonic()
+            self._told = number
+            self._woken.set()
+            for process in self._running:
+                process.signal(number)
+
+        before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._kill()
+
+    def _kill(self) -> None:
+        for process in self._running:
+            process.signal(signal.SIGKILL)
+
+    def _one_start(self, start: int) -> int:
+        """All processes once, from start to end; the code of the one that decided it."""
+        ends: queue.Queue[Exit] = queue.Queue()
+        coordinator = f"127.0.0.1:{_free_port()}"
+        threads = []
+        try:
+            for number in range(self.processes):
+                environment = {
+                    **os.environ,
+                    **self.environment,
+                    PROCESS_ID: str(number),
+                    PROCESS_COUNT: str(self.processes),
+                    COORDINATOR: coordinator,
+                    RESTARTS: str(start),
+                }
+                process = _Process(number, start, self.command, environment, self._printer)
+                self._running.append(process)
+                threads.append(threading.Thread(target=process.follow, args=(ends,), daemon=True))
+                threads[-1].start()
+            if self._told:  # while they were being started
+                for process in self._running:
+                    process.signal(self._told)
+            return self._until_all_ended(ends)
+        finally:
+            self._kill()  # what the processes left behind in their groups, too
+            for thread in threads:
+                thread.join()
+            self._running = []
+
+    def _until_all_ended(self, ends: queue.Queue[Exit]) -> int:
+        decided: Exit | None = None
+        deadline: float | None = None
+        for _ in range(self.processes):
+            end = self._next(ends, deadline)
+            self.exits.append(end)
+            if end.code == DONE or decided is not None:
+                continue
+            # The first that did not end well decides; those that fall after it fall because of it.
+            decided = end
+            self._printer.say(str(end))
+            # One that was preempted leaves the others time to save too: they were all told.
+            patience = self.grace_seconds if end.code == PREEMPTED or self._told else self.stop_seconds
+            deadline = time.monotonic() + patience
+            if end.code != PREEMPTED and not self._told:
+                for process in self._running:
+                    process.signal(signal.SIGTERM)
+        return DONE if decided is None else decided.code
+
+    def _next(self, ends: queue.Queue[Exit], deadline: float | None) -> Exit:
+        """The next end. Past the deadline what still runs is killed, and so ends."""
+        killed = False
+        while True:
+            if self._told_at is not None and not killed:
+                deadline = min(deadline or float("inf"), self._told_at + self.grace_seconds)
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                self._kill()
+                killed, left, deadline = True, 1.0, None
+            try:
+                # In pieces of a second at most, so that a signal that came just before the wait is seen.
+                return ends.get(timeout=min(left, 1.0))
+            except queue.Empty:
+                continue
+
+
+def _free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
