@@ -518,13 +518,14 @@ def recovery_of_a_training_step() -> None:
     import jax.numpy as jnp
 
     from capibara.jax.tpu_v4.recovery import TpuError, TpuRecoveryManager
-    from capibara.train.recovery import reported_step
+    from capibara.models import step_hooks
 
     class Model:
         """A stand-in with a state and a `train_step` that a device can fail."""
 
         def __init__(self) -> None:
             self.state = jnp.zeros(8)
+            self.steps_done = 0
             self.failures: list[Exception] = []
 
         def get_state(self) -> Any:
@@ -534,12 +535,14 @@ def recovery_of_a_training_step() -> None:
             self.state = state
 
         def train_step(self, batch: Any) -> Any:
-            return reported_step(self, self._step, batch)
+            return step_hooks.guarded(self, lambda: self._step(batch))
 
         def _step(self, batch: Any) -> Any:
             if self.failures:
                 raise self.failures.pop()
             self.state = self.state + batch
+            self.steps_done += 1
+            step_hooks.report(self.steps_done, self.state)
             return {"loss": self.state.sum()}
 
     model, batch = Model(), jnp.ones(8)

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.train.checkpoints.states import mesh_of
 
 from capibara.errors import TPUError
+from capibara.models import step_hooks
 from capibara.observe import Recorder, read_recording
 from capibara.train import devices_left, recovery
 from capibara.train.device_errors import TpuError, device_status
-from capibara.train.recovery import TpuRecoveryManager, current_manager, reported_step
+from capibara.train.recovery import TpuRecoveryManager, current_manager
 
+T = TypeVar("T")
 LOST = JaxRuntimeError("UNAVAILABLE: connection to TPU:3 was lost\nand more lines")
 
 
@@ -29,11 +31,15 @@ class Model:
     """Weights that grow by the batch; the state is donated to each step, as trainers do."""
 
     def __init__(self, sharding: Any = None) -> None:
-        self.state = {"w": jax.device_put(jnp.zeros(8), sharding), "key": jax.random.key(1)}
-        self.failures: list[Exception | Callable[[], None]] = []
+        self.state = {"w": jax.device_put(jnp.zeros(8), sharding), "key": jax.random.key(1), "steps": jnp.int32(0)}
+        self.failures: list[Exception] = []
         self._step = jax.jit(
-            lambda state, batch: {"w": state["w"] + batch, "key": state["key"]}, donate_argnums=0
+            lambda state, batch: {**state, "w": state["w"] + batch}, donate_argnums=0
         )  # fmt: skip
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.state["steps"])
 
     def get_state(self) -> Any:
         return self.state
@@ -41,17 +47,28 @@ class Model:
     def set_state(self, state: Any) -> None:
         self.state = state
 
+    def run(self, step: Callable[[], T]) -> T:
+        """As `ModularCapibaraModel.train_step` runs its own."""
+
+        def counted() -> T:
+            result = step()
+            self.state["steps"] += 1
+            step_hooks.report(self.steps_done, self.state)
+            return result
+
+        return step_hooks.guarded(self, counted)
+
     def _train_step(self, batch: float) -> dict[str, float]:
         old = self.state
         self.state = self._step(old, batch)
         if self.failures:
             failure = self.failures.pop(0)
             self.state = old  # as a step that raises leaves it: donated, and nothing in its place
-            raise failure if isinstance(failure, Exception) else failure()  # type: ignore[misc]
+            raise failure
         return {"loss": float(self.state["w"][0])}
 
     def train_step(self, batch: float) -> dict[str, float]:
-        return reported_step(self, self._train_step, batch)
+        return self.run(lambda: self._train_step(batch))
 
 
 def quick_manager(**options: Any) -> TpuRecoveryManager:
@@ -134,12 +151,12 @@ def test_a_state_that_is_whole_is_used_as_it_is_unless_data_was_lost() -> None:
     manager = quick_manager(checkpoint_frequency=1000)
     with manager.recovery_context():
         for expected in (1, 2, 3):
-            assert reported_step(model, step, 1.0) == expected
+            assert model.run(lambda: step(1.0)) == expected
         failing.append(LOST)
-        assert reported_step(model, step, 1.0) == 4
+        assert model.run(lambda: step(1.0)) == 4
         assert manager.errors[-1].restored == "nothing, the state is whole"
         failing.append(JaxRuntimeError("DATA_LOSS: uncorrectable ECC error"))
-        assert reported_step(model, step, 1.0) == 1
+        assert model.run(lambda: step(1.0)) == 1
         assert manager.errors[-1].restored == "the copy of step 0 in host memory"
 
 

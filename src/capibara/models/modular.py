@@ -215,39 +215,45 @@ class ModularCapibaraModel:
         """One step of AdamW on the batch; the new weights are in `params`, and the metrics are returned.
 
         The optimizer's state stays with the model between calls. Whoever listens (a recovery manager, an autoscaler)
-        is told.
+        is told, and whoever guards steps (a recovery manager) runs it, again after a device's failure.
         """
         batch = as_batch(batch)
         self._check_length(batch["inputs"].shape[1])
+        self._begin_training()
+        return step_hooks.guarded(self, functools.partial(self._train_step, batch))
+
+    def _begin_training(self) -> None:
         if self._training is None:
             optimizer = make_optimizer("adamw", _RATE, weight_decay=0.1, clip=1.0)
             options = trainer_step.StepOptions(precision=self.precision, seed=self.seed)
             build = trainer_step.step_function(self.loss, optimizer, options)
             state = jax.jit(functools.partial(trainer_step.initial_state, optimizer, options=options))(self.params)
             self._training = {"state": state, "step": jax.jit(build, donate_argnums=(0, 1))}
-        metrics = step_hooks.run(self, self._one_step, batch)
-        step_hooks.report(int(self._training["state"]["step"]), self.get_state())
-        return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
 
-    def _one_step(self, batch: Any) -> Any:
+    def _train_step(self, batch: Any) -> dict[str, float]:
         assert self._training is not None
         with self._surroundings():
             params, state, metrics = self._training["step"](self.params, self._training["state"], batch)
         self._params, self._training["state"] = params, state
-        # Waited for here, so that a device's error is raised inside of the step and not at some later read.
-        return jax.block_until_ready(metrics)
+        step_hooks.report(int(state["step"]), {"params": params, "state": state})
+        return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps `train_step` has done."""
+        return 0 if self._training is None else int(self._training["state"]["step"])
 
     def get_state(self) -> dict[str, Any]:
-        """Weights and the state of `train_step`, as a recovery manager keeps them."""
-        return {"params": self.params, "training": None if self._training is None else self._training["state"]}
+        """What `train_step` changes: the weights and the optimizer's state."""
+        self._begin_training()
+        assert self._training is not None
+        return {"params": self.params, "state": self._training["state"]}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `get_state` gave."""
-        self._params = state["params"]
-        if state["training"] is None:
-            self._training = None
-        elif self._training is not None:
-            self._training["state"] = state["training"]
+        """Go on from a state that `get_state` gave."""
+        self._begin_training()
+        assert self._training is not None
+        self._params, self._training["state"] = state["params"], state["state"]
 
     def generate(
         self,

@@ -1,7 +1,6 @@
-"""Who takes part in training steps: a recovery manager that runs them again, an autoscaler that counts them.
+"""Who wants to know of training steps, and who runs them: a recovery manager, an autoscaler, while their context is on.
 
-A model's `train_step` and the trainer run their steps by `run` and tell of them by `report`; those who take part say so
-while their context is entered. This room lies below theirs, and knows none of them.
+A listener is told of each step that is done. A guard runs the step itself, and so can run it again.
 """
 
 from __future__ import annotations
@@ -11,26 +10,28 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Holder", "Listener", "Runner", "listening", "report", "run", "running"]
+__all__ = ["Guard", "Listener", "StateHolder", "guarded", "guarding", "listening", "report"]
 
-R = TypeVar("R")
-
-
-class Holder(Protocol):
-    """What has a training state that can be taken and put back."""
-
-    def get_state(self) -> Any: ...
-
-    def set_state(self, state: Any) -> None: ...
-
+T = TypeVar("T")
 
 Listener = Callable[[int, Any], None]
 """Called with the number of a step that is done and the state after it."""
-Runner = Callable[..., Any]
-"""Called with a holder, its step, and the step's arguments; it gives what the step gives."""
+
+
+class StateHolder(Protocol):
+    """What has a state that can be taken and put back: a model, a trainer."""
+
+    @property
+    def steps_done(self) -> int: ...
+    def get_state(self) -> Any: ...
+    def set_state(self, state: Any) -> None: ...
+
+
+Guard = Callable[[StateHolder, Callable[[], Any]], Any]
+"""Called with whose step it is and the step, which it runs; what the step returned."""
 
 _LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("capibara_step_listeners", default=())
-_RUNNER: ContextVar[Runner | None] = ContextVar("capibara_step_runner", default=None)
+_GUARD: ContextVar[Guard | None] = ContextVar("capibara_step_guard", default=None)
 
 
 @contextlib.contextmanager
@@ -44,24 +45,27 @@ def listening(listener: Listener) -> Iterator[None]:
         _LISTENERS.set(before)
 
 
-@contextlib.contextmanager
-def running(runner: Runner) -> Iterator[None]:
-    """Steps that are run inside are run by the runner."""
-    before = _RUNNER.get()
-    _RUNNER.set(runner)
-    try:
-        yield
-    finally:
-        _RUNNER.set(before)
-
-
 def report(step: int, state: Any) -> None:
     """Tell every listener, the outermost first."""
     for listener in _LISTENERS.get():
         listener(step, state)
 
 
-def run(holder: Holder, step: Callable[..., R], *args: Any) -> R:
-    """The step of something that holds a state, by the runner in force; as it is without one."""
-    runner = _RUNNER.get()
-    return step(*args) if runner is None else runner(holder, step, *args)
+@contextlib.contextmanager
+def guarding(guard: Guard) -> Iterator[None]:
+    """Steps inside are run by the guard; by the innermost, where there are several."""
+    before = _GUARD.get()
+    _GUARD.set(guard)
+    try:
+        yield
+    finally:
+        _GUARD.set(before)
+
+
+def guarded(holder: StateHolder, step: Callable[[], T]) -> T:
+    """Run a step of the holder's state, by the guard where there is one. After a failure it may be run again."""
+    guard = _GUARD.get()
+    if guard is None:
+        return step()
+    result: T = guard(holder, step)
+    return result

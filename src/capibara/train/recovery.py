@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from capibara.errors import rule_error
+from capibara.models import step_hooks
+from capibara.models.step_hooks import StateHolder
 from capibara.observe.recorder import Recorder
 from capibara.train.checkpoints.leaves import named_leaves, storable
 from capibara.train.checkpoints.shards import from_pieces, host_shards
@@ -27,20 +29,13 @@ from capibara.train.device_errors import Attempt, TpuError, device_status, named
 from capibara.train.devices_left import choose_devices, on_devices
 from capibara.train.processes import process_count
 
-__all__ = ["StateHolder", "TpuError", "TpuRecoveryManager", "current_manager", "reported_step"]
+__all__ = ["TpuError", "TpuRecoveryManager", "current_manager"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ACTIVE: ContextVar[TpuRecoveryManager | None] = ContextVar("capibara recovery manager", default=None)
 _RECORDED = 256
-
-
-class StateHolder(Protocol):
-    """What has a state that can be taken and put back: a model, a trainer."""
-
-    def get_state(self) -> Any: ...
-    def set_state(self, state: Any) -> None: ...
 
 
 class _Copy:
@@ -159,11 +154,11 @@ class TpuRecoveryManager:
 
     # The state.
 
-    def attach(self, holder: StateHolder, step: int = 0) -> None:
-        """Whose state it is that is kept and restored, and how many steps it has. It is kept now, before any other."""
+    def attach(self, holder: StateHolder) -> None:
+        """Whose state it is that is kept and restored. The first is kept now, before any step."""
         if holder is not self._holder:
             self._holder = holder
-            self.steps = step
+            self.steps = holder.steps_done
             self._keep(holder.get_state())
 
     def step_done(self, state: Any = None, step: int | None = None) -> None:
@@ -193,6 +188,13 @@ class TpuRecoveryManager:
             )
         else:
             self._copy = _Copy(state, self.steps)
+
+    def last_good(self) -> tuple[Any, int] | None:
+        """The last state that was kept, on the devices in use now, and its step; for a loop that restores itself."""
+        import jax
+
+        kept = self._kept(self._devices or list(jax.local_devices()))
+        return None if kept is None else kept[:2]
 
     def _kept(self, devices: Sequence[Any]) -> tuple[Any, int, str] | None:
         """The last state that was kept, on these devices; its step; whence."""
@@ -278,6 +280,13 @@ class TpuRecoveryManager:
 
     # The two forms.
 
+    def _listen(self, step: int, state: Any) -> None:
+        self.step_done(state, step)
+
+    def _guard(self, holder: StateHolder, step: Callable[[], Any]) -> Any:
+        self.attach(holder)
+        return self.run(step)
+
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """`step(*args, **kwargs)`, waited for; after a device error again, from a good state on the devices left.
 
@@ -354,7 +363,8 @@ class TpuRecoveryManager:
 
         token = _ACTIVE.set(self)
         try:
-            yield self
+            with step_hooks.listening(self._listen), step_hooks.guarding(self._guard):
+                yield self
             self._in_a_row.clear()
         except jax.errors.JaxRuntimeError as error:
             status = device_status(error)
@@ -379,17 +389,6 @@ class TpuRecoveryManager:
 def current_manager() -> TpuRecoveryManager | None:
     """The manager whose `recovery_context` this is; None outside of one."""
     return _ACTIVE.get()
-
-
-def reported_step(holder: StateHolder, step: Callable[..., T], *args: Any) -> T:
-    """`step(*args)` of something that holds a state, as the active manager runs it; without one, as it is."""
-    manager = current_manager()
-    if manager is None:
-        return step(*args)
-    manager.attach(holder)
-    result = manager.run(step, *args)
-    manager.step_done()
-    return result
 
 
 def _is_key(leaf: Any) -> bool:

@@ -460,8 +460,12 @@ class Checkpoints:
         }
         arrays: dict[str, Any] = {}
         if full:
-            # Without transforms Orbax wants the whole tree; with none of them it takes what the item has.
-            request = ocp.args.PyTreeRestore(item=item, restore_args=arguments, transforms={})
+            some: dict[str, Any] = {}
+            if len(full) < sum(0 not in leaf.shape for leaf in saved.values()):
+                # Orbax wants the whole tree unless it is told; an older one is told by a table of transforms, empty.
+                newer = "partial_restore" in ocp.args.PyTreeRestore.__dataclass_fields__
+                some = {"partial_restore": True} if newer else {"transforms": {}}
+            request = ocp.args.PyTreeRestore(item=item, restore_args=arguments, **some)
             arrays = dict(self._checkpointer().restore(self.folder / chosen.name, args=request))
         for name in leaves:
             if name not in arrays:
