@@ -73,6 +73,9 @@ class ModularModelConfig:
     tokenizer: str = "bytes"
     """ "bytes", a tokenizer.json or a folder with one."""
     name: str = ""
+    huggingface: str = ""
+    """Where it came from a Hugging Face config.json: that, as JSON text, so that what it says beyond the shape can be
+    written back."""
     tpu: TpuSettings | None = None
 
     def __post_init__(self) -> None:
