@@ -28,8 +28,8 @@ import transformers
 VOCAB, LENGTH, ROWS = 64, 24, 2
 SMALL = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
