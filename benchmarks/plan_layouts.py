@@ -35,12 +35,12 @@ from capibara.plan.search.space import Point, Space
 
 
 def _llama() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "examples" / "plan" / "llama.py"
-    spec = importlib.util.spec_from_file_location("llama", path)
+    path = Path(__file__).resolve().with_name("plain_llama.py")
+    spec = importlib.util.spec_from_file_location("plain_llama", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["llama"] = module
+    sys.modules["plain_llama"] = module
     spec.loader.exec_module(module)
     return module
 

@@ -3,9 +3,10 @@
     python benchmarks/training_step_gpu.py --out step.json
     python benchmarks/training_step_gpu.py --forms 'plain;all' --profile   # and the kernels that take the time
 
-The decoder is that of examples/plan/llama.py: float32 weights and AdamW, bfloat16 products, layers in one scan. A form
-says which parts go by `capibara.kernels`; the others are jax.numpy, and attention then is cuDNN's by jax.nn. Forms take
-turns, round after round, so that what the machine does beside them falls on all.
+The peer is the decoder of benchmarks/plain_llama.py: float32 weights and AdamW, bfloat16 products, layers in one scan.
+A form says which of its parts go by `capibara.kernels`; the others are jax.numpy, and attention then is cuDNN's by
+jax.nn. The form "models" is the library's own decoder of that shape, `capibara.models.decoder`, and the same optimizer.
+Forms take turns, round after round, so that what the machine does beside them falls on all.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels import attention, cross_entropy, gated_activation, rms_norm, rope
+from capibara.models import ModularModelConfig, decoder
 
-_spec = importlib.util.spec_from_file_location("llama", Path(__file__).parents[1] / "examples" / "plan" / "llama.py")
+_spec = importlib.util.spec_from_file_location("plain_llama", Path(__file__).with_name("plain_llama.py"))
 assert _spec is not None
 assert _spec.loader is not None
 llama: Any = importlib.util.module_from_spec(_spec)
-sys.modules["llama"] = llama  # where its dataclass looks for its module
+sys.modules["plain_llama"] = llama  # where its dataclass looks for its module
 _spec.loader.exec_module(llama)
 
 FORMS: dict[str, tuple[str, ...]] = {
@@ -45,6 +47,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "attention+mlp": ("attention", "mlp"),
     "attention+rope": ("attention", "rope"),
     "all": ("attention", "norm", "rope", "mlp", "loss"),
+    "models": ("models",),
 }
 
 
@@ -94,12 +97,24 @@ def loss(config: Any, ours: frozenset[str], params: dict[str, Any], batch: dict[
     return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - chosen)
 
 
+def model_of(config: Any) -> ModularModelConfig:
+    """The library's decoder of the peer's shape."""
+    attention = {"heads": config.heads, "kv_heads": config.kv_heads, "rope_base": config.rope_base}
+    blocks = {"attention": attention, "mlp": {"ffn": config.ffn}}
+    return ModularModelConfig(
+        hidden=config.hidden, layers=config.layers, vocab=config.vocab, blocks=blocks, norm_eps=config.epsilon
+    )
+
+
 def compiled_step(config: Any, ours: frozenset[str], batch: Any) -> Any:
+    own = decoder.make_loss(model_of(config), unroll="unrolled" in ours or 1)
+    value_of = own if "models" in ours else functools.partial(loss, config, ours)
+
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(functools.partial(loss, config, ours))(params, batch)
+        value, grads = jax.value_and_grad(value_of)(params, batch)
         return *llama.adamw(params, grads, state), value
 
-    shapes = llama.param_shapes(config)
+    shapes = decoder.param_shapes(model_of(config)) if "models" in ours else llama.param_shapes(config)
     return jax.jit(step, donate_argnums=(0, 1)).lower(shapes, llama.state_shapes(shapes), batch).compile()
 
 
@@ -139,9 +154,10 @@ def main() -> None:
     ids = jax.random.randint(jax.random.key(1), (asked.batch, asked.sequence + 1), 0, config.vocab)
     batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
     init = jax.jit(functools.partial(llama.init, config))
+    init_of_models = jax.jit(functools.partial(decoder.init, model_of(config)))
 
-    def fresh() -> tuple[Any, Any]:
-        params = init(jax.random.key(0))
+    def fresh(form: str) -> tuple[Any, Any]:
+        params = (init_of_models if "models" in FORMS[form] else init)(jax.random.key(0))
         return params, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), llama.state_shapes(params))
 
     forms = asked.forms.split(";")
@@ -159,7 +175,7 @@ def main() -> None:
         print(f"{form}: compiled in {rows[form]['compile_s']:.1f} s", flush=True)
     for _ in range(asked.rounds):
         for form in forms:
-            params, state = fresh()
+            params, state = fresh(form)
             params, state, value = jax.block_until_ready(steps[form](params, state, batch))
             rows[form]["first_loss"] = float(value)
             for _ in range(asked.steps):

@@ -9,8 +9,8 @@ for it.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 from capibara.errors import rule_error, unknown_name
 
-__all__ = ["Table", "build", "parse_override", "plain", "read", "set_key", "to_toml"]
+__all__ = ["Table", "build", "build_part", "parse_override", "plain", "read", "set_key", "to_toml"]
 
 T = TypeVar("T")
 
-_HEADER = re.compile(r"^\s*\[\[?\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_\-.\"' ]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-.\"']+)\s*=")
 
 
@@ -38,6 +38,19 @@ class Table:
     def over(self, other: Table) -> Table:
         """This table with the other's keys where it has none of its own."""
         return Table(_merged(other.values, self.values), {**other.places, **self.places})
+
+    def place(self, path: str) -> str | None:
+        """Where a dotted key was written: itself, the table or line that it is in, or the first key below it."""
+        return _place(path, self.places)
+
+
+def _place(path: str, places: Mapping[str, str]) -> str | None:
+    above = path
+    while above:
+        if above in places:
+            return places[above]
+        above = above.rpartition(".")[0]
+    return next((place for key, place in places.items() if key.startswith(f"{path}.")), None)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,16 +121,21 @@ def build(kind: type[T], table: Table, path: str = "") -> T:
     return _build(kind, values, path, table.places)
 
 
+def build_part(kind: type[T], values: Any, table: Table, path: str) -> T:
+    """The dataclass of this kind from values that stand at `path` of the table, where it is written what they are."""
+    return _build(kind, values, path, table.places)
+
+
 def _build(kind: type[T], values: Any, path: str, places: Mapping[str, str]) -> T:
     if not isinstance(values, Mapping):
-        raise rule_error(f"{path or 'a config'} is a table of keys", _shown(values, path, places), "write [section]")
+        raise rule_error(f"{path or 'a config'} is a table of keys", _shown(values, path, places), f"write [{path}]")
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():
         dotted = f"{path}.{key}" if path else key
         if key not in fields:
-            where = places.get(dotted)
+            where = _place(dotted, places)
             raise unknown_name(f"key of {path or 'the config'}{f' at {where}' if where else ''}", key, fields)
         arguments[key] = _converted(hints[key], value, dotted, places)
     missing = [
@@ -128,13 +146,27 @@ def _build(kind: type[T], values: Any, path: str, places: Mapping[str, str]) -> 
         and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        where = places.get(path)
+        where = _place(path, places)
         raise rule_error(
             f"{path or 'The config'} names {', '.join(missing)}",
             f"{where or 'a table'} without",
             f"add {missing[0]} = ...",
         )
-    return kind(**arguments)
+    try:
+        return kind(**arguments)
+    except ValueError as error:
+        raise _located(error, path, places) from error
+
+
+def _located(error: ValueError, path: str, places: Mapping[str, str]) -> ValueError:
+    """The error of a class's own checks, of the same class, with where its table was written and what overrode it."""
+    overridden = [place for key, place in places.items() if key.startswith(f"{path}.") and place[0] in "-$"]
+    written = [place for place in (_place(path, places), *overridden) if place]
+    if not written:
+        return error
+    located = type(error)(f"{', '.join(dict.fromkeys(written))}: {error}")
+    located.__dict__.update(error.__dict__)  # rule, got and fix
+    return located
 
 
 def _converted(hint: Any, value: Any, path: str, places: Mapping[str, str]) -> Any:
@@ -171,13 +203,11 @@ def _scalar(hint: type, value: Any, path: str, places: Mapping[str, str]) -> Any
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     examples = {int: "8", float: "0.1", bool: "true", str: '"text"'}
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and is_number:
-        number = float(value)
-        if math.isfinite(number):
-            return number
-    elif hint is int and is_number and value == int(value):
+    if hint is float and is_number and abs(value) <= sys.float_info.max:  # not nan, and no whole number beyond
+        return float(value)
+    if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)
-    elif hint in (bool, str) and type(value) is hint:
+    if hint in (bool, str) and type(value) is hint:
         return value
     raise rule_error(
         f"{path} is {words.get(hint, hint)}",
@@ -187,7 +217,7 @@ def _scalar(hint: type, value: Any, path: str, places: Mapping[str, str]) -> Any
 
 
 def _shown(value: Any, path: str, places: Mapping[str, str]) -> str:
-    where = places.get(path)
+    where = _place(path, places)
     return f"{value!r} at {where}" if where else repr(value)
 
 

@@ -1,4 +1,4 @@
-"""The decoder of examples/plan/llama.py, traced: what was compiled for v4 and measured on an H200."""
+"""The decoder of benchmarks/plain_llama.py, traced: what was compiled for v4 and measured on an H200."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from capibara.program import Program, trace
 
 @functools.cache
 def llama() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "plan" / "llama.py"
-    spec = importlib.util.spec_from_file_location("llama_of_the_plan_example", path)
+    path = Path(__file__).parents[2] / "benchmarks" / "plain_llama.py"
+    spec = importlib.util.spec_from_file_location("plain_llama_of_the_costs", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.cost.decoder import traced_step
+from tests.cost.decoder import llama, traced_step
 
 from capibara.cost.estimate import estimate
 from capibara.cost.result import Estimate
@@ -95,13 +95,14 @@ def test_the_list_is_long_enough_and_has_both_answers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slice_name", ["v4-32", "v4-64", "v4-128"])
-def test_the_planners_choice_for_the_smallest_preset(slice_name: str) -> None:
-    """The layout that the planner takes, compiled afterwards; the large presets are within 4 %."""
+def test_the_planners_choice_for_the_smallest_size(slice_name: str) -> None:
+    """The layout that the planner takes, compiled afterwards; the large sizes are within 4 %."""
     from capibara.plan import plan
 
     document = json.loads((RESULTS / "2026-11-15-v4-plans-compiled.json").read_text(encoding="utf-8"))
     row = next(one for one in document["rows"] if (one["preset"], one["slice"]) == ("llama-1b", slice_name))
-    best = plan("llama-1b", on=slice_name, calibrated=False).best
+    args = llama().shapes(8, 2048)
+    best = plan(llama().loss, args, train=True, on=slice_name, calibrated=False).best
     assert best is not None
     assert best.layout.name == row["layout"], "another layout than the one that was compiled"
     assert best.estimate.memory.total == pytest.approx(row["compiled"], rel=0.1)

@@ -16,7 +16,7 @@ from capibara.program import spread
 
 @pytest.mark.quick
 def test_the_step_of_a_decoder_of_a_billion() -> None:
-    """Measured 2026-11-15: python examples/plan/llama.py --shape 1b --batch 8 --sequence 2048, JAX 0.11.2."""
+    """Measured 2026-11-15: python benchmarks/plain_llama.py --shape 1b --batch 8 --sequence 2048, JAX 0.11.2."""
     mesh = MeshConfig((1,), ("data",))
     program = traced_step("1b", "none", 8, True, "NVIDIA H200")
     layout = Layout(mesh, (PartitionSpec(),) * len(program.arguments))

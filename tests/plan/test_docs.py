@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
+from tests.models.test_preset import IN_THE_STEP
 from typer.testing import CliRunner
 
 from capibara.cli.main import app
-from capibara.models.preset import Preset, load_preset, preset_names
+from capibara.models.preset import load_preset, preset_names
 from capibara.prices.table import price_table
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
@@ -26,12 +26,12 @@ def test_its_prices_are_read(tmp_path: Path) -> None:
     assert price_table(file).price("v4", kind="committed_1y").usd == 2.0
 
 
-def test_it_names_every_key_and_every_preset() -> None:
-    for field in dataclasses.fields(Preset):
-        assert field.name == "name" or f"`{field.name}`" in TEXT
+def test_it_names_what_a_plan_reads_of_a_preset_and_every_preset() -> None:
+    for key in ("model", "train", "optimizer", *IN_THE_STEP):
+        assert f"`{key}`" in TEXT, key
     for name in preset_names():
         assert f"`{name}`" in TEXT
-    assert load_preset(Path(__file__).parents[2] / "examples" / "plan" / "small.toml").layers == 12
+    assert load_preset(Path(__file__).parents[2] / "examples" / "plan" / "small.toml").model.layers == 12
 
 
 def test_every_option_it_names_is_one() -> None:

@@ -16,9 +16,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def llama() -> ModuleType:
-    """The decoder that users plan, from the examples."""
-    path = Path(__file__).parents[2] / "examples" / "plan" / "llama.py"
-    spec = importlib.util.spec_from_file_location("plan_llama", path)
+    """A decoder in plain JAX, the one that was compiled for v4 and measured."""
+    path = Path(__file__).parents[2] / "benchmarks" / "plain_llama.py"
+    spec = importlib.util.spec_from_file_location("plain_llama", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -205,14 +205,21 @@ def test_a_solver_is_opened_and_complex_products_count_four() -> None:
 
 
 def test_what_a_function_closes_over_is_held_whole_and_once() -> None:
-    large = np.ones((1024, 256), np.float32)
+    large = np.ones((8192, 1024), np.float32)
     inner = jax.jit(lambda x: x @ large)
-    made = _spread(trace(lambda x: inner(x) + large.sum() + (x @ large) * 2, (array(8, 1024),)), {"data": 8}, "data")
+    made = _spread(trace(lambda x: inner(x) + large.sum() + (x @ large) * 2, (array(8, 8192),)), {"data": 8}, "data")
     assert [made.buffers[number].bytes for number in made.constants if made.buffers[number].shape] == [large.nbytes]
-    assert any("closes over 1 MiB" in note for note in made.notes)
+    assert any("closes over 32 MiB" in note for note in made.notes)
     found = estimate(made, MeshConfig((8,), ("data",)), chip("h200"))
     assert found.memory.temporaries >= large.nbytes
-    assert found.memory.largest[0] == ("constant float32[1024,256]", large.nbytes)
+    assert found.memory.largest[0] == ("constant float32[8192,1024]", large.nbytes)
+
+
+def test_small_tables_that_a_function_closes_over_are_counted_and_not_worth_a_note() -> None:
+    table = np.ones((2048, 128), np.float32)  # 1 MiB: the rotary positions of a decoder
+    made = _spread(trace(lambda x: x * table, (array(8, 2048, 128),)), {"data": 8}, "data")
+    assert [made.buffers[number].bytes for number in made.constants] == [table.nbytes]
+    assert not any("closes over" in note for note in made.notes)
 
 
 def test_looked_up_rows_lie_as_their_indices_do() -> None:

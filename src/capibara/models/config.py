@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from capibara import toml_tables
 from capibara.errors import rule_error, unknown_name
+from capibara.models.preset_files import load_table, name_of
+from capibara.toml_tables import Table
 
 if TYPE_CHECKING:
     from capibara.models.blocks.spec import Block
 
-__all__ = ["ModularModelConfig", "TpuSettings"]
+__all__ = ["ModularModelConfig", "TpuSettings", "model_of"]
 
 NORMS = ("rms", "layer")
 _LAYER = re.compile(r"^(?:(\d+)\s+)?([A-Za-z0-9_+\-]+)$")
@@ -172,9 +174,7 @@ class ModularModelConfig:
         >>> ModularModelConfig.from_toml("llama-7b").parameters
         6738415616
         """
-        from capibara.models.preset import load_preset
-
-        model = load_preset(path).model
+        model = model_of(load_table(path), name_of(path))
         return model.with_overrides(**overrides) if overrides else model
 
     def to_toml(self, path: str | Path | None = None) -> str:
@@ -194,23 +194,44 @@ class ModularModelConfig:
         return {"model": model} | ({} if tpu == "none" else {"tpu": tpu})
 
 
+def model_of(table: Table, name: str = "") -> ModularModelConfig:
+    """The model that the sections [model] and [tpu] describe."""
+    values = table.values.get("model")
+    if not isinstance(values, Mapping):
+        raise rule_error(
+            "A preset has a [model]", values or "none", 'add [model], or build on a preset: base = "small"'
+        )
+    values = {"name": name, **values}
+    if isinstance(values.get("blocks"), Mapping):
+        # Here and not by the class, which does not know where a key was written.
+        values["blocks"] = {
+            name: _block(name, keys, table, f"model.blocks.{name}") for name, keys in values["blocks"].items()
+        }
+    if "tpu" in table.values:
+        values["tpu"] = toml_tables.build(TpuSettings, table, "tpu")
+    return toml_tables.build(ModularModelConfig, Table({"model": values}, table.places), "model")
+
+
 def _blocks(tables: Any) -> Mapping[str, Block]:
+    if not isinstance(tables, Mapping) or not tables:
+        raise rule_error("A model has blocks", repr(tables), "write [model.blocks.attention] and its keys")
+    return {name: _block(name, keys, Table({"blocks": tables}), f"blocks.{name}") for name, keys in tables.items()}
+
+
+def _block(name: str, keys: Any, table: Table, path: str) -> Block:
+    """The block of a table, whose keys stand at `path` of a larger one; a block is taken as it is."""
     from capibara.models.blocks import KINDS
     from capibara.models.blocks.spec import Block
 
-    if not isinstance(tables, Mapping) or not tables:
-        raise rule_error("A model has blocks", repr(tables), "write [model.blocks.attention] and its keys")
-    blocks: dict[str, Block] = {}
-    for name, table in tables.items():
-        if isinstance(table, Block):
-            blocks[name] = table
-            continue
-        keys = dict(table)
-        kind = keys.pop("kind", name)
-        if kind not in KINDS:
-            raise unknown_name(f"kind of blocks.{name}", kind, KINDS)
-        blocks[name] = toml_tables.build(KINDS[kind], toml_tables.Table(keys))
-    return blocks
+    if isinstance(keys, Block):
+        return keys
+    kind = keys.get("kind", name) if isinstance(keys, Mapping) else name
+    if kind not in KINDS:
+        where = table.place(f"{path}.kind")
+        raise unknown_name(f"kind of {path}{f' at {where}' if where else ''}", kind, KINDS)
+    if isinstance(keys, Mapping):
+        keys = {key: value for key, value in keys.items() if key != "kind"}
+    return toml_tables.build_part(KINDS[kind], keys, table, path)
 
 
 def _kind(block: Any) -> str:

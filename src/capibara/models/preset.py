@@ -1,21 +1,20 @@
 """Presets: a model, and how it is trained, in one TOML file that `plan`, `train`, `generate` and `serve` read.
 
 Sections: `[model]` and its blocks, `[tpu]`, `[train]`, `[optimizer]`, `[mesh]`, and those that their own rooms check:
-`[data]`, `[checkpoint]`, `[log]`, `[lora]`. A file may build on another, by name or path: `base = "small"`. What counts
-is, from the strongest: overrides ("train.steps=100"), the environment (`CAPIBARA__TRAIN__STEPS=100`), the file, its
-base.
+`[data]`, `[checkpoint]`, `[log]`, `[lora]`, `[scaling]`. How a file is found, and what is laid over it, is in
+`preset_files`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from capibara import toml_tables
 from capibara.errors import rule_error, unknown_name
-from capibara.models.config import ModularModelConfig, TpuSettings
+from capibara.models.config import ModularModelConfig, model_of
+from capibara.models.preset_files import FOLDER, load_table, name_of, preset_names
 from capibara.toml_tables import Table
 
 __all__ = [
@@ -27,15 +26,12 @@ __all__ = [
     "load_preset",
     "load_table",
     "preset_names",
+    "preset_of",
 ]
 
-FOLDER = Path(__file__).parents[1] / "config" / "configs_toml"
 PRECISIONS = ("mixed", "bfloat16", "float32")
 REMAT = ("auto", "none", "dots", "full")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-_SECTIONS = ("model", "tpu", "train", "optimizer", "mesh", "data", "checkpoint", "log", "lora", "scaling")
-_ENVIRONMENT = "CAPIBARA__"
-_MOST_BASES = 8
 
 
 @dataclass(frozen=True)
@@ -165,60 +161,6 @@ class Preset:
     name: str = ""
 
 
-def preset_names() -> list[str]:
-    """The presets that ship with the package; those in a folder as "folder/name"."""
-    return sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.toml"))
-
-
-def _file_of(name_or_path: str | Path) -> Path:
-    text = str(name_or_path)
-    if text in preset_names():
-        return FOLDER / f"{text}.toml"
-    file = Path(text)
-    if file.is_file():
-        return file
-    # The documents write a shipped preset by its path in the package: that works from any directory.
-    _, marker, inside = text.replace("\\", "/").rpartition("configs_toml/")
-    if marker and (FOLDER / inside).is_file():
-        return FOLDER / inside
-    if not file.suffix:
-        raise unknown_name("preset", text, preset_names())
-    raise rule_error(
-        "A preset is a TOML file or a shipped name",
-        f"{text!r}, which is not there",
-        f"name a file, or one of {', '.join(preset_names())}",
-    )
-
-
-def load_table(
-    name_or_path: str | Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
-) -> Table:
-    """The sections of a preset or file over those of its bases, with the environment's and the overrides on top."""
-    file = _file_of(name_or_path)
-    table = Table({})
-    for _ in range(_MOST_BASES):
-        read = toml_tables.read(file)
-        base = read.values.pop("base", None)
-        table = table.over(read)
-        if base is None:
-            break
-        beside = file.parent / str(base)
-        file = _file_of(beside if beside.suffix and beside.is_file() else str(base))
-    else:
-        raise rule_error(f"A file has at most {_MOST_BASES} bases", f"more, the last {file}", "look for a circle")
-    for name, value in sorted((os.environ if environment is None else environment).items()):
-        if name.startswith(_ENVIRONMENT):
-            key = name.removeprefix(_ENVIRONMENT).lower().replace("__", ".")
-            table = toml_tables.set_key(table, *toml_tables.parse_override(f"{key}={value}"), f"${name}")
-    for text in overrides:
-        table = toml_tables.set_key(table, *toml_tables.parse_override(text), f"--set {text}")
-    for section in table.values:
-        if section not in _SECTIONS:
-            where = table.places.get(section)
-            raise unknown_name(f"section{f' at {where}' if where else ''}", section, _SECTIONS)
-    return table
-
-
 def load_preset(
     name_or_path: str | Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
 ) -> Preset:
@@ -230,19 +172,12 @@ def load_preset(
         >>> load_preset("llama-7b", ["train.batch_size=16"]).train.tokens
         32768
     """
-    table = load_table(name_or_path, overrides, environment)
-    return preset_of(
-        table, _file_of(name_or_path).stem if str(name_or_path) not in preset_names() else str(name_or_path)
-    )
+    return preset_of(load_table(name_or_path, overrides, environment), name_of(name_or_path))
 
 
 def preset_of(table: Table, name: str = "") -> Preset:
     """The preset that a table describes."""
-    if "model" not in table.values:
-        raise rule_error("A preset has a [model]", "none", 'add [model], or build on a preset: base = "small"')
-    tpu = toml_tables.build(TpuSettings, table, "tpu") if "tpu" in table.values else None
-    named = {"name": name, **table.values["model"]} | ({} if tpu is None else {"tpu": tpu})
-    model = toml_tables.build(ModularModelConfig, Table({**table.values, "model": named}, table.places), "model")
+    model = model_of(table, name)
     return Preset(
         model,
         toml_tables.build(TrainSettings, table, "train"),

@@ -18,7 +18,8 @@ from capibara.program.ledger import Ledger
 __all__ = ["spread"]
 
 # Worth a word.
-_LARGE_CONSTANTS = 1 << 20
+# A thousandth of a chip's memory: tables of rotary positions are smaller, and nobody would split them.
+_LARGE_CONSTANTS = 32 << 20
 _CONSTRAINTS = frozenset({"logical_axes", "sharding_constraint"})
 # They compute nothing: their result is their operand.
 _SAME = frozenset({"logical_axes", "sharding_constraint", "stop_gradient", "optimization_barrier", "name", "pvary"})

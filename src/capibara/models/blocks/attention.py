@@ -58,7 +58,9 @@ class Attention(Block):
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             near = min(divisors, key=lambda n: (abs(n - self.kv_heads), n))
             raise rule_error(
-                "kv_heads must divide heads", f"heads = {self.heads}, kv_heads = {self.kv_heads}", f"use {near}"
+                "kv_heads must divide heads",
+                f"heads = {self.heads}, kv_heads = {self.kv_heads}",
+                f"use kv_heads = {near}",
             )
         if self.window is not None and self.window < 1:
             raise rule_error("window is 1 or more tokens", self.window, "leave it out to see everything before")

@@ -32,8 +32,8 @@ class Weight:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str | Init = "normal"
-    """ "normal" (deviation `gain` over the root of `fan_in`), "zeros", "ones", or a function of a key and the shape that
-    gives float32."""
+    """ "normal" (deviation `gain` over the root of `fan_in`), "zeros", "ones", or a function of a key and the shape
+    that gives float32."""
     fan_in: int = 0
     """Inputs of each output; the first dimension where 0."""
     gain: float = 1.0

@@ -212,9 +212,10 @@ class Ssm(Block):
                 initial_state=None if cache is None else cache["state"],
                 return_state=cache is not None,
             )
-        y = out
-        if cache is not None:
+        if isinstance(out, tuple):
             y, after["state"] = out
+        else:
+            y = out
         if self.form == "dual":
             y = y.reshape(z.shape) * jax.nn.silu(gate)
             y = rms_norm(y, params["norm"], eps=model.norm_eps)

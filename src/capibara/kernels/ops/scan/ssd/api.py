@@ -76,23 +76,24 @@ _Result: TypeAlias = Float[Array, "batch time heads width"]
 @overload
 def state_space_dual(
     x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
-    resets: Array | None = None, initial_state: Array | None = None, return_state: Literal[False] = False, implementation: str | None = None,
-    config: Any = None,
+    resets: Array | None = None, initial_state: Array | None = None, return_state: Literal[False] = False,
+    implementation: str | None = None, config: Any = None,
 ) -> Array: ...  # fmt: skip
 
 
 @overload
 def state_space_dual(
     x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
-    resets: Array | None = None, initial_state: Array | None = None, return_state: Literal[True], implementation: str | None = None,
-    config: Any = None,
+    resets: Array | None = None, initial_state: Array | None = None, return_state: Literal[True],
+    implementation: str | None = None, config: Any = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
 @overload
 def state_space_dual(
     x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array | None = None, *, block_size: int | None = None,
-    resets: Array | None = None, initial_state: Array | None = None, return_state: bool, implementation: str | None = None, config: Any = None,
+    resets: Array | None = None, initial_state: Array | None = None, return_state: bool,
+    implementation: str | None = None, config: Any = None,
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 
 
