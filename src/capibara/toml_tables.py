@@ -181,6 +181,12 @@ def _converted(hint: Any, value: Any, path: str, places: Mapping[str, str]) -> A
             except ValueError:
                 continue
         return _converted(choices[-1], value, path, places)
+    if origin is typing.Literal:
+        if value in inner:
+            return value
+        raise rule_error(
+            f"{path} is one of {', '.join(map(repr, inner))}", _shown(value, path, places), f"use {inner[0]!r}"
+        )
     if dataclasses.is_dataclass(hint):
         if isinstance(value, typing.cast("type", hint)):
             return value

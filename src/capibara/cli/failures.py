@@ -28,7 +28,8 @@ class Code(IntEnum):
 
 CODES = (
     "Exit codes: 0 all is well; 1 it failed: a wrong result, a program that does not compile; 2 bad input; 3 it does "
-    "not fit; 4 lowered only, for want of a compiler; 42 preempted and saved. With --json a failure is JSON as well, under the key error."
+    "not fit; 4 lowered only, for want of a compiler; 42 preempted and saved. With --json a failure is JSON as well, "
+    "under the key error."
 )
 
 

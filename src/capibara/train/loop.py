@@ -292,28 +292,27 @@ class Loop:
     ) -> Result:
         """Go on to step `until`. `first` is a batch that was drawn already."""
         result = Result(self.step, {})
-        started = time.perf_counter()
+        started = last = time.perf_counter()
         pending: tuple[int, Any, Any] | None = None
-        last = time.perf_counter()
-        while self.step < until:
-            with self._phase("data_wait"):
-                try:
-                    drawn = next(batches) if first is None else first
-                except StopIteration:
-                    break
-                first = None
-                batch = self.place(drawn)
+        upcoming = self._draw(batches, first) if self.step < until else None
+        while upcoming is not None and self.step < until:
+            drawn, batch = upcoming
             with self._phase("step", step=self.step + 1):
                 self.params, self.state, metrics = self._compiled(self.params, self.state, batch)
                 self.step += 1
+                for value in metrics.values():
+                    value.copy_to_host_async()
+                # The device has its next batch before it wants it; what was drawn for that is not yet trained on.
+                position = batches.state()
+                with self._phase("data_wait"):
+                    upcoming = self._draw(batches) if self.step < until else None
                 if pending is not None:
                     last = self._arrived(pending, last, log, result, on_step)
                 pending = (self.step, metrics, drawn)
-            due = self._due(batches, preemption)
-            if due:
+            if self._due(preemption):
                 last = self._arrived(pending, last, log, result, on_step)
                 pending = None
-                self._between_steps(batches, log, result, evaluation, preemption)
+                self._between_steps(position, log, result, evaluation, preemption)
                 last = time.perf_counter()
         if pending is not None:
             self._arrived(pending, last, log, result, on_step)
@@ -321,10 +320,15 @@ class Loop:
         result.seconds = time.perf_counter() - started
         if evaluation is not None and (result.eval_loss is None or self.step % max(1, self.settings.eval_every)):
             result.eval_loss = self.evaluate(evaluation, log)
-        self.save(batches, block=True)
+        self.save(batches.state(), block=True)
         return result
 
-    def _due(self, batches: Batches, preemption: Preemption | None) -> bool:
+    def _draw(self, batches: Batches, first: Mapping[str, Any] | None = None) -> tuple[Any, Any] | None:
+        """The next batch, as it was drawn and where the layout puts it; None at the end of the data."""
+        drawn = next(batches, None) if first is None else first
+        return None if drawn is None else (drawn, self.place(drawn))
+
+    def _due(self, preemption: Preemption | None) -> bool:
         settings = self.settings
         every = (settings.checkpoint_every, settings.eval_every)
         emergency = None if self.checkpoints is None else self.checkpoints.emergency_every
@@ -342,7 +346,7 @@ class Loop:
     ) -> float:
         """The metrics of a step, once the device has them: logged, told, and checked."""
         step, metrics, batch = pending
-        values = {name: np.asarray(value) for name, value in metrics.items()}
+        values = jax.device_get(metrics)
         now = time.perf_counter()
         seconds = now - last
         row = self._row(step, values, batch, seconds)
@@ -408,7 +412,7 @@ class Loop:
 
     def _between_steps(
         self,
-        batches: Batches,
+        position: Mapping[str, Any],
         log: MetricsLog,
         result: Result,
         evaluation: Callable[[], Batches] | None,
@@ -419,26 +423,26 @@ class Loop:
             result.eval_loss = self.evaluate(evaluation, log)
         stop = preemption is not None and preemption.should_stop(self.step)
         if stop or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
-            self.save(batches, block=stop)
+            self.save(position, block=stop)
         elif self.checkpoints is not None and self.checkpoints.emergency_every:
             with self._phase("checkpoint"):
-                self.checkpoints.emergency_copy(self.step, self._saved_state(), self._extra(batches))
+                self.checkpoints.emergency_copy(self.step, self._saved_state(), self._extra(position))
         if stop:
             raise Preempted(f"asked to stop at step {self.step}, which is saved")
 
     def _saved_state(self) -> dict[str, Any]:
         return {"params": self.params, "state": self.state}
 
-    def _extra(self, batches: Batches) -> dict[str, Any]:
+    def _extra(self, position: Mapping[str, Any]) -> dict[str, Any]:
         assert self.chosen is not None
-        return {"data": batches.state(), "layout": self.chosen.layout.name, "processes": process_count()}
+        return {"data": dict(position), "layout": self.chosen.layout.name, "processes": process_count()}
 
-    def save(self, batches: Batches, block: bool = False) -> None:
-        """A checkpoint of this step, unless it has one."""
+    def save(self, position: Mapping[str, Any], block: bool = False) -> None:
+        """A checkpoint of this step, unless it has one; `position` is the data's state after it."""
         if self.checkpoints is None or self.step == 0 or self.checkpoints.latest() == self.step:
             return
         with self._phase("checkpoint"):
-            for alert in self.checkpoints.save(self.step, self._saved_state(), self._extra(batches), block=block):
+            for alert in self.checkpoints.save(self.step, self._saved_state(), self._extra(position), block=block):
                 self.tell(str(alert))
                 if self.recorder is not None:
                     self.recorder.alert(str(alert), self.step)

@@ -56,10 +56,10 @@ def search(
     the best so far, and `complete` is False (what a compiler takes is not counted). `tell` is called with a line of
     text after each layout.
     `offload=False` keeps the optimizer's state on the chips. `parameters` says what may be cut over the data axis:
-    "replicated" (nothing), "optimizer" (its state), "full" (the parameters too). `pipelines=True` also tries stages of layers, for a
-    job that can run as a pipeline (`training_job`); a `mesh` with an axis "pipeline" asks for them too. The knob
-    "accumulate" is then how many microbatches follow each other through the stages. `model(job, slice)` makes another
-    cost model.
+    "replicated" (nothing), "optimizer" (its state), "full" (the parameters too). `pipelines=True` also tries stages of
+    layers, for a job that can run as a pipeline (`training_job`); a `mesh` with an axis "pipeline" asks for them too.
+    The knob "accumulate" is then how many microbatches follow each other through the stages. `model(job, slice)` makes
+    another cost model.
 
     `confirm` takes a layout and returns an object with `error` (a string, or None) and `total_bytes` of a chip (or
     None), or None where the compiler is not asked: what it refuses is refused, with its bytes, and those of what it
