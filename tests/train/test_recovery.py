@@ -18,6 +18,8 @@ from tests.train.checkpoints.states import mesh_of
 
 from capibara.errors import TPUError
 from capibara.models import step_hooks
+from capibara.models.config import ModularModelConfig
+from capibara.models.modular import ModularCapibaraModel
 from capibara.observe import Recorder, read_recording
 from capibara.train import devices_left, recovery
 from capibara.train.device_errors import TpuError, device_status
@@ -253,6 +255,52 @@ def test_steps_count_towards_the_frequency_and_go_to_checkpoints(tmp_path: Path)
         assert model.train_step(1.0)["loss"] == 7
         assert manager.errors[-1].restored == f"the checkpoint of step 6, {tmp_path / 'step_00000006'}"
         assert manager.steps == 7
+
+
+@pytest.mark.quick
+def test_a_model_as_the_documents_write_it() -> None:
+    """`model.train_step(batch)` inside of the context: a failed step changes nothing of what the model learns."""
+    config = ModularModelConfig.from_toml("dev", hidden=32, layers=1, vocab=64)
+    batch = np.arange(2 * 17, dtype=np.int32).reshape(2, 17) % 64
+    plain, model = ModularCapibaraModel(config), ModularCapibaraModel(config)
+    expected = [plain.train_step(batch)["loss"] for _ in range(4)]
+    fails = [False, True, False, True]
+    really = model._train_step
+
+    def train_step(given: Any) -> dict[str, float]:
+        result = really(given) if not fails.pop(0) else None
+        if result is None:
+            raise LOST
+        return result
+
+    model._train_step = train_step  # type: ignore[method-assign]
+    losses = []
+    manager = quick_manager()
+    with manager.recovery_context():
+        for _ in range(4):
+            fails += [False]
+            losses.append(model.train_step(batch)["loss"])
+    assert losses == expected
+    assert (manager.steps, model.steps_done, len(manager.errors)) == (4, 4, 2)
+    # A step that took the state with it goes back to the last one kept, of step 4 here.
+    fails[:] = [False, True]
+
+    def takes_the_state(given: Any) -> dict[str, float]:
+        result = really(given)
+        if fails.pop():
+            for leaf in jax.tree.leaves(model.get_state()):
+                leaf.delete()
+            raise LOST
+        return result
+
+    model._train_step = takes_the_state  # type: ignore[method-assign]
+    with manager.recovery_context():
+        assert model.train_step(batch)["loss"] == plain.train_step(batch)["loss"]
+    assert manager.errors[-1].restored == "the copy of step 4 in host memory"
+    # One that reports that it is done and fails then, each time, is given up too.
+    fails[:] = [True] * 9
+    with manager.recovery_context(), pytest.raises(TpuError, match="4 times in a row"):
+        model.train_step(batch)
 
 
 @pytest.mark.quick

@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -146,6 +146,7 @@ class TpuRecoveryManager:
         self.steps = 0
         """Steps reported so far; after a restore, those that the restored state has."""
         self._in_a_row: list[Attempt] = []
+        self._running = False
         self._holder: StateHolder | None = None
         self._copy: _Copy | None = None
         self._saved_step: int | None = None
@@ -169,7 +170,8 @@ class TpuRecoveryManager:
           step: its number, where the caller counts.
         """
         self.steps = self.steps + 1 if step is None else step
-        self._in_a_row.clear()
+        if not self._running:  # else it may fail yet, after it has reported
+            self._in_a_row.clear()
         if self.steps % self.checkpoint_frequency == 0:
             if state is None and self._holder is None:
                 raise rule_error("A state is kept with step_done", "none", "pass the state, or attach its holder")
@@ -301,10 +303,9 @@ class TpuRecoveryManager:
 
         while True:
             try:
-                if self._devices is None:
-                    return jax.block_until_ready(step(*args, **kwargs))
-                with jax.default_device(self._devices[0]):
-                    return jax.block_until_ready(step(*args, **kwargs))
+                result = self._run_once(step, args, kwargs)
+                self._in_a_row.clear()
+                return result
             except jax.errors.JaxRuntimeError as error:
                 status = device_status(error)
                 if status is None:
@@ -313,6 +314,17 @@ class TpuRecoveryManager:
                     raise self._give_up(why, error, status) from error
                 args, kwargs = self._prepare_retry(error, status, args, kwargs)
             time.sleep(self.backoff_seconds * 2 ** (len(self._in_a_row) - 1))
+
+    def _run_once(self, step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        import jax
+
+        before, self._running = self._running, True
+        try:
+            # The caller's own default stays until devices were lost.
+            with nullcontext() if self._devices is None else jax.default_device(self._devices[0]):
+                return jax.block_until_ready(step(*args, **kwargs))
+        finally:
+            self._running = before
 
     def _prepare_retry(
         self, error: BaseException, status: str, args: tuple[Any, ...], kwargs: dict[str, Any]
