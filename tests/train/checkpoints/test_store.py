@@ -182,6 +182,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: Callable[[P
         with pytest.raises(CheckpointError, match="no checkpoint to restore") as none_good:
             checkpoints.restore(target)
         assert none_good.value.damaged.keys() == {"step_00000001", "step_00000002"}
+        with pytest.raises(CheckpointError, match="no checkpoint to restore"):
+            checkpoints.restore_latest(target)
         # Training goes on from the start, comes to step 2 again, and has a good one.
         checkpoints.save(2, {"x": jnp.arange(4096.0) + 7})
         assert checkpoints.restore(target).state["x"][0] == 7
@@ -420,6 +422,7 @@ def test_bad_input(tmp_path: Path) -> None:
         Checkpoints(tmp_path, every=0)
     with pytest.raises(CheckpointError, match="no checkpoint to restore"):
         checkpoints.restore(x)
+    assert checkpoints.restore_latest(x) is None
     assert checkpoints.latest() is None
     assert folders(tmp_path) == []
 
@@ -436,7 +439,7 @@ def test_an_object_stores_address_reaches_orbax_as_it_is(address: str, monkeypat
 
     checkpoints = Checkpoints(address)
     monkeypatch.setattr(type(checkpoints.folder), "mkdir", lambda *_, **__: None)
-    monkeypatch.setattr(checkpoints, "_entries", list)
+    monkeypatch.setattr(checkpoints._catalogue, "entries", list)
     monkeypatch.setattr(checkpoints, "_checkpointer", Checkpointer)
     with pytest.raises(Recorded) as call:
         checkpoints.save(12, {"x": jnp.ones(3)})

@@ -10,38 +10,30 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from capibara.errors import CheckpointError, rule_error
+from capibara.train.checkpoints import arrays
 from capibara.train.checkpoints import manifest as manifests
+from capibara.train.checkpoints.catalogue import Catalogue, Saved
 from capibara.train.checkpoints.emergency import EmergencyCopies
-from capibara.train.checkpoints.leaves import (
-    check_target,
-    default_sharding,
-    describe,
-    from_storable,
-    named_leaves,
-    storable,
-)
-from capibara.train.checkpoints.manifest import Damage, Manifest
+from capibara.train.checkpoints.leaves import check_target, describe, named_leaves
+from capibara.train.checkpoints.manifest import Manifest
 from capibara.train.checkpoints.policy import Keep
-from capibara.train.checkpoints.storage import Alert, is_local, remove, storage_path, storage_reason
+from capibara.train.checkpoints.storage import Alert, is_local, storage_path, storage_reason
 from capibara.train.processes import gather, process_count, process_index
 
 __all__ = ["Checkpoints", "Restored"]
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = re.compile(r"^step_(\d{8,})(?:\.(\d+))?$")
-_UNFINISHED = re.compile(r"^step_\d{8,}(?:\.\d+)?\.orbax-checkpoint-tmp.*$")
 _ALERTS = 256
 
 
@@ -56,24 +48,6 @@ class Restored:
     """The folder or the file."""
     emergency: bool = False
     """From the local emergency copy, not from the checkpoints' folder."""
-
-
-@dataclass(frozen=True)
-class _Saved:
-    name: str
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def serial(self) -> int:
-        return self.manifest.serial
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        return self.manifest.metrics
 
 
 class Checkpoints:
@@ -122,6 +96,7 @@ class Checkpoints:
                 "give both or neither",
             )
         self.folder = storage_path(folder)
+        self._catalogue = Catalogue(self.folder)
         self.keep = keep or Keep()
         self.every = every
         self.emergency_every = emergency_every
@@ -141,28 +116,13 @@ class Checkpoints:
 
     # What is there.
 
-    def _entries(self) -> list[str]:
-        return [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
-
-    def _saved(self) -> tuple[list[_Saved], dict[str, str]]:
-        """Checkpoints with a whole manifest, the newest first; and those without, with what is wrong."""
-        saved, damaged = [], {}
-        for name in self._entries():
-            if not _FOLDER.match(name):
-                continue
-            try:
-                saved.append(_Saved(name, manifests.read(self.folder / name)))
-            except Damage as damage:
-                damaged[name] = str(damage)
-        return sorted(saved, key=lambda entry: entry.serial, reverse=True), damaged
-
     def steps(self) -> list[int]:
         """Steps with a finished save, the one saved last at the end. Their files are not read.
 
         It is process 0's view, which every process gets: what each of them would see could differ by a moment.
         """
         self.wait()
-        mine = [entry.step for entry in reversed(self._saved()[0])] if process_index() == 0 else []
+        mine = [entry.step for entry in reversed(self._catalogue.saved()[0])] if process_index() == 0 else []
         return list(gather("checkpoints/steps", mine, self.timeout)[0])
 
     def latest(self) -> int | None:
@@ -173,9 +133,9 @@ class Checkpoints:
     def _open(self) -> int:
         """Read the folder once, before this object writes: how many saves there were, and which names are taken."""
         if self._serial is None:
-            saved, _ = self._saved()
+            saved, _ = self._catalogue.saved()
             # Names are counted on from here by every process alike, so that all of them must have read the same.
-            views = gather("checkpoints/open", [max((s.serial for s in saved), default=0), self._entries()])
+            views = gather("checkpoints/open", [max((s.serial for s in saved), default=0), self._catalogue.entries()])
             self._serial = max(serial for serial, _ in views)
             self._names = {name for _, names in views for name in names}
         return self._serial
@@ -247,9 +207,7 @@ class Checkpoints:
         made = Manifest(step, serial, described, extra_json, metrics, time.time(), _versions())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Orbax refuses arrays of no numbers; their shape says all of them.
-            arrays = {name: storable(leaf) for name, leaf in leaves.items() if 0 not in described[name].shape}
-            self._checkpointer().save(self.folder / name, args=_save_args(arrays))
+            arrays.save(self._checkpointer(), self.folder / name, leaves, described)
         except Exception as error:
             if not self._storage_failed(step, name, error):
                 raise
@@ -262,10 +220,7 @@ class Checkpoints:
 
     def _checkpointer(self) -> Any:
         if self._orbax is None:
-            import orbax.checkpoint as ocp
-
-            options = ocp.options.AsyncOptions(timeout_secs=int(self.timeout))
-            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+            self._orbax = arrays.checkpointer(self.timeout)
         return self._orbax
 
     def _finish(self, name: str, made: Manifest) -> None:
@@ -276,7 +231,7 @@ class Checkpoints:
                 folder, local = self.folder / name, is_local(self.folder)
                 files = manifests.checksums(folder, sync=local)
                 manifests.write(folder, replace(made, files=files), local)
-                self._prune()
+                self._catalogue.prune(self.keep, self._rejected)
         except Exception as error:  # noqa: BLE001  (kept, and raised by the next call)
             try:
                 if not self._storage_failed(made.step, name, error):
@@ -292,9 +247,7 @@ class Checkpoints:
         cleared = ""
         if process_index() == 0:
             try:
-                for entry in self._entries():
-                    if entry == name or entry.startswith(f"{name}.orbax-checkpoint-tmp"):
-                        remove(self.folder / entry)
+                self._catalogue.clear(name)
             except OSError as second:
                 cleared = f"; what was written of it could not be removed: {second}"
         if reason is None:
@@ -318,21 +271,6 @@ class Checkpoints:
         with self._lock:
             alerts, self._untold = tuple(self._untold), []
         return alerts
-
-    def _prune(self) -> None:
-        """Remove what the policy does not keep; the newest has been written to the disk before this."""
-        saved, damaged = self._saved()
-        # One that a restore passed over keeps no place that a good one could have.
-        stay = self.keep.kept([entry for entry in saved if entry.name not in self._rejected])
-        for entry in saved:
-            if entry.serial not in stay:
-                # First, so that a process killed in the middle leaves an unfinished save and not a damaged one.
-                (self.folder / entry.name / manifests.MANIFEST).unlink()
-                remove(self.folder / entry.name)
-        # Saves that were cut off: this one was the last to be begun, and has ended.
-        unfinished = [name for name in damaged if not (self.folder / name / manifests.MANIFEST).exists()]
-        for name in unfinished + [name for name in self._entries() if _UNFINISHED.match(name)]:
-            remove(self.folder / name)
 
     def emergency_copy(self, step: int, state: Any, extra: Mapping[str, Any] | None = None) -> tuple[Alert, ...]:
         """Copy this process's part of the state into the local folder; written in the background."""
@@ -396,40 +334,28 @@ class Checkpoints:
         self._warn(damaged, f"step {chosen.step}")
         where = f"{self.folder / chosen.name}"
         check_target(chosen.manifest.leaves, wanted, where, partial)
-        arrays = self._read(chosen, leaves)
-        return Restored(chosen.step, _rebuilt(target, arrays), dict(chosen.manifest.extra), where)
+        state = arrays.read(self._checkpointer(), self.folder / chosen.name, leaves, chosen.manifest.leaves)
+        return Restored(chosen.step, _rebuilt(target, state), dict(chosen.manifest.extra), where)
 
-    def _choose(self, step: int | None) -> tuple[_Saved | None, dict[str, str]]:
+    def restore_latest(self, target: Any) -> Restored | None:
+        """`restore(target)`, or None in a run that has saved nothing yet. Saves that are all damaged are an error."""
+        try:
+            return self.restore(target)
+        except CheckpointError as error:
+            if error.damaged:
+                raise
+            return None
+
+    def _choose(self, step: int | None) -> tuple[Saved | None, dict[str, str]]:
         """The checkpoint to take, and what is wrong with those that would have come before it.
 
         Process 0 reads and the others take its word: every file is read once, and all take the same.
         """
-        answer: dict[str, Any] = {}
+        answer: Any = None
         if process_index() == 0:
-            saved, unreadable = self._saved()
-            name, damaged = self._first_good([entry for entry in saved if step in (None, entry.step)])
-            chosen_step = next((entry.step for entry in saved if entry.name == name), -1)
-            for folder, damage in unreadable.items():
-                match = _FOLDER.match(folder)
-                if match and (int(match[1]) == step if step is not None else int(match[1]) >= chosen_step):
-                    damaged[folder] = damage
-            answer = {"name": name, "damaged": damaged}
-        answer = gather("checkpoints/choose", answer, self.timeout)[0]
-        name = answer["name"]
-        chosen = None if name is None else _Saved(name, manifests.read(self.folder / name))
-        return chosen, answer["damaged"]
-
-    def _first_good(self, newest_first: Sequence[_Saved]) -> tuple[str | None, dict[str, str]]:
-        damaged: dict[str, str] = {}
-        for entry in newest_first:
-            try:
-                if self.verify:
-                    manifests.verify(self.folder / entry.name, entry.manifest)
-            except Damage as damage:
-                damaged[entry.name] = str(damage)
-            else:
-                return entry.name, damaged
-        return None, damaged
+            answer = self._catalogue.choose(step, self.verify)
+        name, damaged = gather("checkpoints/choose", answer, self.timeout)[0]
+        return (None if name is None else self._catalogue.read(name)), damaged
 
     def _warn(self, damaged: Mapping[str, str], instead: str) -> None:
         new = {name: text for name, text in damaged.items() if name not in self._rejected}
@@ -441,37 +367,6 @@ class Checkpoints:
                 stacklevel=3,
             )
         self._rejected |= new.keys()
-
-    def _read(self, chosen: _Saved, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        import jax
-        import jax.numpy as jnp
-        import orbax.checkpoint as ocp
-
-        saved = chosen.manifest.leaves
-        shardings = {name: default_sharding(name, leaf) for name, leaf in leaves.items()}
-        full = [name for name in leaves if 0 not in saved[name].shape]
-        item = {
-            name: jax.ShapeDtypeStruct(saved[name].shape, jnp.dtype(saved[name].dtype), sharding=shardings[name])
-            for name in full
-        }
-        arguments = {
-            name: ocp.ArrayRestoreArgs(sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype)
-            for name, shape in item.items()
-        }
-        arrays: dict[str, Any] = {}
-        if full:
-            some: dict[str, Any] = {}
-            if len(full) < sum(0 not in leaf.shape for leaf in saved.values()):
-                # Orbax wants the whole tree unless it is told; an older one is told by a table of transforms, empty.
-                newer = "partial_restore" in ocp.args.PyTreeRestore.__dataclass_fields__
-                some = {"partial_restore": True} if newer else {"transforms": {}}
-            request = ocp.args.PyTreeRestore(item=item, restore_args=arguments, **some)
-            arrays = dict(self._checkpointer().restore(self.folder / chosen.name, args=request))
-        for name in leaves:
-            if name not in arrays:
-                empty = jnp.zeros(saved[name].shape, saved[name].dtype)
-                arrays[name] = jax.device_put(empty, shardings[name])
-        return {name: from_storable(arrays[name], saved[name]) for name in leaves}
 
     # The end.
 
@@ -509,12 +404,6 @@ def _json(extra: Mapping[str, Any]) -> dict[str, Any]:
         raise rule_error(
             "`extra` holds what JSON can hold", f"{error}", "make it numbers, strings, lists and dicts"
         ) from error
-
-
-def _save_args(arrays: Mapping[str, Any]) -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.args.PyTreeSave(dict(arrays))
 
 
 def _versions() -> dict[str, str]:
