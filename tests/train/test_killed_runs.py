@@ -132,8 +132,11 @@ def environment(reader: dict[str, str]) -> dict[str, str]:
 def test_killed_the_losses_are_the_same(tmp_path: Path, as_a_reader: dict[str, str], times: int) -> None:
     steps, where = 10 * times, random.Random(7)
     kills = [(0, 10 * number + where.randrange(3, 11)) for number in range(times)]
-    whole, _ = supervised(tmp_path, environment(as_a_reader), "whole", [], 1, steps)
+    alone = {**as_a_reader, "CAPIBARA_PROCESS_COUNT": "1", "CAPIBARA_RESTARTS": "0"}
+    uninterrupted = subprocess.Popen(command(tmp_path, "whole", steps, [], 4), env=alone)
     killed, output = supervised(tmp_path, environment(as_a_reader), "killed", kills, 1, steps)
+    assert uninterrupted.wait() == 0
+    whole = losses(tmp_path / "whole")
     assert len(whole) == steps
     assert killed == whole
     for _, step in kills:

@@ -257,7 +257,6 @@ def test_steps_count_towards_the_frequency_and_go_to_checkpoints(tmp_path: Path)
         assert manager.steps == 7
 
 
-@pytest.mark.quick
 def test_a_model_as_the_documents_write_it() -> None:
     """`model.train_step(batch)` inside of the context: a failed step changes nothing of what the model learns."""
     config = ModularModelConfig.from_toml("dev", hidden=32, layers=1, vocab=64)

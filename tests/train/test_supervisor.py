@@ -101,7 +101,6 @@ def test_kill_9_of_one_restarts_all(tmp_path: Path) -> None:
         assert not is_running(int((tmp_path / "marks" / name).read_text(encoding="utf-8")))
 
 
-@pytest.mark.quick
 def test_restarts_are_counted_and_wait_longer_each_time(tmp_path: Path) -> None:
     output = io.StringIO()
     supervisor = Supervisor(
@@ -123,7 +122,7 @@ def test_restarts_are_counted_and_wait_longer_each_time(tmp_path: Path) -> None:
     assert len(healthy.exits) == 5
 
 
-@pytest.mark.quick(cases="all")
+@pytest.mark.quick
 @pytest.mark.parametrize("code", [2, 3, 42])
 def test_what_would_come_again_is_not_restarted(tmp_path: Path, code: int) -> None:
     program = f"""
@@ -177,7 +176,6 @@ def test_sigterm_is_passed_on_and_a_second_does_not_cut_the_save(tmp_path: Path)
     assert len(marks(tmp_path, "started")) == 2
 
 
-@pytest.mark.quick
 def test_ctrl_c_and_processes_that_do_not_listen(tmp_path: Path) -> None:
     code = """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -202,7 +200,6 @@ def test_a_supervisor_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
     assert eventually(lambda: not any(map(is_running, pids)))
 
 
-@pytest.mark.quick
 def test_what_a_process_started_goes_with_it(tmp_path: Path) -> None:
     """Its worker keeps the output open, and is of the same group."""
     code = """

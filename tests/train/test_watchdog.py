@@ -107,7 +107,6 @@ def test_who_is_missing() -> None:
     assert missing({0: beat(0, 5), 1: beat(1, 5)}, dead_after=10, now=100.0) == []
 
 
-@pytest.mark.quick
 def test_beats_keep_it_quiet_and_a_phase_may_take_longer(tmp_path: Path) -> None:
     hangs: list[str] = []
     came = threading.Event()

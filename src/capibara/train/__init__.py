@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from capibara.train.data.batches import open_batches as open_batches
     from capibara.train.data.config import DataConfig as DataConfig
     from capibara.train.data.wrapped import wrap_dataset as wrap_dataset
+    from capibara.train.device_errors import TpuError as TpuError
+    from capibara.train.preemption import Preemption as Preemption
+    from capibara.train.processes import barrier as barrier
+    from capibara.train.processes import gather as gather
+    from capibara.train.processes import join_from_environment as join_from_environment
+    from capibara.train.recovery import TpuRecoveryManager as TpuRecoveryManager
+    from capibara.train.recovery import current_manager as current_manager
+    from capibara.train.supervisor import Supervisor as Supervisor
+    from capibara.train.watchdog import Watchdog as Watchdog
 
 __all__, __getattr__, __dir__ = exports(
     __name__,
@@ -28,5 +37,11 @@ __all__, __getattr__, __dir__ = exports(
         "checkpoints.policy": "Keep",
         "checkpoints.storage": "Alert",
         "checkpoints.store": "Checkpoints Restored",
+        "device_errors": "TpuError",
+        "preemption": "Preemption",
+        "processes": "barrier gather join_from_environment",
+        "recovery": "TpuRecoveryManager current_manager",
+        "supervisor": "Supervisor",
+        "watchdog": "Watchdog",
     },
 )

@@ -96,7 +96,6 @@ def test_a_full_disk_is_an_alert_and_the_older_copy_stays(tmp_path: Path, monkey
         assert checkpoints.restore(X).step == 1
 
 
-@pytest.mark.quick
 def test_what_one_process_cannot_cover_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file with half of the shards, as another mesh of several processes leaves it."""
     state = {"w": jax.device_put(jnp.ones((8, 8)), jax.sharding.NamedSharding(mesh_of(8), jax.P("data")))}
