@@ -255,6 +255,12 @@ def test_steps_count_towards_the_frequency_and_go_to_checkpoints(tmp_path: Path)
         assert model.train_step(1.0)["loss"] == 7
         assert manager.errors[-1].restored == f"the checkpoint of step 6, {tmp_path / 'step_00000006'}"
         assert manager.steps == 7
+        # With every checkpoint damaged there is nothing to go on from, and the error says so.
+        for folder in tmp_path.iterdir():
+            (folder / "_METADATA").unlink()
+        model.failures = [LOST]
+        with pytest.raises(TpuError, match="The state is lost, and none was kept"):
+            model.train_step(1.0)
 
 
 def test_a_model_as_the_documents_write_it() -> None:

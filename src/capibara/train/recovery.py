@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from capibara.errors import rule_error
+from capibara.errors import CheckpointError, rule_error
 from capibara.models import step_hooks
 from capibara.models.step_hooks import StateHolder
 from capibara.observe.recorder import Recorder
@@ -212,7 +212,11 @@ class TpuRecoveryManager:
             ),
             self._shape,
         )
-        restored = self.checkpoints.restore(target)
+        try:
+            restored = self.checkpoints.restore(target)
+        except CheckpointError as error:
+            logger.warning("%s", error)  # the caller gives up, and tells why it came to need one
+            return None
         return restored.state, restored.step, f"the checkpoint of step {restored.step}, {restored.source}"
 
     def _went_back_to(self, step: int) -> None:
