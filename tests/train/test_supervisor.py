@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from capibara.train.supervisor import Supervisor
+from capibara.train.supervisor import Supervisor, supervise
 
 BEGIN = """
     import os, signal, sys, time
@@ -71,6 +71,29 @@ def test_processes_know_their_places_and_their_lines_have_a_prefix(tmp_path: Pat
         assert f"[{number}] hello {number} of 3 127.0.0.1 yes" in lines
         assert f"[{number}] on stderr" in lines
     assert sorted(end.process for end in supervisor.exits) == [0, 1, 2]
+
+
+@pytest.mark.quick
+def test_a_document_on_standard_output_and_words_for_a_restart(tmp_path: Path) -> None:
+    output, errors = io.StringIO(), io.StringIO()
+    code = """
+        print("{}" if me == 0 else "not a document")
+        print("told", sys.argv[2:], file=sys.stderr)
+        mark("told")
+        wait_for("told", 1 - me)
+        sys.exit(0 if start else 1)
+    """
+    program = [*command(tmp_path, code), "--set"]
+    words = ["--resume", "--set"]
+    assert supervise(
+        program, 2, plain=True, restart_words=words, backoff_seconds=0.01, output=output, errors=errors
+    ) == 0  # fmt: skip
+    assert set(output.getvalue().splitlines()) == {"{}"}
+    told = errors.getvalue()
+    assert "[1] not a document" in told
+    assert "[0] told ['--set']\n" in told
+    assert "[0] told ['--set', '--resume']\n" in told
+    assert "supervisor: restart 1" in told
 
 
 @pytest.mark.quick
@@ -148,7 +171,9 @@ def _start_supervisor(tmp_path: Path, code: str, *arguments: str) -> subprocess.
         from capibara.train.supervisor import Supervisor
         sys.exit(Supervisor({command(tmp_path, code)!r}, 2, {", ".join(arguments)}).run())
     """
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 @pytest.mark.quick

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from capibara.train.recovery import TpuRecoveryManager as TpuRecoveryManager
     from capibara.train.recovery import current_manager as current_manager
     from capibara.train.supervisor import Supervisor as Supervisor
+    from capibara.train.supervisor import supervise as supervise
     from capibara.train.watchdog import Watchdog as Watchdog
 
 __all__, __getattr__, __dir__ = exports(
@@ -41,7 +42,7 @@ __all__, __getattr__, __dir__ = exports(
         "preemption": "Preemption",
         "processes": "barrier gather join_from_environment",
         "recovery": "TpuRecoveryManager current_manager",
-        "supervisor": "Supervisor",
+        "supervisor": "Supervisor supervise",
         "watchdog": "Watchdog",
     },
 )

@@ -20,13 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from capibara.errors import rule_error
 from capibara.train.exit_codes import DONE, FINAL, PREEMPTED
 from capibara.train.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID
 
-__all__ = ["RESTARTS", "Exit", "Supervisor"]
+__all__ = ["RESTARTS", "Exit", "Supervisor", "supervise"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,24 +83,28 @@ class _Process:
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # a group of its own: what it starts itself goes with it
         )
         self._printer = printer
 
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, error), daemon=True)
+            for stream, error in ((self.popen.stdout, False), (self.popen.stderr, True))
+        ]
+        for reader in self._readers:
+            reader.start()
 
-    def _read(self) -> None:
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self._printer.line(self.number, line)
+    def _read(self, stream: IO[bytes], error: bool) -> None:
+        for line in stream:
+            self._printer.line(self.number, line, error)
 
     def follow(self, ends: queue.Queue[Exit]) -> None:
         """Wait for its end and report it. In a thread of its own."""
         code = self.popen.wait()
         # Its last lines come before its end is told; what it started may hold the pipe open for longer.
-        self._reader.join(1.0)
+        for reader in self._readers:
+            reader.join(1.0)
         ends.put(Exit(self.number, 128 - code if code < 0 else code, self.start, time.monotonic() - self._began))
 
     def signal(self, number: int) -> None:
@@ -109,23 +113,29 @@ class _Process:
 
 
 class _Printer:
-    """Whole lines of several processes on one stream, each with its process's number."""
+    """Whole lines of several processes, each with its process's number."""
 
-    def __init__(self, stream: TextIO, processes: int) -> None:
-        self._stream, self._lock = stream, threading.Lock()
+    def __init__(self, output: TextIO, errors: TextIO, processes: int, plain: bool) -> None:
+        self._output, self._errors, self._lock = output, errors, threading.Lock()
         self._width = len(str(processes - 1))
-        self._processes = processes
+        self._prefix = processes > 1
+        self._plain = plain
 
-    def line(self, process: int, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\n")
+    def _write(self, stream: TextIO, text: str) -> None:
         with self._lock:
-            self._stream.write(f"[{process:>{self._width}}] {text}\n" if self._processes > 1 else f"{text}\n")
-            self._stream.flush()
+            stream.write(f"{text}\n")
+            stream.flush()
+
+    def line(self, process: int, line: bytes, error: bool) -> None:
+        text = line.decode(errors="replace").rstrip("\n")
+        numbered = f"[{process:>{self._width}}] {text}" if self._prefix else text
+        if self._plain and not error and process == 0:
+            self._write(self._output, text)
+        else:
+            self._write(self._errors if error or self._plain else self._output, numbered)
 
     def say(self, text: str) -> None:
-        with self._lock:
-            self._stream.write(f"supervisor: {text}\n")
-            self._stream.flush()
+        self._write(self._errors, f"supervisor: {text}")
 
 
 class Supervisor:
@@ -141,8 +151,12 @@ class Supervisor:
       backoff_seconds: wait before the first restart; each further one in a row waits twice as long, a minute at most.
       stop_seconds: between asking the rest to stop (SIGTERM) and killing them, when one has died.
       grace_seconds: the same when the supervisor itself was told to stop: time to save.
+      restart_words: added to the command from the second start on, where it has not got them: "--resume".
       environment: added to this process's own.
-      output: where lines go, by default standard output.
+      output: where lines of standard output go, by default to this process's own.
+      errors: the same for standard error, and for what the supervisor says; by default `output` if that is given.
+      plain: process 0's standard output goes to `output` as it is, and nothing else does: for a command that prints
+        a document there.
     """
 
     def __init__(
@@ -155,8 +169,11 @@ class Supervisor:
         healthy_seconds: float = 3600.0,
         stop_seconds: float = 5.0,
         grace_seconds: float = 300.0,
+        restart_words: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         output: TextIO | None = None,
+        errors: TextIO | None = None,
+        plain: bool = False,
     ) -> None:
         if isinstance(command, str) or not command:
             raise rule_error("A command is a list of words", repr(command), 'write ["python", "train.py"]')
@@ -170,10 +187,11 @@ class Supervisor:
         self.healthy_seconds = healthy_seconds
         self.stop_seconds = stop_seconds
         self.grace_seconds = grace_seconds
+        self.restart_words = [word for word in restart_words if word not in self.command]
         self.environment = dict(environment or {})
         self.exits: list[Exit] = []
         """How every process ended, over all starts."""
-        self._printer = _Printer(output or sys.stdout, processes)
+        self._printer = _Printer(output or sys.stdout, errors or output or sys.stderr, processes, plain)
         self._running: list[_Process] = []
         self._told = 0
         self._told_at: float | None = None
@@ -240,7 +258,8 @@ class Supervisor:
                     COORDINATOR: coordinator,
                     RESTARTS: str(start),
                 }
-                process = _Process(number, start, self.command, environment, self._printer)
+                command = self.command + (self.restart_words if start else [])
+                process = _Process(number, start, command, environment, self._printer)
                 self._running.append(process)
                 threads.append(threading.Thread(target=process.follow, args=(ends,), daemon=True))
                 threads[-1].start()
@@ -288,6 +307,11 @@ class Supervisor:
                 return ends.get(timeout=min(left, 1.0))
             except queue.Empty:
                 continue
+
+
+def supervise(command: Sequence[str], processes: int = 1, **options: Any) -> int:
+    """`Supervisor(command, processes, **options).run()`: the exit code."""
+    return Supervisor(command, processes, **options).run()
 
 
 def _free_port() -> int:
