@@ -115,7 +115,7 @@ def supervised(
 ) -> tuple[dict[int, str], str]:
     output = io.StringIO()
     supervisor = Supervisor(
-        command(tmp_path, folder, steps, kills, 4), processes, max_restarts=len(kills), backoff_seconds=0.01,
+        command(tmp_path, folder, steps, kills, 4), processes, max_restarts=len(kills), backoff_seconds=0,
         stop_seconds=1.0, environment=environment, output=output,
     )  # fmt: skip
     assert supervisor.run() == 0, output.getvalue()[-3000:]
