@@ -150,7 +150,7 @@ def _build(kind: type[T], values: Any, path: str, places: Mapping[str, str]) -> 
         raise rule_error(
             f"{path or 'The config'} names {', '.join(missing)}",
             f"{where or 'a table'} without",
-            f"add {missing[0]} = ...",
+            f"add {missing[0]} and its value",
         )
     try:
         return kind(**arguments)

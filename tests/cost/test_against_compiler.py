@@ -19,7 +19,7 @@ from capibara.mesh.mesh import MeshConfig
 from capibara.program import spread
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parents[2] / "benchmarks" / "results"
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
 ROWS: list[dict[str, Any]] = json.loads((HERE / "compiled_v4.json").read_text(encoding="utf-8"))["rows"]
 RULES = {"batch": "data", "sequence": None, "heads": "model", "mlp": "model", "vocab": "model"}
 # One of each size and kind of layout; the rest run with --slow.

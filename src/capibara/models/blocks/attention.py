@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error
 from capibara.kernels.ops.attention import Rope, attention, rope
+from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight
@@ -62,6 +63,15 @@ class Attention(Block):
                 f"heads = {self.heads}, kv_heads = {self.kv_heads}",
                 f"use kv_heads = {near}",
             )
+        for name in ("head_dim", "rotary_dim"):
+            if getattr(self, name) < 0:
+                raise rule_error(f"{name} of attention is 0 or more", getattr(self, name), "leave it out")
+        for name in ("rope_base", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise rule_error(f"{name} of attention is above 0", value, "leave it out")
+        if self.rope_scaling is not None:
+            scaling_numbers(dict(self.rope_scaling))
         if self.window is not None and self.window < 1:
             raise rule_error("window is 1 or more tokens", self.window, "leave it out to see everything before")
 
@@ -77,6 +87,12 @@ class Attention(Block):
                 "heads must divide hidden where head_dim is not set",
                 f"hidden = {model.hidden}, {where}.heads = {self.heads}",
                 f"use heads = {near}, or set head_dim",
+            )
+        if self.rotary_dim > self.width(model):
+            raise rule_error(
+                "rotary_dim is at most a head's width",
+                f"{where}.rotary_dim = {self.rotary_dim} of {self.width(model)}",
+                "leave it out to turn all",
             )
         if (self.rotary_dim or self.width(model)) % 2:
             raise rule_error(

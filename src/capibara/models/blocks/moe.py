@@ -50,6 +50,11 @@ class Moe(Block):
         for name in ("experts", "top_k", "ffn"):
             if getattr(self, name) < 1:
                 raise rule_error(f"{name} of a mixture of experts is 1 or more", getattr(self, name), f"use {name} = 2")
+        for name in ("shared_ffn", "balance_loss", "z_loss"):
+            if getattr(self, name) < 0:
+                raise rule_error(f"{name} of a mixture of experts is 0 or more", getattr(self, name), f"use {name} = 0")
+        if not 0 <= self.jitter < 1:
+            raise rule_error("jitter is from 0 to below 1", self.jitter, "use jitter = 0.01")
         if self.top_k > self.experts:
             raise rule_error(
                 "top_k is at most the number of experts", f"{self.top_k} of {self.experts}", "choose fewer"

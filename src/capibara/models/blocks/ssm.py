@@ -66,6 +66,8 @@ class Ssm(Block):
         for name in ("expand", "state", "head_dim", "groups", "conv"):
             if getattr(self, name) < 1:
                 raise rule_error(f"{name} of a state space is 1 or more", getattr(self, name), f"use {name} = 1")
+        if self.dt_rank < 0:
+            raise rule_error("dt_rank of a state space is 0 or more", self.dt_rank, "leave it out")
 
     def check(self, model: ModularModelConfig, where: str) -> None:
         inner = self.inner(model)

@@ -37,6 +37,9 @@ class Vq(Block):
     def __post_init__(self) -> None:
         if self.codes < 2:
             raise rule_error("A codebook has 2 codes or more", self.codes, "use codes = 256")
+        for name in ("dim", "commitment", "loss_weight"):
+            if getattr(self, name) < 0:
+                raise rule_error(f"{name} of a codebook is 0 or more", getattr(self, name), "leave it out")
 
     def weights(self, model: ModularModelConfig) -> dict[str, Weight]:
         wide, dim = model.hidden, self.dim or model.hidden
