@@ -87,6 +87,10 @@ class ModularModelConfig:
                 raise rule_error(f"{key} of a model is a whole number from 1 up", repr(value), f"use {key} = 1 or more")
         if self.norm not in NORMS:
             raise unknown_name("norm", self.norm, NORMS)
+        for key in ("norm_eps", "softcap"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise rule_error(f"{key} of a model is above 0", value, f"leave {key} out")
         object.__setattr__(self, "blocks", _blocks(self.blocks))
         period = self.period  # checks the pattern
         for layer in period:
@@ -121,6 +125,8 @@ class ModularModelConfig:
                     'write e.g. "3 ssm+mlp : 1 attention+mlp"',
                 )
             layers += [tuple(match[2].split("+"))] * int(match[1] or 1)
+        if not layers:
+            raise rule_error("A pattern has a layer or more", repr(self.pattern), 'write e.g. "attention+mlp"')
         return tuple(layers)
 
     @property
@@ -160,12 +166,15 @@ class ModularModelConfig:
     def with_overrides(self, **changes: Any) -> ModularModelConfig:
         """Another config with these keys; `blocks` lays its tables over the present ones."""
         if "blocks" in changes:
-            tables = {name: toml_tables.plain(block) | {"kind": _kind(block)} for name, block in self.blocks.items()}
-            changes["blocks"] = {
-                **tables,
-                **{name: {**tables.get(name, {}), **table} for name, table in changes["blocks"].items()},
-            }
+            changes["blocks"] = {**self.blocks, **{n: self._over(n, keys) for n, keys in changes["blocks"].items()}}
         return dataclasses.replace(self, **changes)
+
+    def _over(self, name: str, keys: Any) -> Any:
+        """Keys laid over those of the block of this name; a block, and keys of another kind, stand for themselves."""
+        block = self.blocks.get(name)
+        if block is None or not isinstance(keys, Mapping) or keys.get("kind", _kind(block)) != _kind(block):
+            return keys
+        return {**toml_tables.plain(block), "kind": _kind(block), **keys}
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> ModularModelConfig:

@@ -128,11 +128,11 @@ def _layers(
     """One pass over the pattern: (x, the blocks' own losses, their metrics)."""
     extra = jnp.float32(0)
     metrics: dict[str, list[jax.Array]] = {}
-    for names, layer in zip(model.period, params, strict=True):
+    for place, (names, layer) in enumerate(zip(model.period, params, strict=True)):
         for number, name in enumerate(names):
             own = dict(layer[_slot(names, number)])
             y = _norm(model, own.pop("norm_"), x)
-            out = model.blocks[name](model, own, y, sequences)
+            out = model.blocks[name](model, own, y, sequences.of_block(place, number))
             x = with_sharding_constraint(x + out.value, _RESIDUAL)
             if out.loss is not None:
                 extra = extra + out.loss

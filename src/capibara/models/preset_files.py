@@ -65,8 +65,10 @@ def load_table(
         table = table.over(read)
         if base is None:
             break
-        beside = file.parent / str(base)
-        file = _file_of(beside if beside.suffix and beside.is_file() else str(base))
+        if not isinstance(base, str):
+            raise rule_error("base is text: a preset's name or a file", f"{base!r} in {file}", 'write base = "small"')
+        beside = file.parent / base
+        file = _file_of(beside if beside.suffix and beside.is_file() else base)
     else:
         raise rule_error(f"A file has at most {_MOST_BASES} bases", f"more, the last {file}", "look for a circle")
     for name, value in sorted((os.environ if environment is None else environment).items()):

@@ -186,10 +186,12 @@ class Attention(Block):
             return rope(y, places, base=self.rope_base, scaling=self.rope_scaling, rotary_dim=self.rotary_dim or None)
 
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
-            return jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at, 0, 0)))(kept, new, start)
+            # Padding may lie past the cache's end: it is dropped there, where a slice would be moved back over tokens.
+            new = new.astype(kept.dtype)
+            return jax.vmap(lambda row, part, at: row.at[at].set(part, mode="drop"))(kept, new, places)
 
         q, k = turned(q), turned(k)
-        cache = {"key": put(cache["key"], k.astype(cache["key"].dtype)), "value": put(cache["value"], v)}
+        cache = {"key": put(cache["key"], k), "value": put(cache["value"], v)}
         keys = jnp.arange(cache["key"].shape[1])
         # Padding after the new tokens comes after every one of them, so that none of them sees it.
         sees = keys[None, None, :] <= places[:, :, None]

@@ -106,6 +106,12 @@ class Sequences:
     key: jax.Array | None = None
     """For dropout and jitter; None outside of training."""
 
+    def of_block(self, layer: int, number: int) -> Sequences:
+        """The same with a key of this block's own."""
+        if self.key is None:
+            return self
+        return replace(self, key=jax.random.fold_in(jax.random.fold_in(self.key, layer), number))
+
 
 @dataclass(frozen=True)
 class BlockOutput:

@@ -258,7 +258,7 @@ def _convolution(
 def _last_inputs(before: jax.Array, x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """The inputs that the next token's convolution meets: the last ones that are there."""
     width = before.shape[1]
-    joined = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    joined = jnp.concatenate([before, x.astype(before.dtype)], axis=1)
     if lengths is None:
         return joined[:, joined.shape[1] - width :]
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(joined, lengths)
