@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.models.models import MODELS, VOCAB, ids_of, params_of
 
 from capibara.mesh import MeshConfig, shard_params
 from capibara.models import decoder
 from capibara.models.config import ModularModelConfig
+from capibara.parallel import pipelined
 
 MOE = ModularModelConfig(
     hidden=16,
@@ -47,7 +48,7 @@ def _alone(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("dense", {"data": 4, "model": 2}),
+        ("dense", {"data": 2, "sequence": 2, "model": 2}),
         ("hybrid", {"data": 2, "model": 2, "expert": 2}),
         ("moe", {"data": 4, "model": 2}),
         ("moe", {"data": 2, "expert": 4}),
@@ -68,6 +69,22 @@ def test_a_mesh_gives_what_one_device_gives(name: str, axes: dict[str, int]) -> 
     close = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-4)
     jax.tree.map(close, other_metrics, metrics)
     jax.tree.map(close, other_gradients, gradients)
+
+
+def test_stages_of_a_pipeline_give_what_one_device_gives() -> None:
+    model = MODELS["dense"]
+    params = params_of(model)
+    batch = {"inputs": ids_of(4, 8), "targets": ids_of(4, 8, seed=1)}
+    loss = decoder.make_loss(model, dtype=jnp.float32)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)
+    mesh = MeshConfig((2, 2), ("pipeline", "data")).build(jax.devices()[:4])
+    placed = shard_params(params, decoder.axes(model), mesh)
+    assert placed["layers"][0]["mlp"]["up"].sharding.spec[0] == "pipeline"
+    rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        other, other_gradients = jax.jit(jax.value_and_grad(pipelined(loss, microbatches=2)))(placed, rows)
+    assert float(other) == pytest.approx(float(value), rel=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-4), other_gradients, gradients)
 
 
 def test_tokens_travel_to_their_experts() -> None:
@@ -92,3 +109,11 @@ def test_experts_that_do_not_divide_stay_whole() -> None:
     with jax.set_mesh(mesh):
         (other, _), _ = _results(model, placed, batch)
     assert float(other) == pytest.approx(float(value), rel=1e-5)
+
+
+def test_a_mesh_of_explicit_axes_is_refused_with_the_one_to_build() -> None:
+    model = MODELS["dense"]
+    shapes, batch = decoder.param_shapes(model), decoder.batch_shapes(4, 8)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"data, model of type Explicit\. Fix: .*MeshConfig"):
+        jax.eval_shape(decoder.make_loss(model), shapes, batch)

@@ -106,7 +106,18 @@ def _norm(model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Arr
     return rms_norm(x, params["scale"], eps=model.norm_eps)
 
 
+def _check_mesh() -> None:
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit:
+        raise rule_error(
+            "The decoder leaves to XLA what its logical axes do not say, on a mesh whose axes are of type Auto",
+            f"{', '.join(explicit)} of type Explicit",
+            "build the mesh with capibara.mesh.MeshConfig, or give jax.make_mesh axis_types=(AxisType.Auto, ...)",
+        )
+
+
 def _embedded(model: ModularModelConfig, params: Any, inputs: jax.Array, dtype: Any) -> jax.Array:
+    _check_mesh()
     if jnp.issubdtype(inputs.dtype, jnp.floating):
         if inputs.ndim != 3 or inputs.shape[-1] != model.hidden:
             raise rule_error(

@@ -1,4 +1,4 @@
-"""A small decoder in float32 with all that a pipeline has to cut: a table, a mask of the batch, layers, a loss."""
+"""A small scan in float32 with all that a pipeline has to cut: a table, a mask of the batch, layers, a loss."""
 
 from __future__ import annotations
 

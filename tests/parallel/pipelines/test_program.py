@@ -28,7 +28,7 @@ TERMS = ROWS * 8
 
 @pytest.mark.quick
 @pytest.mark.parametrize("axes", [{"pipeline": 2, "data": 2}, {"pipeline": 4, "data": 2}])
-def test_a_decoder_of_its_own_is_the_same_in_stages(axes: dict[str, int]) -> None:
+def test_a_program_of_its_own_is_the_same_in_stages(axes: dict[str, int]) -> None:
     params, batch = init(), tokens()
     mesh = mesh_of(**axes)
     with jax.set_mesh(mesh):
