@@ -31,7 +31,8 @@ _WORDS = """
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values forced_bos_token_id
     forced_eos_token_id exponential_decay_length_penalty suppress_tokens begin_suppress_tokens output_scores
     attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation _experts_implementation
-    use_return_dict tf_legacy_loss use_bfloat16 unsloth_version unsloth_fixed transformers.js_config original_max_position_embeddings
+    use_return_dict tf_legacy_loss use_bfloat16 unsloth_version unsloth_fixed transformers.js_config
+    original_max_position_embeddings
 """
 _HARMLESS = frozenset(_WORDS.split())
 

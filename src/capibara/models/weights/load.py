@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,7 @@ _EMBED = "model.embed_tokens.weight"
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|^model\.rotary_emb\.inv_freq$|\.self_attn\.masked_bias$")
 _SHOWN = 6
 _BLOCK = 256
+_THREADS = min(16, os.cpu_count() or 1)
 
 
 def load_hf(
@@ -78,10 +81,10 @@ def load_hf(
 
     def leaf(path: Any, weight: Weight) -> jax.Array:
         own = by_leaf[tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)]
-        types = dict.fromkeys(entries[place.name].dtype for place in own)
-        widest = jnp.result_type(*types)
-        kept = weight.dtype(widest if dtype is None else dtype)
+        kept = weight.dtype(dtype)
         if dtype is None:
+            widest = jnp.result_type(*{entries[place.name].dtype for place in own})
+            kept = weight.dtype(widest)
             # Written back, a tensor has its leaf's type, and a router that of the embedding.
             usual = code_of(main if weight.keep_float32 else widest)
             unusual.update({p.name: entries[p.name].code for p in own if entries[p.name].code != usual})
@@ -112,18 +115,23 @@ def _leaf(
     for device, index in sharding.addressable_devices_indices_map(weight.shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), weight.shape, strict=True))
         holders.setdefault(bounds, []).append(device)
-    shards = []
+    lead = len(own[0].index)
+    shards: list[jax.Array] = []
     for bounds, devices in holders.items():
         buffer = np.empty([stop - start for start, stop in bounds], dtype)
-        lead = len(own[0].index)
         inside = tuple(slice(start, stop) for start, stop in bounds[lead:])
-        for index in np.ndindex(*buffer.shape[:lead]):
+
+        def fill(index: tuple[int, ...], bounds: Any = bounds, buffer: Any = buffer, inside: Any = inside) -> None:
             place = by_index[tuple(at + start for at, (start, _) in zip(index, bounds[:lead], strict=True))]
             _copy(buffer[index], place.row.here(entries[place.name].view(), place.shape)[inside])
+
+        # numpy lets go of the interpreter while it moves numbers, and a transposition keeps one core busy.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(fill, np.ndindex(*buffer.shape[:lead])))
         shards += [jax.device_put(buffer, device) for device in devices]
         # The next buffer is made when this one is no longer needed, or two would be there at a time.
         jax.block_until_ready(shards)
-        del buffer
+        del buffer, fill
     return jax.make_array_from_single_device_arrays(weight.shape, sharding, shards)
 
 

@@ -22,7 +22,7 @@ from capibara.errors import rule_error
 from capibara.models import decoder
 from capibara.models.blocks.spec import Weight
 from capibara.models.config import ModularModelConfig
-from capibara.models.weights.family import LM_HEAD, Place, Row, places
+from capibara.models.weights.family import LM_HEAD, Place, places
 from capibara.models.weights.folder import CONFIG, INDEX, SINGLE
 from capibara.models.weights.hf_config import config_to_hf, family_of, origin
 from capibara.models.weights.tensor_file import CODES, TensorWriter, code_of
@@ -70,7 +70,7 @@ def save_hf(
     first = jax.process_index() == 0
     if not first:
         # Every process takes part in bringing what lies on several hosts together; the first one writes.
-        for _ in _tensors(model, listed, tree, codes):
+        for _ in _tensors(listed, tree):
             pass
         return target
     _check_room(target, total)
@@ -78,7 +78,7 @@ def save_hf(
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
     try:
-        _write_tensors(stage, files, codes, _tensors(model, listed, tree, codes))
+        _write_tensors(stage, files, codes, _tensors(listed, tree))
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": total},
@@ -203,9 +203,7 @@ def _files(listed: Sequence[Place], codes: Mapping[str, str], shard_bytes: int) 
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": own for n, own in enumerate(groups, start=1)}
 
 
-def _tensors(
-    model: ModularModelConfig, listed: Sequence[Place], tree: Mapping[Any, Any], codes: Mapping[str, str]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(listed: Sequence[Place], tree: Mapping[Any, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Each tensor as the file has it, in order; of a leaf one layer at a time is on the host."""
     here: dict[tuple[Any, int], np.ndarray] = {}
     number = None
@@ -219,29 +217,32 @@ def _tensors(
         if key not in here:
             here[key] = _on_host(tree[place.path][1], repeat)
         part = here[key][place.index[1:]] if place.index[1:] else here[key]
-        yield place.name, _as_there(place.row, part, CODES[codes[place.name]])
-
-
-def _as_there(row: Row, part: np.ndarray, dtype: Any) -> np.ndarray:
-    if part.dtype == dtype:
-        word = np.dtype(f"u{dtype.itemsize}")
-        return np.ascontiguousarray(row.there(part.view(word))).view(dtype)
-    return np.ascontiguousarray(row.there(part)).astype(dtype)
+        yield place.name, place.row.there(part)
 
 
 def _on_host(leaf: Any, repeat: int | None) -> np.ndarray:
     """One layer of a leaf, or all of a leaf that has no layers, from wherever its parts lie.
 
-    jax keeps what it once brought to the host for as long as the array lives; a slice of it lives as long as this.
+    jax keeps what it once brought to the host for as long as the array lives, so what is brought is a copy that goes.
     """
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf) if repeat is None else np.asarray(leaf)[repeat]
-    part = jnp.copy(leaf) if repeat is None else _layer(leaf, repeat)
-    if not part.is_fully_addressable:
+    if not leaf.is_fully_addressable:
         from jax.experimental import multihost_utils
 
+        part = leaf if repeat is None else _layer(leaf, repeat)
         return np.asarray(multihost_utils.process_allgather(part, tiled=True))
-    return np.asarray(part)
+    whole = np.empty(leaf.shape if repeat is None else leaf.shape[1:], leaf.dtype)
+    for shard in leaf.addressable_shards:
+        if shard.replica_id:
+            continue
+        if repeat is None:
+            whole[shard.index] = np.asarray(jnp.copy(shard.data))
+            continue
+        start, stop, _ = shard.index[0].indices(leaf.shape[0])
+        if start <= repeat < stop:
+            whole[shard.index[1:]] = np.asarray(_layer(shard.data, repeat - start))
+    return whole
 
 
 @jax.jit

@@ -1,0 +1,145 @@
+"""Logits of loaded weights: those of the families' definitions in float64, and those of transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from tests.models.weights import hf_models, numpy_decoder
+
+from capibara.models import decoder
+from capibara.models.weights import load_hf
+from capibara.models.weights.tensor_file import TensorFile
+
+ARCHIVE = Path(__file__).parent / "data" / "hf_logits.tar.gz"
+
+
+def _ours(folder: Path, ids: np.ndarray, **options: Any) -> np.ndarray:
+    model, params = load_hf(folder, dtype="float32", **options)
+
+    @jax.jit
+    def run(params: Any, ids: jax.Array) -> jax.Array:
+        x, _, _ = decoder.hidden_states(model, params, ids, dtype=jnp.float32)
+        return decoder.logits(model, params, x)
+
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(run(params, jnp.asarray(ids)))
+
+
+@pytest.mark.quick(cases=3)
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_logits_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
+    config = hf_models.CONFIGS[name]
+    tensors = hf_models.random_tensors(config)
+    hf_models.write_folder(tmp_path, config, {"model.safetensors": tensors})
+    ids = np.random.default_rng(1).integers(0, config["vocab_size"], 12)
+    expected = numpy_decoder.logits(config, tensors, ids)
+    bound = numpy_decoder.rounding_bound(config, len(ids), np.abs(expected).max())
+    np.testing.assert_allclose(_ours(tmp_path, ids[None])[0], expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"rope_scaling": None}),
+        ("llama", {"rope_theta": 20000.0}),
+        ("llama", {"rms_norm_eps": 0.1}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("mistral", {"sliding_window": 6}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"max_window_layers": 1}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
+        ("qwen2_moe", {"num_experts_per_tok": 3}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+    ],
+)
+def test_a_key_that_is_read_moves_the_logits_by_more_than_the_bound(
+    name: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    """As far as in the definition: the bound is narrow enough to see every key."""
+    config = hf_models.CONFIGS[name]
+    tensors = hf_models.random_tensors(config)
+    ids = np.random.default_rng(1).integers(0, config["vocab_size"], 12)
+    before = numpy_decoder.logits(config, tensors, ids)
+    changed = {**config, **change}
+    after = numpy_decoder.logits(changed, tensors, ids)
+    bound = numpy_decoder.rounding_bound(changed, len(ids), np.abs(after).max())
+    assert np.abs(after - before).max() > 10 * bound
+    hf_models.write_folder(tmp_path, changed, {"model.safetensors": tensors})
+    np.testing.assert_allclose(_ours(tmp_path, ids[None])[0], after, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "attention_factor": 1.3,
+            "beta_fast": 8,
+        },
+        {"rope_type": "default", "rope_theta": 300.0},
+        hf_models.LLAMA3 | {"rope_theta": 300.0},
+    ],
+    ids=lambda rope: str(next(iter(rope.values()))),
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_of_either_spelling(key: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    config = {k: v for k, v in hf_models.CONFIGS["llama"].items() if k != "rope_scaling"} | {key: rope}
+    tensors = hf_models.random_tensors(config)
+    hf_models.write_folder(tmp_path, config, {"model.safetensors": tensors})
+    ids = np.random.default_rng(2).integers(0, config["vocab_size"], 20)
+    expected = numpy_decoder.logits(config, tensors, ids)
+    bound = numpy_decoder.rounding_bound(config, len(ids), np.abs(expected).max())
+    np.testing.assert_allclose(_ours(tmp_path, ids[None])[0], expected, rtol=0, atol=bound)
+
+
+def _cases() -> list[Any]:
+    if not ARCHIVE.exists():
+        reason = f"{ARCHIVE.name} is not in data/: python tools/hf_logits.py makes it"
+        return [pytest.param("none", marks=pytest.mark.skip(reason=reason))]
+    with tarfile.open(ARCHIVE) as tar:
+        return sorted({name.split("/")[0] for name in tar.getnames() if "/" in name})
+
+
+@pytest.mark.quick(cases=4)
+@pytest.mark.parametrize("case", _cases())
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Both sides are off by rounding, each by the bound at the most."""
+    with tarfile.open(ARCHIVE) as tar:
+        for name in ("config.json", "model.safetensors", "logits.npz"):
+            member = tar.extractfile(f"{case}/{name}")
+            assert member is not None
+            (tmp_path / name).write_bytes(member.read())
+    kept = np.load(io.BytesIO((tmp_path / "logits.npz").read_bytes()))
+    config = json.loads((tmp_path / "config.json").read_text())
+    bound = 2 * numpy_decoder.rounding_bound(config, kept["ids"].shape[1], np.abs(kept["logits"]).max())
+    np.testing.assert_allclose(_ours(tmp_path, kept["ids"]), kept["logits"], rtol=0, atol=bound)
+    # And the float64 definition that stands in for transformers above is the same model.
+    tensors = {name: entry.view() for name, entry in TensorFile(tmp_path / "model.safetensors").entries.items()}
+    for row, expected in zip(kept["ids"], kept["logits"], strict=True):
+        np.testing.assert_allclose(numpy_decoder.logits(config, tensors, row), expected, rtol=0, atol=bound)
+
+
+def test_the_mesh_changes_no_logits(tmp_path: Path) -> None:
+    config = hf_models.CONFIGS["mixtral"]
+    tensors = hf_models.random_tensors(config, ml_dtypes.bfloat16)
+    hf_models.write_folder(tmp_path, config, {"model.safetensors": tensors})
+    ids = np.random.default_rng(1).integers(0, config["vocab_size"], (2, 8))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    expected = _ours(tmp_path, ids)
+    bound = 2 * numpy_decoder.rounding_bound(config, 8, np.abs(expected).max())
+    np.testing.assert_allclose(_ours(tmp_path, ids, mesh=mesh), expected, rtol=0, atol=bound)
