@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from capibara.models.preset import load_preset
 from capibara.plan.target import Recipe, TargetError, load_job
 
 PROGRAM = """
@@ -140,3 +141,41 @@ def test_what_cannot_be_planned_says_why(file: str, recipe: dict[str, object], s
     words = {key: value.format(file=file) if isinstance(value, str) else value for key, value in recipe.items()}
     with pytest.raises(ValueError, match=said):
         load_job(Recipe(**words))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}',
+        encoding="utf-8",
+    )
+    return folder
+
+
+@pytest.mark.quick
+def test_a_hugging_face_folder_is_planned_by_its_config(hf_folder: Path) -> None:
+    for target in (hf_folder, hf_folder / "config.json"):
+        job = load_job(Recipe(str(target)))
+        assert (job.tokens, job.name) == (8 * 512, "tiny-llama")
+    job = load_job(Recipe(str(hf_folder), batch=4, sequence=32, remat="none", optimizer="sgd"))
+    fn, args = job.build(**job.defaults())
+    assert args[2]["inputs"].shape == (4, 32)
+    assert args[0]["embed"].shape == (256, 64)
+    assert jax.eval_shape(fn, *args)[2].shape == ()
+
+
+def test_what_of_a_hugging_face_folder_cannot_be_planned(hf_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"made for 512 tokens. Got --sequence 1024"):
+        load_job(Recipe(str(hf_folder), sequence=1024))
+    with pytest.raises(ValueError, match="capibara plan FOLDER"):
+        load_preset(hf_folder)
+    with pytest.raises(ValueError, match="capibara plan FOLDER"):
+        load_preset(hf_folder / "config.json")
+    with pytest.raises(ValueError, match="which is not there"):
+        load_job(Recipe(str(hf_folder / "other.json")))
+    (hf_folder / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"'gpt2'.*'llama'"):
+        load_job(Recipe(str(hf_folder)))

@@ -34,7 +34,9 @@ def plan(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="TARGET", help="A preset (llama-7b, FILE.toml) or FILE.py:FUNCTION.", show_default=False
+            metavar="TARGET",
+            help="A preset (llama-7b, FILE.toml), a Hugging Face config.json or folder, or FILE.py:FUNCTION.",
+            show_default=False,
         ),
     ] = None,
     on: Annotated[
@@ -91,7 +93,9 @@ def plan(
     if target is None:
         from capibara.models.preset import preset_names
 
-        raise rule_error("A plan is for a TARGET", "none", f"name {', '.join(preset_names())} or FILE.py:FUNCTION")
+        raise rule_error(
+            "A plan is for a TARGET", "none", f"name {', '.join(preset_names())}, config.json or FILE.py:FUNCTION"
+        )
     from capibara.plan.api import plan as make
     from capibara.plan.measured import read_measured
     from capibara.plan.target import Recipe

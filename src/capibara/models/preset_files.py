@@ -32,12 +32,18 @@ def _file_of(name_or_path: str | Path) -> Path:
     if text in preset_names():
         return FOLDER / f"{text}.toml"
     file = Path(text)
-    if file.is_file():
+    if file.is_file() and file.suffix != ".json":
         return file
     # The documents write a shipped preset by its path in the package: that works from any directory.
     _, marker, inside = text.replace("\\", "/").rpartition("configs_toml/")
     if marker and (FOLDER / inside).is_file():
         return FOLDER / inside
+    if file.is_dir() or (file.suffix == ".json" and file.is_file()):
+        raise rule_error(
+            "A preset is a TOML file or a shipped name",
+            f"{text!r}, a folder or a config.json",
+            "load a Hugging Face folder with ModularCapibaraModel.from_hf, and plan it by capibara plan FOLDER",
+        )
     if not file.suffix:
         raise unknown_name("preset", text, preset_names())
     raise rule_error(

@@ -65,7 +65,8 @@ def plan(
     Nothing is run. Everything is predicted from the traced program, and with `level` checked by a compiler.
 
     Args:
-      program: a function; or a preset ("llama-7b", a TOML file) or "file.py:function" as on the command line.
+      program: a function; or as on the command line a preset ("llama-7b", a TOML file), a Hugging Face config.json or
+        folder, or "file.py:function".
       args: of a function: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
       on: a TPU slice ("v4-32" is 16 chips) or the GPUs of a host ("h200", "h200x8").
       train: `program` is `loss(params, batch)`; the step around it (gradients, optimizer, recomputation,

@@ -1,4 +1,6 @@
-"""TARGET: what to plan, named on a command line. A preset (its name or a TOML file), or `file.py:function`.
+"""TARGET: what to plan, named on a command line.
+
+A preset (its name or a TOML file), a Hugging Face config.json or folder, or `file.py:function`.
 
 A recipe holds what was named, as plain values, so that another process can build the same job again.
 """
@@ -14,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from capibara import user_file
 from capibara.errors import CapibaraError, rule_error, unknown_name
-from capibara.models.preset import Preset, load_preset
+from capibara.models.preset import OptimizerSettings, Preset, TrainSettings, load_preset, preset_names
+from capibara.models.weights.folder import is_hf, read_config
 
 if TYPE_CHECKING:
     from capibara.parallel.job import Job
 
 __all__ = ["Recipe", "TargetError", "load_job", "preset_job"]
 
+# Of a Hugging Face model, whose config.json says nothing of its training.
+_HF_BATCH, _HF_LENGTH = 8, 2048
 _SHAPES_KEYS = ("args", "roles", "donate", "tokens")
 
 
@@ -67,6 +72,8 @@ def _knobs(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
 
 
 def _preset_job(recipe: Recipe) -> Job:
+    if recipe.target not in preset_names() and is_hf(recipe.target):
+        return preset_job(_hf_preset(recipe), knobs=_knobs(recipe))
     asked = {
         "train.batch_size": recipe.batch,
         "train.sequence_length": recipe.sequence,
@@ -74,6 +81,27 @@ def _preset_job(recipe: Recipe) -> Job:
     }
     preset = load_preset(recipe.target, [f"{key}={value}" for key, value in asked.items() if value is not None])
     return preset_job(preset, knobs=_knobs(recipe))
+
+
+def _hf_preset(recipe: Recipe) -> Preset:
+    """The model of a config.json, to be trained with the rows and the length that were asked for."""
+    from capibara.models.weights.hf_config import config_from_hf
+
+    model = config_from_hf(read_config(recipe.target))
+    length = recipe.sequence or min(_HF_LENGTH, model.max_length)
+    if length > model.max_length:
+        raise rule_error(
+            f"The model was made for {model.max_length} tokens",
+            f"--sequence {length}",
+            f"use {model.max_length} or less",
+        )
+    place = Path(recipe.target).resolve()
+    return Preset(
+        model,
+        TrainSettings(batch_size=recipe.batch or _HF_BATCH, sequence_length=length),
+        OptimizerSettings(name=recipe.optimizer or OptimizerSettings.name),
+        name=place.name if place.is_dir() else place.parent.name or place.stem,
+    )
 
 
 def preset_job(preset: Preset, knobs: Mapping[str, tuple[Any, ...]] | None = None) -> Job:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax.tree_util import DictKey
 
 from capibara.errors import rule_error
 from capibara.models.weights.keys import Keys
@@ -19,7 +20,7 @@ from capibara.models.weights.keys import Keys
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
 
-__all__ = ["ATTENTION", "LM_HEAD", "MLP", "Family", "Place", "Row", "experts", "places"]
+__all__ = ["ATTENTION", "LM_HEAD", "MLP", "Family", "Place", "Row", "experts", "key_path", "places"]
 
 LM_HEAD = "lm_head.weight"
 
@@ -115,7 +116,8 @@ class Family:
     """The keys of config.json that say the same."""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """One tensor of a file and where it lies in our tree."""
 
     name: str
@@ -173,6 +175,11 @@ def _kind(model: ModularModelConfig, position: int, slot: str) -> str:
     }
     block = model.blocks[names[slot]]
     return next(kind for kind, known in KINDS.items() if type(block) is known)
+
+
+def key_path(path: Any) -> tuple[str | int, ...]:
+    """A path of jax's as the keys and numbers that it goes by."""
+    return tuple(key.key if isinstance(key, DictKey) else key.idx for key in path)
 
 
 def _flat(weights: Mapping[str, Any], path: tuple[str | int, ...]) -> list[tuple[str, Any, tuple[str | int, ...]]]:

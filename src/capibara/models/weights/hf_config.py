@@ -66,7 +66,7 @@ def _named_family(config: Mapping[str, Any]) -> Family:
                 f"{family.architecture} is of the model_type {family.model_type}", repr(model_type), "mend config.json"
             )
         return family
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unknown_name("model_type of config.json", model_type, FAMILIES)
     return FAMILIES[model_type]
 

@@ -37,7 +37,7 @@ _WORDS = """
 _HARMLESS = frozenset(_WORDS.split())
 
 # Numbers hang on these in some model or another; the values are those under which they do not.
-_NOTHING = (None, False, 0, 0.0, [], {})
+_NOTHING: tuple[Any, ...] = (None, False, 0, 0.0, [], {})
 _INERT: Mapping[str, tuple[Any, ...]] = {
     "attention_dropout": (None, 0, 0.0),
     "attn_pdrop": (None, 0, 0.0),

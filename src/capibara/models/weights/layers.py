@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from capibara.errors import rule_error
 from capibara.models.weights.keys import Keys
 from capibara.models.weights.rope_keys import read_rope, write_rope
 
 if TYPE_CHECKING:
-    from capibara.models.blocks import Attention, Block, Mlp, Moe
+    from capibara.models.blocks import Attention, Mlp, Moe
     from capibara.models.config import ModularModelConfig
 
 __all__ = [
@@ -167,7 +167,7 @@ def pattern_of(layers: Sequence[str]) -> str:
     return runs[0][0] if period == 1 else " : ".join(f"{length} {layer}" for layer, length in runs)
 
 
-def pairs(model: ModularModelConfig) -> list[tuple[Attention, Block]]:
+def pairs(model: ModularModelConfig) -> list[tuple[Attention, Mlp | Moe]]:
     """Each layer's attention and what follows it; an error where a layer is anything else."""
     from capibara.models.blocks import Attention, Mlp, Moe
 
@@ -197,13 +197,15 @@ def attention_keys(model: ModularModelConfig) -> dict[str, Any]:
 
 def decoder_keys(model: ModularModelConfig) -> dict[str, Any]:
     """The keys that every family has."""
+    from capibara.models.blocks import Mlp
+
     feeds = [feed for _, feed in pairs(model)]
-    dense = [feed.ffn for feed in feeds if _is_mlp(feed)]
-    act = _UNGATED.get(cast("Mlp | Moe", feeds[0]).activation)
+    dense = [feed.ffn for feed in feeds if isinstance(feed, Mlp)]
+    act = _UNGATED.get(feeds[0].activation)
     if act is None:
         raise rule_error(
             f"Feed-forward blocks in the Hugging Face layout are gated: {', '.join(_UNGATED)}",
-            cast("Mlp", feeds[0]).activation,
+            feeds[0].activation,
             "keep such a model in capibara's own checkpoints",
         )
     return {
@@ -229,9 +231,3 @@ def sparse_keys(model: ModularModelConfig) -> tuple[Moe, dict[str, Any]]:
         raise rule_error("This family has experts", "none", "write it as a dense family")
     dense = [number for number, feed in enumerate(feeds) if not isinstance(feed, Moe)]
     return block, {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-def _is_mlp(block: Any) -> bool:
-    from capibara.models.blocks import Mlp
-
-    return isinstance(block, Mlp)

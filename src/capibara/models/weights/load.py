@@ -26,7 +26,7 @@ from capibara.mesh import logical_sharding
 from capibara.models import decoder
 from capibara.models.blocks.spec import Weight
 from capibara.models.config import ModularModelConfig
-from capibara.models.weights.family import LM_HEAD, Place, places
+from capibara.models.weights.family import LM_HEAD, Place, key_path, places
 from capibara.models.weights.folder import read_config, tensor_entries
 from capibara.models.weights.hf_config import config_from_hf, family_of, with_origin
 from capibara.models.weights.tensor_file import CODES, TensorEntry, code_of
@@ -80,7 +80,7 @@ def load_hf(
     main = entries[_EMBED].dtype
 
     def leaf(path: Any, weight: Weight) -> jax.Array:
-        own = by_leaf[tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)]
+        own = by_leaf[key_path(path)]
         kept = weight.dtype(dtype)
         if dtype is None:
             widest = jnp.result_type(*{entries[place.name].dtype for place in own})

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from capibara.errors import rule_error
 from capibara.models import decoder
 from capibara.models.blocks.spec import Weight
 from capibara.models.config import ModularModelConfig
-from capibara.models.weights.family import LM_HEAD, Place, places
+from capibara.models.weights.family import LM_HEAD, Place, key_path, places
 from capibara.models.weights.folder import CONFIG, INDEX, SINGLE
 from capibara.models.weights.hf_config import config_to_hf, family_of, origin
 from capibara.models.weights.tensor_file import CODES, TensorWriter, code_of
@@ -119,15 +120,15 @@ def _with_tied_head(model: ModularModelConfig, listed: list[Place]) -> list[Plac
     """A tied head has no tensor of its own, but for a file that had one."""
     if not model.tied or LM_HEAD not in origin(model)["tensors"]:
         return listed
-    return [*listed, listed[0]._replace(name=LM_HEAD)]
+    return [*listed, replace(listed[0], name=LM_HEAD)]
 
 
 def _checked(model: ModularModelConfig, params: Any) -> dict[tuple[str | int, ...], tuple[Weight, Any]]:
     """Every leaf by its path, with what the model says of it; an error where the two do not belong together."""
     weights = decoder.weights(model)
-    is_weight = {"is_leaf": lambda node: isinstance(node, Weight)}
-    expected, structure = jax.tree.flatten_with_path(weights, **is_weight)
-    if jax.tree.structure(params) != structure:
+    structure: Any  # jax's stubs give it no methods
+    expected, structure = jax.tree.flatten_with_path(weights, is_leaf=lambda node: isinstance(node, Weight))
+    if structure != jax.tree.structure(params):
         names = {jax.tree_util.keystr(path) for path, _ in expected}
         given = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
         raise rule_error(
@@ -141,7 +142,7 @@ def _checked(model: ModularModelConfig, params: Any) -> dict[tuple[str | int, ..
             raise rule_error(
                 f"{jax.tree_util.keystr(path)} is {list(weight.shape)}", list(leaf.shape), "save it with its own config"
             )
-        leaves[tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)] = (weight, leaf)
+        leaves[key_path(path)] = (weight, leaf)
     return leaves
 
 
