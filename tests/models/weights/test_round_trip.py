@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from safetensors import safe_open
 from tests.models.weights import hf_models
 
-from capibara.models import ModularModelConfig, decoder
+from capibara.models import ModularCapibaraModel, ModularModelConfig, decoder
 from capibara.models.weights import load_hf, save_hf
 from capibara.models.weights.folder import tensor_entries
 
@@ -213,3 +213,25 @@ def test_overwrite_replaces_what_was_there(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert _written(tmp_path / "from") == _expected(tensors)
     assert [file.name for file in tmp_path.iterdir()] == ["from"]
+
+
+@pytest.mark.quick
+def test_the_model_object_goes_both_ways_with_its_tokenizer(tmp_path: Path) -> None:
+    config = hf_models.CONFIGS["qwen3"]
+    tensors = hf_models.random_tensors(config)
+    hf_models.write_folder(tmp_path / "from", config, {"model.safetensors": tensors})
+    (tmp_path / "from" / "tokenizer.json").write_text('{"of": "mine"}')
+    (tmp_path / "from" / "generation_config.json").write_text("{}")
+    (tmp_path / "from" / "notes.txt").write_text("not the model's")
+    model = ModularCapibaraModel.from_hf(tmp_path / "from")
+    assert (model.precision, model.config.tokenizer) == ("bfloat16", str(tmp_path / "from"))
+    assert ModularCapibaraModel.from_hf(tmp_path / "from", dtype="float32").precision == "mixed"
+    model.to_hf(tmp_path / "to")
+    assert _written(tmp_path / "to") == _expected(tensors)
+    names = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert {file.name for file in (tmp_path / "to").iterdir()} == names
+    assert (tmp_path / "to" / "tokenizer.json").read_text() == '{"of": "mine"}'
+    lost = dataclasses.replace(model.config, tokenizer=str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match="with its tokenizer"):
+        save_hf(tmp_path / "other", lost, model.params)
+    assert not (tmp_path / "other").exists()

@@ -9,11 +9,17 @@ from typing import Any
 from capibara.errors import rule_error
 from capibara.models.weights.tensor_file import TensorEntry, TensorFile
 
-__all__ = ["CONFIG", "INDEX", "SINGLE", "is_hf", "read_config", "tensor_entries"]
+__all__ = ["BESIDE", "CONFIG", "INDEX", "SINGLE", "TOKENIZER", "is_hf", "read_config", "tensor_entries"]
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+BESIDE = (
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+"""What else a folder has that belongs to the model: how its text becomes tokens, and how it is sampled."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from capibara.models import decoder
 from capibara.models.blocks.spec import Weight
 from capibara.models.config import ModularModelConfig
 from capibara.models.weights.family import LM_HEAD, Place, key_path, places
-from capibara.models.weights.folder import read_config, tensor_entries
+from capibara.models.weights.folder import TOKENIZER, read_config, tensor_entries
 from capibara.models.weights.hf_config import config_from_hf, family_of, with_origin
 from capibara.models.weights.tensor_file import CODES, TensorEntry, code_of
 
@@ -52,7 +53,7 @@ _THREADS = min(16, os.cpu_count() or 1)
 def load_hf(
     folder: str | Path, *, mesh: Mesh | MeshConfig | None = None, dtype: Any = None, rules: Rules | None = None
 ) -> tuple[ModularModelConfig, Any]:
-    """(config, parameters) of a folder with config.json and safetensors.
+    """(config, parameters) of a folder with config.json and safetensors; a tokenizer.json there is the model's.
 
     Args:
         folder: Where they are.
@@ -64,6 +65,8 @@ def load_hf(
     if not Path(folder).is_dir():
         raise rule_error("Weights are in a folder", f"{folder}, which is none", "name the folder with config.json")
     model = config_from_hf(read_config(folder))
+    if (Path(folder) / TOKENIZER).is_file():
+        model = replace(model, tokenizer=str(Path(folder).absolute()))
     entries = tensor_entries(folder)
     wanted = places(model, family_of(model))
     tied_head = _check_names(model, wanted, entries)

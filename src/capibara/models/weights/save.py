@@ -24,7 +24,7 @@ from capibara.models import decoder
 from capibara.models.blocks.spec import Weight
 from capibara.models.config import ModularModelConfig
 from capibara.models.weights.family import LM_HEAD, Place, key_path, places
-from capibara.models.weights.folder import CONFIG, INDEX, SINGLE
+from capibara.models.weights.folder import BESIDE, CONFIG, INDEX, SINGLE
 from capibara.models.weights.hf_config import config_to_hf, family_of, origin
 from capibara.models.weights.tensor_file import CODES, TensorWriter, code_of
 
@@ -46,7 +46,7 @@ def save_hf(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write the folder that transformers, or `load_hf`, reads; gives the folder.
+    """Write the folder that transformers, or `load_hf`, reads, with the tokenizer's files; gives the folder.
 
     Args:
         folder: Made where it is not there.
@@ -87,6 +87,7 @@ def save_hf(
             }
             _write_json(stage / INDEX, index)
         _write_json(stage / CONFIG, config)
+        _copy_tokenizer(model, stage)
         _move(stage, target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -270,6 +271,22 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
         out.write("\n")
         out.flush()
         os.fsync(out.fileno())
+
+
+def _copy_tokenizer(model: ModularModelConfig, stage: Path) -> None:
+    if model.tokenizer == "bytes":
+        return
+    place = Path(model.tokenizer)
+    if place.is_file():
+        shutil.copyfile(place, stage / BESIDE[0])
+        return
+    if not place.is_dir():
+        raise rule_error(
+            "A model is written with its tokenizer", f"{place}, which is not there", 'set tokenizer = "bytes"'
+        )
+    for name in BESIDE:
+        if (place / name).is_file():
+            shutil.copyfile(place / name, stage / name)
 
 
 def _move(stage: Path, target: Path) -> None:
