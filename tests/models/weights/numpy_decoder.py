@@ -155,11 +155,12 @@ def logits(config: dict[str, Any], tensors: dict[str, np.ndarray], ids: np.ndarr
 def rounding_bound(config: dict[str, Any], length: int, largest: float) -> float:
     """How far float32 may be from exact logits of at most `largest`.
 
-    Every sum of n terms is off by at most n/2 + a few roundings of what it adds up; those of all layers on the way to
-    a logit add up, and a factor of four stands for what norms, softmax and gates make of an error before them.
+    A sum of n terms is rounded n times, up as often as down: it is off by about the root of n roundings of what it
+    adds up. Those of all sums on the way to a logit add up likewise, and a factor of four stands for what norms,
+    softmax and gates make of an error before them.
     """
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     inner = max(config.get(key) or 0 for key in ("intermediate_size", "moe_intermediate_size"))
     layer = 4 * config["hidden_size"] + width + length + config["num_attention_heads"] * width + inner
     terms = config["num_hidden_layers"] * layer + 2 * config["hidden_size"]
-    return 4 * (terms / 2) * 2.0**-24 * largest
+    return 4 * math.sqrt(terms) * 2.0**-24 * largest

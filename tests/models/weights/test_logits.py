@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from tests.models.weights import hf_models, numpy_decoder
 
 from capibara.models import decoder
-from capibara.models.weights import load_hf
+from capibara.models.weights import FAMILIES, load_hf, save_hf
 from capibara.models.weights.tensor_file import TensorFile
 
 ARCHIVE = Path(__file__).parent / "data" / "hf_logits.tar.gz"
@@ -35,7 +35,7 @@ def _ours(folder: Path, ids: np.ndarray, **options: Any) -> np.ndarray:
         return np.asarray(run(params, jnp.asarray(ids)))
 
 
-@pytest.mark.quick(cases=3)
+@pytest.mark.quick
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 def test_logits_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     config = hf_models.CONFIGS[name]
@@ -107,31 +107,62 @@ def test_rope_of_either_spelling(key: str, rope: dict[str, Any], tmp_path: Path)
     np.testing.assert_allclose(_ours(tmp_path, ids[None])[0], expected, rtol=0, atol=bound)
 
 
-def _cases() -> list[Any]:
-    if not ARCHIVE.exists():
-        reason = f"{ARCHIVE.name} is not in data/: python tools/hf_logits.py makes it"
-        return [pytest.param("none", marks=pytest.mark.skip(reason=reason))]
+def _cases() -> list[str]:
+    """What tools/hf_logits.py made, where torch and transformers are."""
     with tarfile.open(ARCHIVE) as tar:
         return sorted({name.split("/")[0] for name in tar.getnames() if "/" in name})
+
+
+def _unpacked(case: str, folder: Path) -> Path:
+    folder.mkdir()
+    with tarfile.open(ARCHIVE) as tar:
+        for name in ("config.json", "model.safetensors"):
+            member = tar.extractfile(f"{case}/{name}")
+            assert member is not None
+            (folder / name).write_bytes(member.read())
+    return folder
+
+
+def _of_transformers(case: str) -> tuple[np.ndarray, np.ndarray]:
+    with tarfile.open(ARCHIVE) as tar:
+        member = tar.extractfile(f"{case}/logits.npz")
+        assert member is not None
+        kept = np.load(io.BytesIO(member.read()))
+    return kept["ids"], kept["logits"]
+
+
+def test_every_family_is_there() -> None:
+    with tarfile.open(ARCHIVE) as tar:
+        members = [tar.extractfile(f"{case}/config.json") for case in _cases()]
+        assert {json.loads(member.read())["model_type"] for member in members if member} == FAMILIES.keys()
 
 
 @pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("case", _cases())
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Both sides are off by rounding, each by the bound at the most."""
-    with tarfile.open(ARCHIVE) as tar:
-        for name in ("config.json", "model.safetensors", "logits.npz"):
-            member = tar.extractfile(f"{case}/{name}")
-            assert member is not None
-            (tmp_path / name).write_bytes(member.read())
-    kept = np.load(io.BytesIO((tmp_path / "logits.npz").read_bytes()))
-    config = json.loads((tmp_path / "config.json").read_text())
-    bound = 2 * numpy_decoder.rounding_bound(config, kept["ids"].shape[1], np.abs(kept["logits"]).max())
-    np.testing.assert_allclose(_ours(tmp_path, kept["ids"]), kept["logits"], rtol=0, atol=bound)
+    folder = _unpacked(case, tmp_path / case)
+    ids, expected = _of_transformers(case)
+    config = json.loads((folder / "config.json").read_text())
+    bound = numpy_decoder.rounding_bound(config, ids.shape[1], np.abs(expected).max())
+    np.testing.assert_allclose(_ours(folder, ids), expected, rtol=0, atol=2 * bound)
     # And the float64 definition that stands in for transformers above is the same model.
-    tensors = {name: entry.view() for name, entry in TensorFile(tmp_path / "model.safetensors").entries.items()}
-    for row, expected in zip(kept["ids"], kept["logits"], strict=True):
-        np.testing.assert_allclose(numpy_decoder.logits(config, tensors, row), expected, rtol=0, atol=bound)
+    tensors = {name: entry.view() for name, entry in TensorFile(folder / "model.safetensors").entries.items()}
+    for row, logits in zip(ids, expected, strict=True):
+        np.testing.assert_allclose(numpy_decoder.logits(config, tensors, row), logits, rtol=0, atol=bound)
+
+
+@pytest.mark.quick(cases=2)
+@pytest.mark.parametrize("case", _cases())
+def test_what_transformers_saved_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+    folder = _unpacked(case, tmp_path / case)
+    save_hf(tmp_path / "to", *load_hf(folder))
+    before, after = (TensorFile(place / "model.safetensors").entries for place in (folder, tmp_path / "to"))
+    assert before.keys() == after.keys()
+    for name, entry in before.items():
+        assert (entry.code, entry.shape) == (after[name].code, after[name].shape), name
+        assert entry.view().tobytes() == after[name].view().tobytes(), name
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
 
 
 def test_the_mesh_changes_no_logits(tmp_path: Path) -> None:
