@@ -42,7 +42,6 @@ def test_without_its_config_a_model_is_written_as_one_that_says_the_same(name: s
 def test_what_the_families_read() -> None:
     assert _block("llama", "attention").kv_heads == 2
     assert _block("llama", "attention", num_key_value_heads=None).kv_heads == 4
-    assert _block("mistral", "attention", num_attention_heads=8, num_key_value_heads=None).kv_heads == 8
     assert _block("llama", "attention", rope_scaling=None).rope_scaling is None
     assert _block("llama", "attention").rope_scaling["original_length"] == 16
     assert _block("llama_biased", "attention").out_bias
@@ -60,6 +59,37 @@ def test_what_the_families_read() -> None:
     assert _block("qwen3_moe", "moe", num_experts=None, num_local_experts=8).experts == 8
     assert config_from_hf({**LLAMA, "rms_norm_eps": 1e-3}).norm_eps == 1e-3
     assert config_from_hf({**LLAMA, "max_position_embeddings": 99}).max_length == 99
+
+
+def test_what_is_absent_is_what_transformers_takes() -> None:
+    """And null is not absent: as many key heads as heads."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 2}
+    for model_type, kv, eps, length, base in (
+        ("llama", 32, 1e-6, 2048, 1e4),
+        ("mistral", 8, 1e-6, 131072, 1e4),
+        ("qwen2", 32, 1e-6, 32768, 1e4),
+        ("qwen3", 32, 1e-6, 32768, 1e4),
+        ("mixtral", 8, 1e-5, 131072, 1e6),
+        ("qwen2_moe", 16, 1e-6, 32768, 1e4),
+        ("qwen3_moe", 4, 1e-6, 32768, 1e4),
+    ):
+        config = {"model_type": model_type, "num_attention_heads": 32, **sizes}
+        model = config_from_hf(config)
+        block = model.blocks["attention"]
+        assert (block.kv_heads, model.norm_eps, model.max_length, block.rope_base) == (kv, eps, length, base), (
+            model_type
+        )
+        assert config_from_hf({**config, "num_key_value_heads": None}).blocks["attention"].kv_heads == 32
+    assert (
+        config_from_hf({"model_type": "mistral", "num_attention_heads": 8, **sizes}).blocks["attention"].window == 4096
+    )
+    assert (
+        config_from_hf({"model_type": "qwen3", "num_attention_heads": 32, **sizes}).blocks["attention"].head_dim == 128
+    )
+    no_dense = {key: value for key, value in hf_models.CONFIGS["qwen3_moe"].items() if key != "intermediate_size"}
+    assert config_from_hf({**no_dense, "mlp_only_layers": []}).pattern == "attention+moe"
+    with pytest.raises(ValueError, match="has intermediate_size"):
+        config_from_hf(no_dense)
 
 
 @pytest.mark.parametrize(

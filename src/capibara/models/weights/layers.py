@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
 
 __all__ = [
-    "activation", "attention", "attention_keys", "decoder", "decoder_keys", "feed_forward", "pattern_of", "sparse",
-    "sparse_keys", "sparse_layers", "windows", "windows_keys",
+    "activation", "attention", "attention_keys", "decoder", "decoder_keys", "feed_forward", "mixed", "pairs",
+    "pattern_of", "sparse", "sparse_keys", "sparse_layers", "windows", "windows_keys",
 ]  # fmt: skip
 
 _GATED = {
@@ -48,6 +48,8 @@ def attention(
 ) -> dict[str, Any]:
     """An attention block's keys; `kv_heads`, `head_dim` and `base` are what the family takes where none is named."""
     hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
+    if kv_heads is None or "num_key_value_heads" in keys.values:
+        kv_heads = heads  # where it is null there are as many as heads, whatever is taken where it is absent
     if head_dim is None and keys.get("head_dim") is None and hidden % heads:
         raise rule_error(
             "num_attention_heads divides hidden_size where head_dim is not named",
@@ -57,7 +59,10 @@ def attention(
     return {
         "kind": "attention",
         "heads": heads,
-        "kv_heads": keys.whole("num_key_value_heads", kv_heads or heads),
+        # Where it is null there are as many as heads, whatever a family takes where it is absent.
+        "kv_heads": keys.whole(
+            "num_key_value_heads", heads if "num_key_value_heads" in keys.values else kv_heads or heads
+        ),
         "head_dim": keys.whole("head_dim", head_dim or hidden // heads),
         "window": window,
         "bias": bias,
@@ -124,10 +129,25 @@ def sparse_layers(keys: Keys, layers: int, experts: int) -> list[bool]:
     return [number not in dense and experts > 0 and (number + 1) % step == 0 for number in range(layers)]
 
 
+def mixed(keys: Keys, sparse: Mapping[str, Any], where: Sequence[bool]) -> list[Mapping[str, Any]]:
+    """The feed-forward blocks of layers of which some have experts."""
+    keys.get("intermediate_size")  # without a dense layer it counts for nothing
+    dense = {} if all(where) else feed_forward(keys)
+    return [sparse if has_experts else dense for has_experts in where]
+
+
 def decoder(
-    keys: Keys, attentions: Sequence[Mapping[str, Any]], feeds: Sequence[Mapping[str, Any]], *, eps: float
+    keys: Keys,
+    attentions: Sequence[Mapping[str, Any]],
+    feeds: Sequence[Mapping[str, Any]],
+    *,
+    eps: float = 1e-6,
+    length: int = 32768,
 ) -> dict[str, Any]:
-    """What `ModularModelConfig` takes, of a decoder with these blocks in its layers."""
+    """What `ModularModelConfig` takes, of a decoder with these blocks in its layers.
+
+    `eps` and `length` are what the family takes where its config.json names none.
+    """
     blocks: dict[str, Mapping[str, Any]] = {}
 
     def named(block: Mapping[str, Any]) -> str:
@@ -145,7 +165,7 @@ def decoder(
         "hidden": keys.whole("hidden_size"),
         "layers": len(layers),
         "vocab": keys.whole("vocab_size"),
-        "max_length": keys.whole("max_position_embeddings", 2048),
+        "max_length": keys.whole("max_position_embeddings", length),
         "tied": keys.flag("tie_word_embeddings", False),
         "norm_eps": keys.number("rms_norm_eps", eps),
         "blocks": blocks,

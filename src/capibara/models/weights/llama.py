@@ -18,7 +18,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     count, biased = keys.whole("num_hidden_layers"), keys.flag("attention_bias", False)
     mixer = layers.attention(keys, bias=biased, out_bias=biased)
     feed = layers.feed_forward(keys, bias=keys.flag("mlp_bias", False))
-    return layers.decoder(keys, [mixer] * count, [feed] * count, eps=1e-6)
+    return layers.decoder(keys, [mixer] * count, [feed] * count, length=2048)
 
 
 def _write(model: ModularModelConfig) -> dict[str, Any]:

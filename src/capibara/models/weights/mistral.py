@@ -21,7 +21,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     count = keys.whole("num_hidden_layers")
     window = None if keys.get("sliding_window", _WINDOW) is None else keys.whole("sliding_window", _WINDOW)
     mixer = layers.attention(keys, kv_heads=8, window=window)
-    return layers.decoder(keys, [mixer] * count, [layers.feed_forward(keys)] * count, eps=1e-6)
+    return layers.decoder(keys, [mixer] * count, [layers.feed_forward(keys)] * count, length=131072)
 
 
 def _write(model: ModularModelConfig) -> dict[str, Any]:

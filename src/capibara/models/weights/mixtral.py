@@ -20,7 +20,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     mixer = layers.attention(keys, kv_heads=8, base=1e6, window=window)
     number = keys.whole("num_local_experts", keys.get("num_experts", 8))
     feed = layers.sparse(keys, experts=number, ffn=keys.whole("intermediate_size"), top_k=2, normalize=True)
-    return layers.decoder(keys, [mixer] * count, [feed] * count, eps=1e-5)
+    return layers.decoder(keys, [mixer] * count, [feed] * count, eps=1e-5, length=131072)
 
 
 def _write(model: ModularModelConfig) -> dict[str, Any]:

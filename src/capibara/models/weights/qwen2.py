@@ -30,7 +30,7 @@ def _read(keys: Keys) -> dict[str, Any]:
     count = keys.whole("num_hidden_layers")
     keys.get("sliding_window")  # without use_sliding_window it counts for nothing
     mixers = [layers.attention(keys, kv_heads=32, window=window, bias=True) for window in late_windows(keys, count)]
-    return layers.decoder(keys, mixers, [layers.feed_forward(keys)] * count, eps=1e-6)
+    return layers.decoder(keys, mixers, [layers.feed_forward(keys)] * count)
 
 
 def _write(model: ModularModelConfig) -> dict[str, Any]:

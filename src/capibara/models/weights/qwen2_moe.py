@@ -33,9 +33,8 @@ def _read(keys: Keys) -> dict[str, Any]:
         "shared_ffn": keys.whole("shared_expert_intermediate_size", 5632),
         "shared_gate": True,
     }
-    dense = layers.feed_forward(keys)
-    feeds = [sparse if has_experts else dense for has_experts in layers.sparse_layers(keys, count, number)]
-    return layers.decoder(keys, mixers, feeds, eps=1e-6)
+    feeds = layers.mixed(keys, sparse, layers.sparse_layers(keys, count, number))
+    return layers.decoder(keys, mixers, feeds)
 
 
 def _write(model: ModularModelConfig) -> dict[str, Any]:

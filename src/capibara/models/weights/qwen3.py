@@ -22,7 +22,7 @@ def _read(keys: Keys) -> dict[str, Any]:
         layers.attention(keys, kv_heads=32, head_dim=128, window=window, bias=biased, out_bias=biased, qk_norm=True)
         for window in late_windows(keys, count)
     ]
-    return layers.decoder(keys, mixers, [layers.feed_forward(keys)] * count, eps=1e-6)
+    return layers.decoder(keys, mixers, [layers.feed_forward(keys)] * count)
 
 
 def _write(model: ModularModelConfig) -> dict[str, Any]:

@@ -30,9 +30,8 @@ def _read(keys: Keys) -> dict[str, Any]:
         top_k=8,
         normalize=keys.flag("norm_topk_prob", False),
     )
-    dense = layers.feed_forward(keys)
-    feeds = [sparse if has_experts else dense for has_experts in layers.sparse_layers(keys, count, number)]
-    return layers.decoder(keys, [mixer] * count, feeds, eps=1e-6)
+    feeds = layers.mixed(keys, sparse, layers.sparse_layers(keys, count, number))
+    return layers.decoder(keys, [mixer] * count, feeds)
 
 
 def _write(model: ModularModelConfig) -> dict[str, Any]:

@@ -58,29 +58,60 @@ def save_hf(
         extra: More keys of config.json, over the others.
         overwrite: Replace the weights of a folder that has some.
     """
-    target = Path(folder)
-    _check_target(target, overwrite)
     if shard_bytes < 1:
         raise rule_error("shard_bytes is 1 or more", shard_bytes, f"use {SHARD_BYTES}")
+    target = Path(folder)
     listed = _with_tied_head(model, places(model, family_of(model)))
     tree = _checked(model, params)
     codes = _codes(model, listed, tree, dtype)
     config = _config(model, codes, extra)
     files = _files(listed, codes, shard_bytes)
-    total = sum(_nbytes(place, codes) for place in listed)
-    first = jax.process_index() == 0
-    if not first:
-        # Every process takes part in bringing what lies on several hosts together; the first one writes.
-        for _ in _tensors(listed, tree):
+    tensors = _tensors(listed, tree)
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            _check_target(target, overwrite)
+            _check_room(target, sum(_nbytes(place, codes) for place in listed))
+            _write_folder(target, model, files, codes, config, tensors)
+        except (OSError, ValueError) as error:
+            failure = error
+    if jax.process_count() > 1:
+        # Every process takes part in bringing together what lies on several hosts, to the last tensor, whether or not
+        # the first one could write it; then all of them hear how it went, and the folder is there for all.
+        for _ in tensors:
             pass
-        return target
-    _check_room(target, total)
-    stage = target.parent / f".{target.name}.{os.getpid()}.partial"
+        failure = _shared(failure)
+    if failure is not None:
+        raise failure
+    return target
+
+
+def _shared(failure: Exception | None) -> Exception | None:
+    from jax.experimental import multihost_utils
+
+    failed = bool(multihost_utils.broadcast_one_to_all(np.array(failure is not None)))
+    return (
+        OSError("The first process could not write the weights; its own error says why.")
+        if failed and not failure
+        else failure
+    )
+
+
+def _write_folder(
+    target: Path,
+    model: ModularModelConfig,
+    files: Mapping[str, Sequence[Place]],
+    codes: Mapping[str, str],
+    config: Mapping[str, Any],
+    tensors: Iterator[tuple[str, np.ndarray]],
+) -> None:
+    stage = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
     try:
-        _write_tensors(stage, files, codes, _tensors(listed, tree))
+        _write_tensors(stage, files, codes, tensors)
         if len(files) > 1:
+            total = sum(_nbytes(place, codes) for own in files.values() for place in own)
             index = {
                 "metadata": {"total_size": total},
                 "weight_map": {place.name: name for name, own in files.items() for place in own},
@@ -91,7 +122,6 @@ def save_hf(
         _move(stage, target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    return target
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
