@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import pickle
+import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -265,3 +268,24 @@ def test_an_unknown_architecture_names_those_known() -> None:
         config_from_hf({**CONFIG, "architectures": None, "model_type": "lama"})
     with pytest.raises(ValueError, match="is of the model_type llama"):
         config_from_hf({**CONFIG, "model_type": "mistral"})
+
+
+def test_a_process_that_is_killed_leaves_what_was_there(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    folder = _folder(tmp_path / "model", tensors)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    program = (
+        "import os, signal, sys\n"
+        "from capibara.models.weights import load_hf, save_hf, tensor_file\n"
+        "written = tensor_file.TensorWriter.write\n"
+        "def killed(self, name, array):\n"
+        "    written(self, name, array)\n"
+        "    if name == 'model.norm.weight':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tensor_file.TensorWriter.write = killed\n"
+        "save_hf(sys.argv[1], *load_hf(sys.argv[1]), overwrite=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    save_hf(folder, *load_hf(folder), overwrite=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]

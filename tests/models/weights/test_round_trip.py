@@ -203,14 +203,18 @@ def test_overwrite_replaces_what_was_there(tmp_path: Path) -> None:
     config = hf_models.CONFIGS["llama"]
     tensors = hf_models.random_tensors(config)
     hf_models.write_folder(tmp_path / "from", config, hf_models.in_parts(tensors, 3))
-    (tmp_path / "from" / "tokenizer.json").write_text("{}")
+    (tmp_path / "from" / "notes").mkdir()
+    (tmp_path / "from" / "notes" / "a.txt").write_text("kept")
+    (tmp_path / ".from.partial").mkdir()
+    (tmp_path / ".from.partial" / "model-00001-of-00009.safetensors").write_text("of a process that was killed")
     model, params = load_hf(tmp_path / "from")
     with pytest.raises(ValueError, match="overwrite=True"):
         save_hf(tmp_path / "from", model, params)
     save_hf(tmp_path / "from", model, params, overwrite=True)
     assert sorted(file.name for file in (tmp_path / "from").iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.json",
+        "config.json", "model.safetensors", "notes",
     ]  # fmt: skip
+    assert (tmp_path / "from" / "notes" / "a.txt").read_text() == "kept"
     assert _written(tmp_path / "from") == _expected(tensors)
     assert [file.name for file in tmp_path.iterdir()] == ["from"]
 
@@ -235,3 +239,16 @@ def test_the_model_object_goes_both_ways_with_its_tokenizer(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="with its tokenizer"):
         save_hf(tmp_path / "other", lost, model.params)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_without_weights_is_filled(tmp_path: Path) -> None:
+    config = hf_models.CONFIGS["llama"]
+    tensors = hf_models.random_tensors(config)
+    hf_models.write_folder(tmp_path / "from", config, {"model.safetensors": tensors})
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "config.json").write_text("{}")
+    (tmp_path / "to" / "mine.txt").write_text("kept")
+    save_hf(tmp_path / "to", *load_hf(tmp_path / "from"))
+    assert _written(tmp_path / "to") == _expected(tensors)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == config
+    assert (tmp_path / "to" / "mine.txt").read_text() == "kept"

@@ -105,7 +105,8 @@ def _write_folder(
     config: Mapping[str, Any],
     tensors: Iterator[tuple[str, np.ndarray]],
 ) -> None:
-    stage = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"
+    # One name for all: what a killed process left there goes.
+    stage = target.absolute().parent / f".{target.name}.partial"
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
     try:
@@ -127,7 +128,7 @@ def _write_folder(
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise rule_error("Weights are written to a folder", f"{target}, which is a file", "name another place")
-    there = sorted(file.name for file in target.glob("*.safetensors*")) if target.is_dir() else []
+    there = _weights(target) if target.is_dir() else []
     if there and not overwrite:
         raise rule_error(
             "Weights are written where there are none",
@@ -320,14 +321,39 @@ def _copy_tokenizer(model: ModularModelConfig, stage: Path) -> None:
 
 
 def _move(stage: Path, target: Path) -> None:
-    """What was staged to where it belongs; of weights that were there before, those of other names go."""
+    """What was staged to where it belongs; of what was there before, all but the weights stays."""
     if not target.exists():
         stage.rename(target)
         return
-    names = {file.name for file in stage.iterdir()}
-    # The config last: until it is there, a reader sees the old one or none that fits.
-    for name in sorted(names, key=lambda name: (name == CONFIG, name == INDEX, name)):
-        os.replace(stage / name, target / name)
-    for file in target.glob("model*.safetensors*"):
-        if file.name not in names:
-            file.unlink()
+    fresh = {file.name for file in stage.iterdir()}
+    if not _weights(target):
+        # The config last: without it no reader takes what is there for a model.
+        for name in sorted(fresh, key=lambda name: name == CONFIG):
+            os.replace(stage / name, target / name)
+        return
+    # Files replaced one by one could be a mixture of two models where the process is killed between them. So the whole
+    # folder changes places; in between the two renames the old one is there under another name.
+    stale = set(_weights(target)) | fresh
+    shutil.copytree(
+        target,
+        stage,
+        copy_function=_link,
+        dirs_exist_ok=True,
+        ignore=lambda folder, names: stale.intersection(names) if Path(folder) == target else set(),
+    )
+    before = stage.with_suffix(".before")
+    shutil.rmtree(before, ignore_errors=True)
+    target.rename(before)
+    stage.rename(target)
+    shutil.rmtree(before)
+
+
+def _weights(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.glob("*.safetensors*"))
+
+
+def _link(source: str, to: str) -> None:
+    try:
+        os.link(source, to)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, to)
