@@ -117,6 +117,99 @@ def test_which_layers_are_what(name: str, change: dict[str, Any], pattern: str) 
     assert config_from_hf({**hf_models.CONFIGS[name], **change}).pattern == pattern
 
 
+# Published models, by the keys that shape them, and how many parameters each is published to have.
+PUBLISHED = {
+    "Llama-3.1-8B": (
+        8_030_261_248,
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+            "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "vocab_size": 128256,
+        },
+    ),
+    "Mistral-7B-v0.1": (
+        7_241_732_096,
+        {
+            "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+    ),
+    "Qwen2.5-7B": (
+        7_615_616_512,
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_size": 3584,
+            "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+            "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+            "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+        },
+    ),
+    "Qwen3-0.6B": (
+        596_049_920,
+        {
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_size": 1024,
+            "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+            "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+            "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+    "Mixtral-8x7B-v0.1": (
+        46_702_792_704,
+        {
+            "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        14_315_784_192,
+        {
+            "architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_size": 2048,
+            "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+            "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False,
+            "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+            "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+            "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
+            "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+            "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+            "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+            "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.quick(cases="all")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_size(name: str, caplog: pytest.LogCaptureFixture, nothing_said_yet: None) -> None:
+    parameters, config = PUBLISHED[name]
+    model = config_from_hf(config)
+    assert model.parameters == parameters
+    assert len(model.period) == 1, "one layer, scanned over"
+    assert config_to_hf(model) == config
+    assert not caplog.text, "every key of it is known"
+
+
 @pytest.mark.quick
 def test_both_spellings_of_rope_say_the_same() -> None:
     plain = {key: value for key, value in LLAMA.items() if key not in ("rope_scaling", "rope_theta")}

@@ -69,6 +69,7 @@ _INERT: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "rotary_pct": (None, 1, 1.0),
     "rope_interleaved": (None, False),
+    "use_mrope": (None, False),
     "no_rope_layers": (None, []),
     "no_rope_layer_interval": (None, 0),
     "position_embedding_type": (None, "rope", "absolute"),
