@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from capibara.models.tokenizer import load_tokenizer as load_tokenizer
     from capibara.models.vqbit.layer import VQbitLayer as VQbitLayer
     from capibara.models.vqbit.state import VQbitState as VQbitState
+    from capibara.models.weights.model import from_hf as from_hf
 
 __all__, __getattr__, __dir__ = exports(
     __name__,
@@ -31,5 +32,6 @@ __all__, __getattr__, __dir__ = exports(
         "tokenizer": "ByteTokenizer HuggingFaceTokenizer Tokenizer load_tokenizer",
         "vqbit.layer": "VQbitLayer",
         "vqbit.state": "VQbitState",
+        "weights.model": "from_hf",
     },
 )

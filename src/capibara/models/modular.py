@@ -291,28 +291,6 @@ class ModularCapibaraModel:
                 return
             yield step
 
-    @classmethod
-    def from_hf(
-        cls,
-        folder: str | Path,
-        *,
-        mesh: Any = None,
-        dtype: Any = None,
-        rules: Any = None,
-        precision: str | None = None,
-    ) -> ModularCapibaraModel:
-        """The model of a Hugging Face folder, its weights streamed onto the mesh or the default device.
-
-        `capibara.models.weights.load_hf` has the arguments. `precision` is "bfloat16" by default where the weights
-        are, and "mixed" elsewhere.
-        """
-        from capibara.models.weights import load_hf
-
-        config, params = load_hf(folder, mesh=mesh, dtype=dtype, rules=rules)
-        if precision is None:
-            precision = "bfloat16" if params["embed"].dtype == jnp.bfloat16 else "mixed"
-        return cls(config, params=params, precision=precision)
-
     def to_hf(self, folder: str | Path, **options: Any) -> None:
         """Write weights and config.json in the Hugging Face layout of the model's family.
 

@@ -42,7 +42,7 @@ def _file_of(name_or_path: str | Path) -> Path:
         raise rule_error(
             "A preset is a TOML file or a shipped name",
             f"{text!r}, a folder or a config.json",
-            "load a Hugging Face folder with ModularCapibaraModel.from_hf, and plan it by capibara plan FOLDER",
+            "load a Hugging Face folder with capibara.models.from_hf, and plan it by capibara plan FOLDER",
         )
     if not file.suffix:
         raise unknown_name("preset", text, preset_names())

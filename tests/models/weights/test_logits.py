@@ -152,6 +152,31 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(numpy_decoder.logits(config, tensors, row), logits, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("case", _cases())
+def test_decoding_from_a_cache_gives_the_same_logits(case: str, tmp_path: Path) -> None:
+    """A prompt, then the rest after it: windows, positions and experts are the same from a cache."""
+    folder = _unpacked(case, tmp_path / case)
+    ids, expected = _of_transformers(case)
+    model, params = load_hf(folder, dtype="float32")
+    rows, length = ids.shape
+    prompt = length // 2
+
+    @jax.jit
+    def run(params: Any, ids: jax.Array) -> jax.Array:
+        cache = decoder.new_cache(model, rows, length, jnp.float32)
+        zeros, halves = jnp.zeros(rows, jnp.int32), jnp.full(rows, prompt, jnp.int32)
+        first, cache = decoder.decode(model, params, ids[:, :prompt], cache, zeros, halves, dtype=jnp.float32)
+        rest = jnp.full(rows, length - prompt, jnp.int32)
+        second, _ = decoder.decode(model, params, ids[:, prompt:], cache, halves, rest, dtype=jnp.float32)
+        return decoder.logits(model, params, jnp.concatenate([first, second], axis=1))
+
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(run(params, jnp.asarray(ids)))
+    config = json.loads((folder / "config.json").read_text())
+    bound = numpy_decoder.rounding_bound(config, length, np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2 * bound)
+
+
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("case", _cases())
 def test_what_transformers_saved_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:

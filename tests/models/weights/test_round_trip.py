@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from safetensors import safe_open
 from tests.models.weights import hf_models
 
-from capibara.models import ModularCapibaraModel, ModularModelConfig, decoder
+from capibara.models import ModularModelConfig, decoder, from_hf
 from capibara.models.weights import load_hf, save_hf
 from capibara.models.weights.folder import tensor_entries
 
@@ -227,9 +227,9 @@ def test_the_model_object_goes_both_ways_with_its_tokenizer(tmp_path: Path) -> N
     (tmp_path / "from" / "tokenizer.json").write_text('{"of": "mine"}')
     (tmp_path / "from" / "generation_config.json").write_text("{}")
     (tmp_path / "from" / "notes.txt").write_text("not the model's")
-    model = ModularCapibaraModel.from_hf(tmp_path / "from")
+    model = from_hf(tmp_path / "from")
     assert (model.precision, model.config.tokenizer) == ("bfloat16", str(tmp_path / "from"))
-    assert ModularCapibaraModel.from_hf(tmp_path / "from", dtype="float32").precision == "mixed"
+    assert from_hf(tmp_path / "from", dtype="float32").precision == "mixed"
     model.to_hf(tmp_path / "to")
     assert _written(tmp_path / "to") == _expected(tensors)
     names = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
