@@ -152,7 +152,10 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(numpy_decoder.logits(config, tensors, row), logits, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("case", _cases())
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "mistral", "qwen2", "qwen3_windows", "mixtral_window", "qwen2_moe_windows", "qwen3_moe_window"],
+)
 def test_decoding_from_a_cache_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     """A prompt, then the rest after it: windows, positions and experts are the same from a cache."""
     folder = _unpacked(case, tmp_path / case)
