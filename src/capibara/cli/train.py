@@ -104,7 +104,7 @@ def _in_processes(count: int, devices: int | None) -> None:
     """The same command in several processes of this machine, restarted together from their last checkpoint."""
     from capibara.train.supervisor import supervise
 
-    words = [word for word in sys.argv[1:]]
+    words = list(sys.argv[1:])
     for position, word in enumerate(words):
         if word == "--processes":
             del words[position : position + 2]
@@ -112,6 +112,11 @@ def _in_processes(count: int, devices: int | None) -> None:
         if word.startswith("--processes="):
             del words[position]
             break
-    code = supervise([sys.executable, "-m", "capibara", *words], processes=count)
+    code = supervise(
+        [sys.executable, "-m", "capibara", *words],
+        count,
+        restart_words=[] if "--resume" in words else ["--resume"],
+        plain="--json" in words,
+    )
     if code:
         raise typer.Exit(code)

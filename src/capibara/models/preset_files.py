@@ -14,7 +14,7 @@ from capibara import toml_tables
 from capibara.errors import rule_error, unknown_name
 from capibara.toml_tables import Table
 
-__all__ = ["FOLDER", "load_table", "name_of", "preset_names"]
+__all__ = ["FOLDER", "load_table", "name_of", "overridden", "preset_names"]
 
 FOLDER = Path(__file__).parents[1] / "config" / "configs_toml"
 _SECTIONS = ("model", "tpu", "train", "optimizer", "mesh", "data", "checkpoint", "log", "lora", "scaling")
@@ -77,6 +77,11 @@ def load_table(
         file = _file_of(beside if beside.suffix and beside.is_file() else base)
     else:
         raise rule_error(f"A file has at most {_MOST_BASES} bases", f"more, the last {file}", "look for a circle")
+    return overridden(table, overrides, environment)
+
+
+def overridden(table: Table, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Table:
+    """The table with the environment's keys and the overrides on top; a section that nobody knows is refused."""
     for name, value in sorted((os.environ if environment is None else environment).items()):
         if name.startswith(_ENVIRONMENT):
             key = name.removeprefix(_ENVIRONMENT).lower().replace("__", ".")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Guard", "Listener", "StateHolder", "guarded", "guarding", "listening", "report"]
+__all__ = ["Guard", "Listener", "StateHolder", "guarded", "guarding", "is_guarded", "listening", "report"]
 
 T = TypeVar("T")
 
@@ -69,3 +69,8 @@ def guarded(holder: StateHolder, step: Callable[[], T]) -> T:
         return step()
     result: T = guard(holder, step)
     return result
+
+
+def is_guarded() -> bool:
+    """Whether a guard runs steps here: then they are waited for inside of it."""
+    return _GUARD.get() is not None

@@ -42,6 +42,9 @@ COMMUNICATION = ("automatic", "overlapped", "sequential", "compressed")
 buckets after each device's own backward pass, for parameters that every device has whole: buckets beside each other,
 one after another, or as int8 with what was rounded off sent the next time."""
 
+FROZEN = "frozen"
+"""The state's key of weights that are not trained: they pass through the step, and a loss gets (trained, frozen)."""
+
 _PARAM = {"mixed": jnp.float32, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
 _COMPUTE = {"mixed": jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -75,8 +78,10 @@ class StepOptions:
             raise unknown_name("gradient communication", self.communication, COMMUNICATION)
 
 
-def initial_state(optimizer: Any, params: Any, options: StepOptions, data_size: int = 1) -> dict[str, Any]:
-    """What a step keeps beside the parameters, before the first one."""
+def initial_state(
+    optimizer: Any, params: Any, options: StepOptions, data_size: int = 1, frozen: Any = None
+) -> dict[str, Any]:
+    """What a step keeps beside the parameters, before the first one. `frozen` are weights that are not trained."""
     state = {
         "optimizer": _stored(optimizer.init(_wide(params, options)), options),
         "step": jnp.int32(0),
@@ -86,7 +91,7 @@ def initial_state(optimizer: Any, params: Any, options: StepOptions, data_size: 
     if options.communication == "compressed":
         # What each device has not sent yet of its own gradients.
         state["unsent"] = jax.tree.map(lambda p: jnp.zeros((data_size, *p.shape), jnp.float32), params)
-    return state
+    return state if frozen is None else {**state, FROZEN: frozen}
 
 
 def _wide(params: Any, options: StepOptions) -> Any:
@@ -116,19 +121,21 @@ def trainer_job(
     remat: tuple[str, ...] = POLICIES,
     accumulate: tuple[int, ...] = (1,),
     data_size: int = 1,
+    frozen: Any = None,
     name: str = "",
 ) -> Job:
     """The job of training from shapes: what the planner lays out and the trainer runs.
 
     `remat` and `accumulate` are the values to choose from. `data_size` is that of the mesh's data axis, where gradients
-    are summed by hand.
+    are summed by hand. With `frozen`, shapes of weights that are not trained, the loss gets (trained, frozen) in the
+    parameters' place.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     for parts in accumulate:
         if rows % parts:
             divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
             raise rule_error(f"accumulate divides the batch's {rows} rows", parts, f"use one of {divisors}")
-    state = jax.eval_shape(lambda p: initial_state(optimizer, p, options, data_size), params)
+    state = jax.eval_shape(lambda p, f: initial_state(optimizer, p, options, data_size, f), params, frozen)
 
     def build(remat: str = "none", accumulate: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         slim = checkpoint_scans(_positional(loss), remat)
@@ -136,6 +143,8 @@ def trainer_job(
 
     def staged(microbatches: int, remat: str = "none") -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # The pipeline cuts the loss apart where rows meet; metrics would be cut with it.
+        if frozen is not None:
+            raise rule_error("A pipeline trains all of its weights", "weights that are frozen", "use other mesh axes")
         slim = checkpoint_scans(lambda p, b: loss(p, b, None)[0], remat)
         sums = options.precision != "bfloat16"
 
@@ -169,12 +178,19 @@ def _positional(loss: Loss) -> Loss:
 
 def step_function(loss: Loss, optimizer: Any, options: StepOptions, accumulate: int = 1) -> Callable[..., Any]:
     """`step(params, state, batch) -> (params, state, metrics)`."""
-    gradients_of = _by_hand(loss, options, accumulate) if options.communication != "automatic" else None
 
     def step(params: Any, state: dict[str, Any], batch: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        frozen = {FROZEN: state[FROZEN]} if FROZEN in state else {}
+        own = loss
+        if frozen:
+
+            def own(params: Any, batch: Any, key: Any) -> Any:
+                return loss((params, frozen[FROZEN]), batch, key)
+
+        gradients_of = _by_hand(own, options, accumulate) if options.communication != "automatic" else None
         key = jax.random.fold_in(jax.random.key(options.seed), state["step"])
         if gradients_of is None:
-            value, metrics, gradients = _accumulated(loss, accumulate, params, batch, key)
+            value, metrics, gradients = _accumulated(own, accumulate, params, batch, key)
             after: dict[str, Any] = {}
         else:
             value, metrics, gradients, after = gradients_of(params, batch, key, state)
@@ -195,7 +211,7 @@ def step_function(loss: Loss, optimizer: Any, options: StepOptions, accumulate: 
         metrics = {"loss": value, **metrics, "grad_norm": norm, "skipped_in_a_row": new_state["skipped_in_a_row"]}
         if options.rate is not None:
             metrics["learning_rate"] = jnp.asarray(options.rate(state["step"]), jnp.float32)
-        return new_params, new_state, metrics
+        return new_params, {**new_state, **frozen}, metrics
 
     return step
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from capibara import toml_tables
 from capibara.errors import rule_error
-from capibara.models.preset import Preset, load_preset
+from capibara.models.config import ModularModelConfig
+from capibara.models.preset import Preset, load_preset, preset_of
+from capibara.models.preset_files import overridden
+from capibara.toml_tables import Table
 from capibara.train.data.config import DataConfig
 
 __all__ = ["CheckpointSettings", "LogSettings", "LoraSettings", "RunConfig", "load_run"]
@@ -98,11 +101,7 @@ def load_run(
     """
     folder = Path(config)
     if (folder / "config.json").is_file():
-        from capibara.models.weights import hf_preset_table
-
-        table = hf_preset_table(folder, overrides, environment)
-        from capibara.models.preset import preset_of
-
+        table = overridden(Table(_of_hf(folder).as_tables()), overrides, environment)
         preset, weights = preset_of(table, folder.name), folder
     else:
         preset, weights = load_preset(config, overrides, environment), None
@@ -121,3 +120,11 @@ def load_run(
         toml_tables.build(LoraSettings, table, "lora"),
         weights,
     )
+
+
+def _of_hf(folder: Path) -> ModularModelConfig:
+    from capibara.models.weights import config_from_hf, read_config
+
+    model = config_from_hf(read_config(folder))
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    return replace(model, tokenizer=str(folder.absolute())) if has_tokenizer else model

@@ -8,6 +8,8 @@ asked between steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,7 @@ from capibara.parallel import run as layouts_run
 from capibara.parallel.job import Job
 from capibara.parallel.optimizers import make_optimizer, schedule_named
 from capibara.parallel.remat import POLICIES
-from capibara.parallel.trainer_step import StepOptions, initial_state, trainer_job
+from capibara.parallel.trainer_step import FROZEN, StepOptions, initial_state, trainer_job
 from capibara.plan.search.space import PARAMETERS
 from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.batches import Batches
@@ -40,12 +42,18 @@ from capibara.train.watchdog import Watchdog
 
 __all__ = ["Diverged", "Loop", "LoopOptions", "Preempted", "Result"]
 
+_POSITIONS = 8192
+"""Steps whose place in the data is remembered, for a state that goes back."""
 _UNROLL_AT_MOST = 64
 """Repeats of a pattern that a GPU's program writes out: beyond, compiling takes longer than it gives."""
 
 
 class Diverged(CapibaraError, RuntimeError):
     """Too many steps in a row whose loss or gradient is not finite; the batch is kept for another try."""
+
+
+class _Rewound(Exception):
+    """The state went back to an earlier step."""
 
 
 class Preempted(CapibaraError, RuntimeError):
@@ -133,6 +141,7 @@ class Loop:
         self._program: layouts_run.Program | None = None
         self._compiled: Any = None
         self._evaluate: Any = None
+        self._positions: dict[int, dict[str, Any]] = {}
 
     # Making the program.
 
@@ -141,6 +150,30 @@ class Loop:
 
         Returns what was kept beside the state of the checkpoint that was restored; None for a new run.
         """
+        self._compile(batch)
+        assert self._program is not None
+        assert self.chosen is not None
+        with self._phase("initialise"):
+            params, state, _ = self._program.arguments
+            frozen = self._frozen(state.get(FROZEN))
+            trained = {name: shape for name, shape in state.items() if name != FROZEN}
+            found = None
+            if restored and self.checkpoints is not None:
+                found = self.checkpoints.restore_latest({"params": params, "state": trained})
+            if found is not None:
+                self.params, self.state = found.state["params"], {**found.state["state"], **frozen}
+                self.step = found.step
+                self.tell(f"restored step {found.step} from {found.source}")
+                return dict(found.extra)
+            self.params = self._started(params)
+            size = self._data_size(self.chosen)
+            self.state = self._on_mesh(
+                lambda p: initial_state(self.optimizer, p, self.step_options, size), trained, self.params
+            )
+            self.state |= frozen
+        return None
+
+    def _compile(self, batch: Mapping[str, Any]) -> None:
         with self._phase("compile"):
             self.chosen = self._lay_out(batch)
             job = self._job(batch, self._unroll(), self._data_size(self.chosen))
@@ -153,29 +186,15 @@ class Loop:
             self._compiled = lowered.compile(compiler_options=dict(self.options.compiler_options or {}) or None)
             self.compile_seconds = time.perf_counter() - started
             self.tell(f"compiled in {self.compile_seconds:.1f} s: {self.chosen.layout.name}")
-        with self._phase("initialise"):
-            params, state, _ = self._program.arguments
-            back = self.checkpoints if restored else None
-            if back is not None and (back.latest() is not None or back.emergency is not None):
-                found = self._restored(back, {"params": params, "state": state})
-                if found is not None:
-                    return found
-            self.params = self._started(params)
-            self.state = self._on_mesh(
-                lambda p: initial_state(self.optimizer, p, self.step_options, self._data_size(self.chosen)),
-                state,
-                self.params,
-            )
-        return None
 
-    def _restored(self, checkpoints: Checkpoints, target: Any) -> dict[str, Any] | None:
-        if not checkpoints.steps() and checkpoints.emergency is None:
-            return None
-        found = checkpoints.restore(target)
-        self.params, self.state = found.state["params"], found.state["state"]
-        self.step = found.step
-        self.tell(f"restored step {found.step} from {found.source}")
-        return dict(found.extra)
+    def _frozen(self, shapes: Any) -> dict[str, Any]:
+        """Weights that are not trained, where the step puts them."""
+        if shapes is None:
+            return {}
+        assert self._program is not None
+        weights = self.trainable.frozen(self._program.mesh)  # type: ignore[attr-defined]
+        # A copy: the step takes its arguments' memory over, and these may be the model's own.
+        return {FROZEN: jax.tree.map(lambda x, s: jax.device_put(x, s.sharding, may_alias=False), weights, shapes)}
 
     def _data_size(self, chosen: Chosen) -> int:
         return int(chosen.layout.mesh.axes.get("data", 1))
@@ -209,6 +228,7 @@ class Loop:
             remat=remat,
             accumulate=parts,
             data_size=data_size,
+            frozen=getattr(self.trainable, "frozen_shapes", lambda: None)(),
             name=self.trainable.name,
         )
 
@@ -231,7 +251,8 @@ class Loop:
 
     def _started(self, shapes: Any) -> Any:
         """Parameters to start from, each made where it lies."""
-        starting = getattr(self.trainable, "starting_params", lambda: None)()
+        assert self._program is not None
+        starting = getattr(self.trainable, "starting_params", lambda mesh: None)(self._program.mesh)
         if starting is not None:
             return jax.tree.map(
                 lambda x, s: jax.device_put(jax.numpy.asarray(x, s.dtype), s.sharding, may_alias=False),
@@ -294,16 +315,23 @@ class Loop:
         result = Result(self.step, {})
         started = last = time.perf_counter()
         pending: tuple[int, Any, Any] | None = None
+        self._positions = {self.step: batches.state()}
         upcoming = self._draw(batches, first) if self.step < until else None
         while upcoming is not None and self.step < until:
             drawn, batch = upcoming
             with self._phase("step", step=self.step + 1):
-                self.params, self.state, metrics = self._compiled(self.params, self.state, batch)
-                self.step += 1
+                try:
+                    metrics = step_hooks.guarded(self, functools.partial(self._one_step, batch, self.step))
+                except _Rewound:
+                    upcoming, pending = self._resumed(batches), None
+                    last = time.perf_counter()
+                    continue
                 for value in metrics.values():
                     value.copy_to_host_async()
                 # The device has its next batch before it wants it; what was drawn for that is not yet trained on.
-                position = batches.state()
+                position = self._positions[self.step] = batches.state()
+                self._positions.pop(self.step - _POSITIONS, None)
+                step_hooks.report(self.step, self.get_state())
                 with self._phase("data_wait"):
                     upcoming = self._draw(batches) if self.step < until else None
                 if pending is not None:
@@ -322,6 +350,62 @@ class Loop:
             result.eval_loss = self.evaluate(evaluation, log)
         self.save(batches.state(), block=True)
         return result
+
+    def _one_step(self, batch: Any, after: int) -> dict[str, Any]:
+        """The step after this one. A guard that runs it again after putting an earlier state back is told so."""
+        if self.step != after:
+            raise _Rewound
+        self.params, self.state, metrics = self._compiled(self.params, self.state, batch)
+        if step_hooks.is_guarded():
+            # A device's error has to come up inside of the guard.
+            jax.block_until_ready(metrics)
+        self.step += 1
+        return dict(metrics)
+
+    # A recovery manager takes the state and puts it back, on the devices that are left.
+
+    @property
+    def steps_done(self) -> int:
+        return self.step
+
+    def get_state(self) -> dict[str, Any]:
+        return self._saved_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.params, self.state = state["params"], {**self.state, **state["state"]}
+        self.step = int(self.state["step"])
+
+    def _resumed(self, batches: Batches) -> tuple[Any, Any] | None:
+        """The batch after the step that the state went back to; on other devices, by another plan."""
+        if self.step not in self._positions:
+            raise rule_error(
+                f"A run goes back at most {_POSITIONS} steps within a process",
+                f"to step {self.step}",
+                "keep states more often (checkpoint_frequency), or restart with --resume",
+            )
+        batches.restore(self._positions[self.step])
+        drawn = next(batches, None)
+        if drawn is None:
+            return None
+        devices = sorted({d for leaf in jax.tree.leaves(self.params) for d in leaf.devices()}, key=lambda d: d.id)
+        if devices != sorted(self.devices, key=lambda d: d.id):
+            self._move_to(devices, drawn)
+        self.tell(f"went back to step {self.step}")
+        return drawn, self.place(drawn)
+
+    def _move_to(self, devices: Sequence[Any], batch: Mapping[str, Any]) -> None:
+        """Plan and compile for these devices, and lay the state out anew."""
+        self.tell(f"{len(self.devices)} devices became {len(devices)}: planning anew")
+        params, state, step = self.params, self.state, self.step
+        self.devices = list(devices)
+        self.options = dataclasses.replace(self.options, axes=None, devices=devices)
+        self._evaluate = None
+        self._compile(batch)
+        assert self._program is not None
+        shapes = self._program.arguments
+        self.params = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, shapes[0])
+        self.state = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, shapes[1])
+        self.step = step
 
     def _draw(self, batches: Batches, first: Mapping[str, Any] | None = None) -> tuple[Any, Any] | None:
         """The next batch, as it was drawn and where the layout puts it; None at the end of the data."""
@@ -358,7 +442,6 @@ class Loop:
             self.recorder.step(step, seconds, row["loss"])
         if on_step is not None:
             on_step(step, row)
-        step_hooks.report(step, {"params": self.params, "state": self.state})
         in_a_row = int(values.get("skipped_in_a_row", 0))
         if in_a_row:
             self.tell(f"step {step}: loss or gradient is not finite, the step was skipped ({in_a_row} in a row)")
@@ -431,7 +514,8 @@ class Loop:
             raise Preempted(f"asked to stop at step {self.step}, which is saved")
 
     def _saved_state(self) -> dict[str, Any]:
-        return {"params": self.params, "state": self.state}
+        """What is trained: weights that are frozen are where they were read from."""
+        return {"params": self.params, "state": {k: v for k, v in self.state.items() if k != FROZEN}}
 
     def _extra(self, position: Mapping[str, Any]) -> dict[str, Any]:
         assert self.chosen is not None
@@ -447,6 +531,9 @@ class Loop:
                 if self.recorder is not None:
                     self.recorder.alert(str(alert), self.step)
 
+    def _loss_params(self) -> Any:
+        return (self.params, self.state[FROZEN]) if FROZEN in self.state else self.params
+
     def evaluate(self, evaluation: Callable[[], Batches], log: MetricsLog) -> float:
         """The mean loss over the held-out part, by the targets that count."""
         assert self._program is not None
@@ -459,7 +546,7 @@ class Loop:
                 if number == self.settings.eval_batches:
                     break
                 with layouts_run.surroundings(self._program.layout, self._program.mesh):
-                    value = self._evaluate(self.params, self.place(batch))
+                    value = self._evaluate(self._loss_params(), self.place(batch))
                 counted = float(np.sum(batch["mask"])) if "mask" in batch else float(np.size(batch["targets"]))
                 total, weight = total + float(value) * counted, weight + counted
         if not weight:

@@ -20,12 +20,14 @@ from capibara.models.modular import ModularCapibaraModel
 from capibara.models.tokenizer import load_tokenizer
 from capibara.observe.goodput import Goodput, GoodputReport
 from capibara.observe.recorder import Recorder
+from capibara.parallel.trainer_step import param_dtype
 from capibara.train.checkpoints.policy import Keep
 from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.config import RunConfig
 from capibara.train.data.batches import RowBatches, open_batches
 from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions, Result
+from capibara.train.lora import LoraTrainable
 from capibara.train.preemption import Preemption
 from capibara.train.processes import process_count, process_index
 from capibara.train.trainable import ModelTrainable
@@ -84,7 +86,7 @@ def train(
         batches = stack.enter_context(_batches(config, "train"))
         preemption = stack.enter_context(Preemption())
         loop = Loop(
-            ModelTrainable(model, settings.precision, settings.z_loss),
+            _trainable(config, model),
             settings,
             preset.optimizer,
             LoopOptions(axes=preset.mesh.axes, devices=devices),
@@ -126,6 +128,23 @@ def train(
     return Trained(model, result, loop, report, out)
 
 
+def _trainable(config: RunConfig, model: ModularCapibaraModel) -> ModelTrainable:
+    settings = config.preset.train
+    load = None
+    if config.weights is not None:
+        folder = config.weights
+
+        def load(mesh: Any) -> Any:
+            from capibara.models.weights import load_hf
+
+            dtype = param_dtype(settings.precision)
+            return load_hf(folder, mesh=None if mesh is None or mesh.size == 1 else mesh, dtype=dtype)[1]
+
+    if config.lora.rank:
+        return LoraTrainable(model, config.lora, settings.precision, settings.z_loss, load)
+    return ModelTrainable(model, settings.precision, settings.z_loss, load)
+
+
 def _check(config: RunConfig) -> None:
     settings, model = config.preset.train, config.preset.model
     if settings.sequence_length > model.max_length:
@@ -134,7 +153,8 @@ def _check(config: RunConfig) -> None:
             settings.sequence_length,
             f"use {model.max_length}, or raise model.max_length",
         )
-    words = load_tokenizer(config.data.tokenizer).vocab_size
+    tokens = config.data.format == "tokens" or config.data.path.endswith((".bin", ".npy"))
+    words = 0 if tokens else load_tokenizer(config.data.tokenizer).vocab_size  # ids in files are checked as they come
     if words > model.vocab:
         raise rule_error(
             f"model.vocab has room for the tokenizer's {words} tokens", model.vocab, f"use model.vocab={words}"

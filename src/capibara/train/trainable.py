@@ -49,7 +49,15 @@ class Trainable(Protocol):
 class ModelTrainable:
     """A `ModularCapibaraModel`."""
 
-    def __init__(self, model: ModularCapibaraModel, precision: str = "mixed", z_loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: ModularCapibaraModel,
+        precision: str = "mixed",
+        z_loss: float = 0.0,
+        load: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """`load(mesh)` gives weights to start from; the model's own, where it has some, come first."""
+        self._load = load
         self.model = model
         self.precision = precision
         self.z_loss = z_loss
@@ -62,8 +70,10 @@ class ModelTrainable:
     def init(self, key: jax.Array) -> Any:
         return decoder.init(self.model.config, key, param_dtype(self.precision))
 
-    def starting_params(self) -> Any:
-        """The model's own parameters where it has some already."""
+    def starting_params(self, mesh: Any = None) -> Any:
+        """Weights to start from, on this mesh: the model's own where it has some, else what `load` gives."""
+        if self.model._params is None and self._load is not None:
+            self.model._params = self._load(mesh)
         return self.model._params
 
     def loss(self, unroll: int | bool = 1) -> Loss:
@@ -112,7 +122,7 @@ class LossTrainable:
         del key  # they are the caller's
         return self._params
 
-    def starting_params(self) -> Any:
+    def starting_params(self, mesh: Any = None) -> Any:
         return self._params
 
     def loss(self, unroll: int | bool = 1) -> Loss:

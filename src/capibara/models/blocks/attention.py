@@ -14,7 +14,7 @@ from capibara.kernels.ops.attention import Rope, attention, rope
 from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight
+from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -122,11 +122,14 @@ class Attention(Block):
             weights["key_norm"] = Weight((each,), (None,), "ones")
         return weights
 
+    def products(self) -> dict[str, int]:
+        return {"query": 1, "key": 1, "value": 1, "out": 2}
+
     def _projected(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         def project(name: str) -> jax.Array:
-            y = jnp.einsum("bth,hnd->btnd", x, params[name].astype(x.dtype))
+            y = product(params, name, x)
             if self.bias:
                 y = y + params[f"{name}_bias"].astype(y.dtype)
             return with_sharding_constraint(y, _HEADS)
@@ -138,7 +141,7 @@ class Attention(Block):
         return q, k, v
 
     def _out(self, params: Mapping[str, jax.Array], mixed: jax.Array) -> jax.Array:
-        y = jnp.einsum("btnd,ndh->bth", with_sharding_constraint(mixed, _HEADS), params["out"].astype(mixed.dtype))
+        y = product(params, "out", with_sharding_constraint(mixed, _HEADS), inputs=2)
         return y + params["out_bias"].astype(y.dtype) if self.out_bias else y
 
     def __call__(

@@ -11,7 +11,7 @@ import jax
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.ops.layers.activation.api import activation, gated_activation
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight
+from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -54,17 +54,20 @@ class Mlp(Block):
             weights["down_bias"] = Weight((wide,), (None,), "zeros")
         return weights
 
+    def products(self) -> dict[str, int]:
+        return dict.fromkeys(("gate", "up", "down") if self.gated else ("up", "down"), 1)
+
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
-        def product(name: str, x: jax.Array) -> jax.Array:
-            y = x @ params[name].astype(x.dtype)
+        def biased(name: str, x: jax.Array) -> jax.Array:
+            y = product(params, name, x)
             return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y
 
         if self.gated:
-            gate = with_sharding_constraint(product("gate", x), _INNER)
-            up = with_sharding_constraint(product("up", x), _INNER)
+            gate = with_sharding_constraint(biased("gate", x), _INNER)
+            up = with_sharding_constraint(biased("up", x), _INNER)
             inner = gated_activation(gate, up, kind=GATED[self.activation])
         else:
-            inner = activation(with_sharding_constraint(product("up", x), _INNER), kind=PLAIN[self.activation])
-        return BlockOutput(product("down", with_sharding_constraint(inner, _INNER)))
+            inner = activation(with_sharding_constraint(biased("up", x), _INNER), kind=PLAIN[self.activation])
+        return BlockOutput(biased("down", with_sharding_constraint(inner, _INNER)))

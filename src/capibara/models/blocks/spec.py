@@ -20,7 +20,19 @@ from capibara.kernels.pallas.prng import normal_by_place
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
 
-__all__ = ["Block", "BlockOutput", "Sequences", "Weight", "initial", "logical_axes", "shapes"]
+__all__ = [
+    "LORA_DOWN",
+    "LORA_SCALE",
+    "LORA_UP",
+    "Block",
+    "BlockOutput",
+    "Sequences",
+    "Weight",
+    "initial",
+    "logical_axes",
+    "product",
+    "shapes",
+]
 
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -95,6 +107,20 @@ def initial(weights: Any, key: jax.Array, dtype: Any) -> Any:
     return jax.tree.unflatten(tree, [drawn(path, weight) for path, weight in leaves])
 
 
+LORA_DOWN, LORA_UP, LORA_SCALE = "_lora_down", "_lora_up", "_lora_scale"
+"""What a weight's name is followed by in its block for the two factors of a low-rank change of it, and its scale."""
+
+
+def product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int = 1) -> jax.Array:
+    """x times a weight, over so many of x's last axes; with the weight's low-rank change where the block has one."""
+    y = jnp.tensordot(x, params[name].astype(x.dtype), inputs)
+    down = params.get(name + LORA_DOWN)
+    if down is not None:
+        low = jnp.tensordot(x, down.astype(x.dtype), inputs) * params[name + LORA_SCALE].astype(x.dtype)
+        y = y + jnp.tensordot(low, params[name + LORA_UP].astype(x.dtype), 1)
+    return y
+
+
 @dataclass(frozen=True)
 class Sequences:
     """What a block knows of the rows that it works on beside their numbers."""
@@ -129,6 +155,10 @@ class Block:
     def weights(self, model: ModularModelConfig) -> dict[str, Weight]:
         """Every parameter."""
         raise NotImplementedError
+
+    def products(self) -> dict[str, int]:
+        """Weights that `product` multiplies with, and how many of their first axes are inputs: LoRA can change them."""
+        return {}
 
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences

@@ -15,7 +15,7 @@ from capibara.kernels.ops.conv.causal1d.api import causal_conv1d
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.kernels.ops.scan import selective_scan, state_space_dual
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight
+from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -121,6 +121,9 @@ class Ssm(Block):
             "skip": Weight((inner,), ("mlp",), "ones", keep_float32=True),
         }
 
+    def products(self) -> dict[str, int]:
+        return {"gate": 1, "in": 1, "out": 1}
+
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
@@ -159,8 +162,8 @@ class Ssm(Block):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The block, from a cache and to the next one where there is one."""
         inner_axes = ("batch", "sequence", "mlp")
-        gate = with_sharding_constraint(x @ params["gate"].astype(x.dtype), inner_axes)
-        z = with_sharding_constraint(x @ params["in"].astype(x.dtype), inner_axes)
+        gate = with_sharding_constraint(product(params, "gate", x), inner_axes)
+        z = with_sharding_constraint(product(params, "in", x), inner_axes)
         # Padding takes no step: its step size is 0, which leaves the state as it is.
         real = None if lengths is None else jnp.arange(x.shape[1]) < lengths[:, None]
         after: dict[str, jax.Array] = {}
@@ -221,7 +224,7 @@ class Ssm(Block):
         if self.form == "dual":
             y = y.reshape(z.shape) * jax.nn.silu(gate)
             y = rms_norm(y, params["norm"], eps=model.norm_eps)
-        return with_sharding_constraint(y, inner_axes) @ params["out"].astype(x.dtype), after
+        return product(params, "out", with_sharding_constraint(y, inner_axes)), after
 
     def flops_per_token(self, model: ModularModelConfig, length: int) -> float:
         # Into the state and out of it again, a multiplication and an addition each.
