@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from capibara.errors import ImplementationRefused
-from capibara.kernels import direct_error_bound, explain, interpret, target, winograd_conv2d, winograd_error_bound
+from capibara.kernels import direct_error_bound, explain, target, winograd_conv2d, winograd_error_bound
 from capibara.kernels.lab.check import check
 from capibara.kernels.ops.conv import CONV2D, conv2d
 from capibara.kernels.ops.conv.conv2d.points import TILES, amplification, transforms
-from capibara.kernels.ops.conv.conv2d.tpu.forward import RowsConfig
 from capibara.kernels.ops.conv.conv2d.winograd import PRODUCTS, WinogradConfig
 
 
@@ -190,29 +189,6 @@ def test_the_gradient_keeps_to_winograd() -> None:
     told = explain(jax.grad(lambda x, w: conv2d(x, w, tile_size=4).sum()), *SHAPES)
     assert {s.implementation for s in told.selections} == {"xla_winograd4"}
     assert len(told.selections) > 1
-
-
-@pytest.mark.parametrize("name", ["pointwise", "one"])
-def test_the_tpu_kernel_on_small_filters_and_images(name: str) -> None:
-    case = CONV2D.case(name)
-    with interpret("hlo"):
-        found = check(CONV2D, case.arrays(), case.params, "pallas_tpu")
-    assert found.ok, found.why
-
-
-def test_the_tpu_kernel_in_several_blocks() -> None:
-    x, w = _normal(1, 11, 9, 8), _normal(3, 3, 8, 256, seed=1)
-    with interpret("hlo"):
-        found = check(CONV2D, (x, w), {}, "pallas_tpu", RowsConfig(4, 128))
-    assert found.ok, found.why
-
-
-@pytest.mark.parametrize(
-    "case", [c for c in CONV2D.cases if "bench" in c.tags and c.name != "stem"], ids=lambda c: c.name
-)
-def test_the_tpu_kernel_takes_the_real_layers(case: Any) -> None:
-    with target("tpu"):
-        assert CONV2D.implementations["pallas_tpu"].refusal(CONV2D.call(*case.args(), **case.params)) is None
 
 
 @pytest.mark.quick

@@ -13,7 +13,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
-from capibara.kernels.ops.conv.causal1d import gradient, peers, rules, tpu, xla
+from capibara.kernels.ops.conv.causal1d import gradient, peers, rules, xla
 from capibara.kernels.ops.conv.causal1d.cases import CASES
 from capibara.kernels.ops.conv.causal1d.reference import finished, reference, wide_type
 
@@ -35,7 +35,6 @@ CAUSAL_CONV1D: Op = Op(
 )
 for _implementation in (
     xla.IMPLEMENTATION,
-    tpu.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
     CAUSAL_CONV1D.implement(_implementation)
@@ -82,7 +81,7 @@ def causal_conv1d(
       activation: None or "silu", of the sum and the bias.
       initial_state: the width - 1 inputs before x, [batch, width - 1, channels]; zeros by default.
       return_state: return (y, the last width - 1 inputs), what `causal_conv1d_step` and the next call start from.
-      implementation: force one by name ("xla", "pallas_tpu", "reference"); a refusal is an error.
+      implementation: force one by name ("xla", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
     Forward-mode derivatives need implementation="reference".

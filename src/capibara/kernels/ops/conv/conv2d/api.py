@@ -16,7 +16,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.conv.conv2d import gradient, hopper, rules, tpu, winograd, xla
+from capibara.kernels.ops.conv.conv2d import gradient, hopper, rules, winograd, xla
 from capibara.kernels.ops.conv.conv2d.cases import CASES
 from capibara.kernels.ops.conv.conv2d.points import TILES
 from capibara.kernels.ops.conv.conv2d.reference import reference
@@ -42,7 +42,6 @@ for _implementation in (
     xla.IMPLEMENTATION,
     *winograd.IMPLEMENTATIONS,
     xla.DIRECT,
-    tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
@@ -75,8 +74,7 @@ def conv2d(
         alike. A convolution that it is not made for (other than 3x3, stride 1, no dilation, one group) runs on another
         implementation, which `explain` shows and the log says once.
       implementation: force one by name ("xla", "xla_winograd2", "xla_winograd4", "xla_winograd6", "hopper",
-        "xla_direct", "pallas_tpu", "reference"); a refusal is an error. Asked for by name or tile,
-        "xla_winograd4" also takes 16-bit operands, whose error is then about ten times the direct form's:
+        "xla_direct", "reference"); a refusal is an error. Asked for by name or tile, "xla_winograd4" also takes 16-bit operands, whose error is then about ten times the direct form's:
         see `winograd_error_bound`.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 

@@ -9,7 +9,6 @@ from capibara.kernels.core.spec import Case
 REAL = frozenset({"bench", "tpu", "tune"})
 ON_GPU = REAL | {"gpu"}  # lowered for a GPU too: one for each number of channels to a thread
 HOSTILE = frozenset({"test", "tpu"})
-LOWERED = frozenset({"tpu"})  # compiled for the TPU, and run by this family's own tests
 
 
 def case(
@@ -35,8 +34,7 @@ CASES = (
     case("prime", (1, 13, 11, 37), (3, 3), 7, HOSTILE, padding="VALID"),
     case("everything", (1, 9, 8, 6), (3, 2), 4, HOSTILE, "float32", groups=2, dilation=(1, 2), strides=(2, 1)),
     case("no-images", (0, 4, 4, 3), (3, 3), 2, HOSTILE, "float32"),
-    case("pointwise", (2, 3, 5, 17), (1, 1), 6, LOWERED),
-    case("one", (1, 1, 1, 1), (3, 3), 1, LOWERED, "float32"),
+    case("one", (1, 1, 1, 1), (3, 3), 1, HOSTILE, "float32"),
     case("hopper-edges", (1, 10, 9, 128), (3, 3), 128, frozenset({"gpu"}), "float32", precision="highest"),
     case("shardable", (16, 6, 6, 8), (3, 3), 16, frozenset({"shard", "tpu"}), "float32"),
 )

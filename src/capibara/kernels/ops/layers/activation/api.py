@@ -14,7 +14,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.layers.activation import gradient, hopper, mesh, peers, rules, tpu, xla
+from capibara.kernels.ops.layers.activation import gradient, hopper, mesh, peers, rules, xla
 from capibara.kernels.ops.layers.activation.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.activation.reference import reference, reference_grad
 
@@ -55,14 +55,12 @@ ACTIVATION = Op(
 for _implementation in (
     xla.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
-    tpu.IMPLEMENTATION,
     Implementation("reference", reference, rank=lambda call: -1),
 ):
     ACTIVATION.implement(_implementation)
 for _implementation in (
     xla.GRAD_IMPLEMENTATION,
     hopper.GRAD_IMPLEMENTATION,
-    tpu.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, rank=lambda call: -1),
 ):
     ACTIVATION_GRAD.implement(_implementation)
@@ -89,7 +87,7 @@ def activation(
       dropout_rate: the share of elements to drop, from 0 to below 1; the others are scaled by 1 / (1 - rate). It is
         rounded to a multiple of 1/65536, for both.
       key: a JAX key; needed where the rate is above 0.
-      implementation: force one by name ("xla", "hopper", "pallas_tpu", "reference"); a refusal is an error. For
+      implementation: force one by name ("xla", "hopper", "reference"); a refusal is an error. For
         forward-mode derivatives (`jvp`, `jacfwd`) ask for "reference", which is plain JAX to JAX as well.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 

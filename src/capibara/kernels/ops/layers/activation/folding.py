@@ -7,14 +7,13 @@ four scalars a group.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.layers.activation.masking import Strides, row_major
 
 
@@ -65,10 +64,6 @@ def fold(lead: tuple[int, ...], strides: Strides | None, own_seeds: bool) -> Fol
 def fold_rows(lead: tuple[int, ...], seed: Any, strides: Strides | None) -> Fold:
     """`fold` for a seed, or its shape; without one nothing is counted, and all rows are one group."""
     return Fold((), (), math.prod(lead), 1) if seed is None else fold(lead, strides, len(seed.shape) == 2)
-
-
-def fold_of(call: Call) -> Fold:
-    return fold_rows(call.need("x").shape[:-1], call["seed"], cast(Any, call.params["strides"]))
 
 
 def group_scalars(found: Fold, seed: Any, offsets: Any) -> jax.Array:

@@ -18,7 +18,7 @@ from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
 from capibara.kernels.core.varying import vary_alike
 from capibara.kernels.ops.layers.cross_entropy import gradient as gradients
-from capibara.kernels.ops.layers.cross_entropy import mesh, peers, rules, tpu, xla
+from capibara.kernels.ops.layers.cross_entropy import mesh, peers, rules, xla
 from capibara.kernels.ops.layers.cross_entropy.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.cross_entropy.explicit_mesh import with_automatic_axes
 from capibara.kernels.ops.layers.cross_entropy.in_forward import CROSS_ENTROPY_AND_GRAD, weighted_sum
@@ -65,7 +65,6 @@ CROSS_ENTROPY = Op(
 
 for _implementation in (
     xla.IMPLEMENTATION,
-    tpu.IMPLEMENTATION,
     Implementation("reference", reference, refuses=rules.refuses_block, rank=lambda call: -1),
 ):
     CROSS_ENTROPY.implement(_implementation)
@@ -116,8 +115,8 @@ def cross_entropy(
         be, and "recompute" elsewhere, where the two have not been timed.
       block_size: columns of a chunk of the vocabulary, by default as many as make 256 MiB of logits; with "in_forward"
         and "in_forward_narrow", tokens of a chunk, by default 512 and 384 MiB of logits.
-      implementation: force one by name ("xla", "pallas_tpu", "reference"); a refusal is an error. "pallas_tpu" is of
-        the forward pass, and its gradient is by "xla". Only "xla" has chunks, and takes a `block_size`.
+      implementation: force one by name ("xla", "reference"); a refusal is an error. Only "xla" has chunks, and takes
+        a `block_size`.
 
     >>> hidden, weights = jnp.ones((3, 2)), jnp.zeros((2, 10))
     >>> round(float(cross_entropy(hidden, weights, jnp.array([1, 2, -100]))), 4)  # log 10

@@ -1,5 +1,0 @@
-"""Cross-entropy on the TPU."""
-
-from capibara.kernels.ops.layers.cross_entropy.tpu.forward import IMPLEMENTATION
-
-__all__ = ["IMPLEMENTATION"]
