@@ -271,6 +271,23 @@ def test_a_product_with_a_gather_runs_on_the_matrix_units() -> None:
 
 
 @pytest.mark.quick
+def test_links_count_where_they_take_longer_than_the_work() -> None:
+    """32 MiB summed over 16 chips: 15/16 of it sent twice, both ways round a ring of 45 GB/s links."""
+    x = f32(4096, 4096, dtype="bfloat16")
+    shared = {"devices": 16, "axis_name": ("x",)}
+    assert op_seconds("all_reduce", x, chip="v4", **shared) == pytest.approx(2 * 15 / 16 * 2**25 / 90e9)
+    # A product that is as long for as many bytes is not: there the links are done first.
+    small, w = f32(256, 4096, dtype="bfloat16"), f32(4096, 1024, dtype="bfloat16")
+    sent = 15 * 2 * small.size / 90e9
+    assert op_seconds("all_gather_matmul", small, w, chip="v4", **shared) == pytest.approx(sent)
+    wide = f32(4096, 8192, dtype="bfloat16")
+    assert op_seconds("all_gather_matmul", small, wide, chip="v4", **shared) > 2 * sent
+    # Eight GPUs have a switch: 7/8 of it twice, at the bandwidth of one.
+    gpus = 2 * 7 / 8 * 2**25 / chip("h200").ici_link_bandwidth
+    assert op_seconds("all_reduce", x, chip="h200", devices=8, axis_name=("x",)) == pytest.approx(gpus)
+
+
+@pytest.mark.quick
 def test_the_cost_model_names_no_op() -> None:
     # What chips exchange has the collectives' own names.
     names = {name for name, op in registry().items() if op.family != "collective"}

@@ -56,6 +56,17 @@ def test_used_as_documented() -> None:
 
 
 @pytest.mark.quick
+def test_causality_in_the_documents_word_and_in_attentions_own() -> None:
+    documented = ops.flash_attention(Q, K, V, use_causal_mask=True)
+    for word in ("causal", "is_causal"):
+        np.testing.assert_array_equal(ops.flash_attention(Q, K, V, **{word: True}), documented)
+        np.testing.assert_array_equal(ops.flash_attention(Q, K, V, use_causal_mask=True, **{word: True}), documented)
+        assert error(ops.flash_attention(Q, K, V, **{word: False}), documented) > 0.1
+        with pytest.raises(ValueError, match=rf"use_causal_mask=True and {word}=False. Fix: pass one of them"):
+            ops.flash_attention(Q, K, V, use_causal_mask=True, **{word: False})
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.filterwarnings("ignore:precision='fp8'")
 def test_each_precision(precision: str) -> None:

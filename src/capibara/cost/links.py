@@ -21,7 +21,7 @@ from capibara.mesh.device_order import slice_box
 from capibara.mesh.grid_order import grid_parts
 from capibara.mesh.mesh import MeshConfig
 
-__all__ = ["KINDS", "Exchange", "Segment", "Wiring", "exchange", "wire"]
+__all__ = ["KINDS", "Exchange", "Segment", "Wiring", "exchange", "ring_seconds", "wire"]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 GPUS_A_HOST = 8
@@ -166,6 +166,17 @@ def _link(chip: Chip) -> tuple[str, float]:
     if chip.platform == "gpu" and chip.ici_link_bandwidth:
         return "NVLink", chip.ici_link_bandwidth
     return "PCIe", _PCIE_BANDWIDTH
+
+
+def ring_seconds(chip: Chip, sent: float) -> float:
+    """The least that sending so many bytes takes, round a ring of neighbours: on a TPU both ways at once.
+
+    >>> from capibara.hardware import chip
+    >>> ring_seconds(chip("v4"), 90e9)
+    1.0
+    """
+    _, bandwidth = _link(chip)
+    return sent / bandwidth / (2 if chip.platform == "tpu" else 1)
 
 
 def exchange(wiring: Wiring, kind: str, axes: Sequence[str], size: float) -> Exchange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from capibara.cost.links import ring_seconds
 from capibara.cost.roofline import call_work
 from capibara.hardware import chips
 from capibara.hardware.facts import Chip
@@ -21,7 +22,8 @@ def op_seconds(
 ) -> float:
     """Predicted seconds of one call of a registered op on one chip. `args` are arrays or their shapes.
 
-    What a collective sends is not in it: `capibara.cost.links` has the time of exchanges.
+    What a collective sends goes round a ring, as it would while it computes: the longer of the two is its time. How
+    an axis lies on a slice is for `capibara.cost.links.exchange`, which plans go by.
 
     Examples:
         >>> import jax
@@ -31,12 +33,13 @@ def op_seconds(
     """
     which = chips.chip(chip)
     kind = which.device_kinds[0] if which.device_kinds else which.name
-    work = call_work(lookup(op_name).call(*args, target=Target(which.platform, kind), **params), which)
+    call = lookup(op_name).call(*args, target=Target(which.platform, kind), **params)
+    work, links = call_work(call, which), ring_seconds(which, call.op.cost(call).link_bytes)
     seconds = work.seconds()
     if calibration is None:
-        return seconds
+        return max(seconds, links)
     calibration.must_be_for(which)
     parts = work.parts()
     bound = max(parts, key=lambda part: parts[part])
     # One call has no step around it, whose own cost the runs also tell.
-    return seconds * calibration.correction({bound: seconds}, seconds).factors[bound]
+    return max(seconds * calibration.correction({bound: seconds}, seconds).factors[bound], links)

@@ -27,6 +27,7 @@ def flash_attention(
     block_size: int | tuple[int, int] | None = None,
     bias: Any = None,
     layout: str = "bhtd",
+    use_causal_mask: bool = False,
     rng: Any = None,
     attend: Callable[..., Any] = attention,
     **options: Any,
@@ -41,10 +42,19 @@ def flash_attention(
         for itself. With `block_mask` or `mask_fn` it is the size of their blocks instead, and the kernel's tiles
         follow from it.
       layout: the documented names' own, [batch, heads, length, head_dim], by default.
+      use_causal_mask: the documents' word for `causal`, which is taken too; True and causal=False are an error.
       rng: the documents' word for `dropout_key`.
       attend: another function of attention's arguments, or of those among them that are passed here.
       bias, options: attention's other arguments.
     """
+    if use_causal_mask:
+        refused = [name for name in ("causal", "is_causal") if options.get(name) not in (None, True)]
+        if refused:
+            raise rule_error(
+                "use_causal_mask and causal are one rule, in the documents' word and in attention's",
+                f"use_causal_mask=True and {refused[0]}={options[refused[0]]!r}", "pass one of them",
+            )  # fmt: skip
+        options["causal"] = True
     tile = None
     if options.get("block_mask") is not None or options.get("mask_fn") is not None:
         options["block_size"] = block_size

@@ -116,6 +116,9 @@ class Ref:
         made[target] = self.array[source]
         return made
 
+    def transpose(self, axes: tuple[int, ...]) -> np.ndarray:
+        return self.read().transpose(axes)
+
     def write(self, value: Any, clip: bool = False) -> None:
         value = np.asarray(value)
         assert value.shape == self.shape, (value.shape, self.shape)
@@ -410,7 +413,7 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
     gpu = _Shim(
         plgpu, SMEM=_smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
         barrier_arrive=lambda b: b.one.arrive(), barrier_wait=lambda b: b.one.wait(), copy_gmem_to_smem=_to_smem,
-        copy_smem_to_gmem=_to_gmem, transpose_ref=lambda ref, axes: ref.read().transpose(axes), commit_smem=_nothing,
+        copy_smem_to_gmem=_to_gmem, commit_smem=_nothing,
         # Each its own memory: nothing here sees that one lies in another's place.
         RefUnion=lambda *specs: specs,
         set_max_registers=_nothing, wait_smem_to_gmem=_wait_to_gmem, layout_cast=lambda x, layout: x,

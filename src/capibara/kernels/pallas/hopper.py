@@ -7,6 +7,7 @@ import inspect
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -14,6 +15,8 @@ from capibara import hardware
 from capibara.errors import rule_error
 
 SMEM_BYTES = 227 * 1024  # what one program may have
+SMEM_ALIGNMENT = 1024  # bytes: every array in shared memory starts at a multiple
+REDUCTION_BYTES = 2048  # what a kernel that reduces over registers has, unless its compiler parameters say another
 SWIZZLE = 128  # bytes
 LOG2E = math.log2(math.e)
 UNLISTED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")  # Hoppers by names that have no row
@@ -40,6 +43,24 @@ def multiprocessors(device_kind: str) -> int:
     """How many programs run side by side, one on each; an unknown chip is taken for an H100 or H200."""
     chip = hardware.chip_for(device_kind)
     return 132 if chip is None else chip.cores_per_chip
+
+
+def smem_bytes(scratch: Any, reduction_bytes: int = 0) -> int:
+    """Shared memory that a kernel with this tree of plgpu.SMEM and plgpu.Barrier takes, as Mosaic counts it.
+
+    Reductions over registers have `reduction_bytes` of their own (see plgpu.CompilerParams); a barrier has eight.
+
+    >>> ring = {"tiles": plgpu.SMEM((3, 64, 10), jnp.bfloat16), "arrived": plgpu.Barrier(num_barriers=3)}
+    >>> smem_bytes(ring) == 4 * 1024 + 3 * 8
+    True
+    """
+    used = reduction_bytes
+    for ref in jax.tree.leaves(scratch):
+        if isinstance(ref, plgpu.Barrier):
+            used += 8 * math.prod(ref.num_barriers)  # type: ignore[arg-type]
+        else:
+            used += math.ceil(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize / SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+    return used
 
 
 def swizzled(dtype: Any, width: int = SWIZZLE) -> tuple[Any, ...]:

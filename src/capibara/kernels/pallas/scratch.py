@@ -10,9 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-# A barrier is 8 bytes, and arrays begin at multiples of up to 1024: what a Hopper kernel leaves for both.
-SMEM_RESERVED_BYTES = 2048
-
 
 def scratch_bytes(scratch: Any) -> int:
     """The arrays in a tree of `plgpu.SMEM(...)` or `pltpu.VMEM(...)`; barriers and semaphores are not counted.

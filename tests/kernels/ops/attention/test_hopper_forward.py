@@ -21,10 +21,10 @@ from capibara.kernels.ops.attention.hopper import forward
 from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig
 from capibara.kernels.ops.attention.hopper.calls import TILES_TOGETHER, refuses
 from capibara.kernels.ops.attention.hopper.forward import HopperConfig, Plan, candidates, default_config, hopper_forward
-from capibara.kernels.ops.attention.hopper.masking import Band, Grid, smem_bytes
+from capibara.kernels.ops.attention.hopper.masking import Band, Grid
 from capibara.kernels.ops.attention.masking import FAR
 from capibara.kernels.pallas import prng
-from capibara.kernels.pallas.hopper import SMEM_BYTES
+from capibara.kernels.pallas.hopper import SMEM_BYTES, smem_bytes
 
 
 @dataclasses.dataclass(frozen=True)

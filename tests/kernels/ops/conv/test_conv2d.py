@@ -13,8 +13,7 @@ import pytest
 
 from capibara.errors import ImplementationRefused
 from capibara.kernels import direct_error_bound, explain, target, winograd_conv2d, winograd_error_bound
-from capibara.kernels.lab.check import check
-from capibara.kernels.ops.conv import CONV2D, conv2d
+from capibara.kernels.ops.conv import conv2d
 from capibara.kernels.ops.conv.conv2d.points import TILES, amplification, transforms
 from capibara.kernels.ops.conv.conv2d.winograd import PRODUCTS, WinogradConfig
 

@@ -43,7 +43,7 @@ class TpuV4AttentionOps:
             tile they have, cuDNN and the reference have none: each says so once. It is for the forward pass, where a
             gradient is taken too; the backward pass chooses its own. With block_mask or mask_fn it is the size of
             their blocks. None takes the tuned tile.
-          use_causal_mask: a query sees keys up to its own position.
+          use_causal_mask: a query sees keys up to its own position; `causal=True` says the same.
           precision: "bfloat16", "float32", "mixed" or "fp8": what the operands are rounded to and the result's
             type. None keeps the operands' own.
           extra: attention's other arguments: mask, bias, segment_ids, key_segment_ids, rope, window, block_mask,
@@ -56,7 +56,7 @@ class TpuV4AttentionOps:
         (1, 8, 100, 64)
         """
         return flash.flash_attention(
-            query, key, value, block_size=block_size, causal=use_causal_mask, precision=precision, **extra
+            query, key, value, block_size=block_size, use_causal_mask=use_causal_mask, precision=precision, **extra
         )
 
     def fused_multihead_attention(

@@ -58,11 +58,10 @@ from capibara.kernels.ops.attention.hopper.masking import (
     laid_out,
     pad_to_blocks,
     round_up,
-    smem_bytes,
 )
 from capibara.kernels.ops.attention.masking import both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.pallas import prng
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
 
 LEAST_LENGTH = 128
 VERY_LONG = 32768  # queries, from which on memory counts for more than the last few percent of speed

@@ -528,9 +528,9 @@ def _narrow_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk
 
         def scores(dp_ref: Any) -> Any:
             plgpu.barrier_wait(smem["q_arrived"].at[slot])
-            plgpu.wgmma(s_ref, my_keys, plgpu.transpose_ref(q, (1, 0)))
+            plgpu.wgmma(s_ref, my_keys, q.transpose((1, 0)))
             plgpu.barrier_wait(smem["do_arrived"].at[slot])
-            plgpu.wgmma(dp_ref, my_values, plgpu.transpose_ref(do, (1, 0)))
+            plgpu.wgmma(dp_ref, my_values, do.transpose((1, 0)))
             # The exponentials run under the second product, what follows under the third.
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             p, slope = pairs.probabilities(s, load(smem["lse"].at[slot], LAYOUT.reduce(0)))
@@ -559,7 +559,7 @@ def _narrow_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk
                     part_ds = part_ds.at[:, pl.ds(warpgroup * 64, 64)]
                 else:
                     part_keys = part_keys.at[:, pl.ds(warpgroup * dq_columns, dq_columns)]
-                plgpu.wgmma(dq_ref, plgpu.transpose_ref(part_ds, (1, 0)), part_keys)
+                plgpu.wgmma(dq_ref, part_ds.transpose((1, 0)), part_keys)
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WGMMA_ROWS, block_q), 0, jnp.float32), LAYOUT)
             return dq_ref[...]
@@ -664,9 +664,9 @@ def _wide_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: 
 
         def scores(dp_ref: Any) -> Any:
             plgpu.barrier_wait(smem["q_arrived"].at[slot])
-            plgpu.wgmma(s_ref, all_keys.at[zeros[0]], plgpu.transpose_ref(q, (1, 0)))
+            plgpu.wgmma(s_ref, all_keys.at[zeros[0]], q.transpose((1, 0)))
             plgpu.barrier_wait(smem["do_arrived"].at[slot])
-            plgpu.wgmma(dp_ref, all_values.at[zeros[1]], plgpu.transpose_ref(do, (1, 0)))
+            plgpu.wgmma(dp_ref, all_values.at[zeros[1]], do.transpose((1, 0)))
             # The exponentials run under the second product, what follows under the third.
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             p, slope = pairs.probabilities(s, load(smem["lse"].at[slot], LAYOUT.reduce(0)))
@@ -684,7 +684,7 @@ def _wide_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: 
         plgpu.commit_smem()
 
         def d_queries(dq_ref: Any) -> Any:
-            plgpu.wgmma(dq_ref, plgpu.transpose_ref(my_ds, (1, 0)), all_keys.at[zeros[2], :, my_columns])
+            plgpu.wgmma(dq_ref, my_ds.transpose((1, 0)), all_keys.at[zeros[2], :, my_columns])
             plgpu.wgmma(dk_ref, ds, q.at[:, my_columns])
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WIDE_TILE, block_q), 0, jnp.float32), LAYOUT)

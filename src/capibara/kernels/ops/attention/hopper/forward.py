@@ -55,13 +55,12 @@ from capibara.kernels.ops.attention.hopper.masking import (
     pad_to,
     pad_to_blocks,
     round_up,
-    smem_bytes,
     some_and_every,
     zero_unseen,
 )
 from capibara.kernels.ops.attention.masking import FAR, Window, both, expand_blocks, span
 from capibara.kernels.pallas import hopper, prng
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, multiprocessors, swizzled
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, multiprocessors, smem_bytes, swizzled
 
 REDUCTION_BYTES = 1024  # a row's maximum and sum stay inside a warp, so that little of it is used
 MOST_REGISTERS = 224  # of a thread's 232 for tiles
@@ -663,7 +662,7 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
         block = walk.block(entry)
 
         def queries_by_keys(ref: Any) -> Any:
-            plgpu.wgmma(ref, smem["q"].at[warpgroup], plgpu.transpose_ref(smem["k"].at[slot], (1, 0)))
+            plgpu.wgmma(ref, smem["q"].at[warpgroup], smem["k"].at[slot].transpose((1, 0)))
             give_turn()
             return ref[...]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,23 +31,6 @@ load = functools.partial(hopper.load, optimized=False)  # most of what is loaded
 
 def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
-
-
-SMEM_ALIGNMENT = 1024  # bytes: every array in shared memory starts at a multiple
-
-
-def smem_bytes(scratch: Any, reduction_bytes: int = 0) -> int:
-    """Shared memory that a kernel with this tree of plgpu.SMEM and plgpu.Barrier takes, as Mosaic counts it.
-
-    Reductions over registers have `reduction_bytes` of their own (see plgpu.CompilerParams); a barrier has eight.
-    """
-    used = reduction_bytes
-    for ref in jax.tree.leaves(scratch):
-        if isinstance(ref, plgpu.Barrier):
-            used += 8 * math.prod(ref.num_barriers)  # type: ignore[arg-type]
-        else:
-            used += round_up(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize, SMEM_ALIGNMENT)
-    return used
 
 
 # Blocks of a head's scores: what XLA prepares.

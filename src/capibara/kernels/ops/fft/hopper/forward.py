@@ -162,7 +162,7 @@ def _program(
                 plgpu.commit_smem()  # as above, before the planes are overwritten
             wr, wi = load(factors_smem.at[0], LAYOUT), load(factors_smem.at[1], LAYOUT)
             keep(yr * wr - yi * wi, yr * wi + yi * wr)
-            transposed = (plgpu.transpose_ref(between_smem.at[warpgroup, plane], (1, 0)) for plane in range(2))
+            transposed = (between_smem.at[warpgroup, plane].transpose((1, 0)) for plane in range(2))
             result = complex_product(roots_smem, 2, *transposed)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
             for plane, z in enumerate(result):

@@ -142,7 +142,7 @@ def _first_program(*refs: Any, programs: int, radix: int, next_radix: int, inver
             return [(accs[2 * part][...], accs[2 * part + 1][...]) for part in range(radix)]
 
         def products_at_once(real: Any, imag: Any) -> list[Planes]:
-            re, im = (plgpu.transpose_ref(operand.at[warpgroup, plane], (1, 0)) for plane in range(2))
+            re, im = (operand.at[warpgroup, plane].transpose((1, 0)) for plane in range(2))
             _add_products(real, imag, matrices, re, im)
             plgpu.wgmma_wait(0)
             re, im = real[...], imag[...]

@@ -25,10 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.attention.hopper.masking import smem_bytes
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, swizzled
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, smem_bytes, swizzled
 
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
@@ -288,7 +287,7 @@ def _kernel(
                 plgpu.barrier_wait(smem["k_arrived"].at[slot])
 
                 def scores(ref: Any) -> Any:
-                    plgpu.wgmma(ref, smem["q"], plgpu.transpose_ref(smem["k"].at[slot], (1, 0)))
+                    plgpu.wgmma(ref, smem["q"], smem["k"].at[slot].transpose((1, 0)))
                     return ref[...]
 
                 s = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, block_k), jnp.float32))

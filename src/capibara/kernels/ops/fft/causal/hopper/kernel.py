@@ -303,7 +303,7 @@ class _Blocks:
 
 
 def _transposed(ref: Any) -> Any:
-    return plgpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0))
 
 
 def _first(accs: Any, matrix: Any, x: Any, half: Any, column: int) -> None:

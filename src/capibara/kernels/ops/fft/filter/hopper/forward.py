@@ -109,7 +109,7 @@ def _program(
             release()
             wr, wi = load(factors_smem.at[0], LAYOUT), load(factors_smem.at[1], LAYOUT)
             keep(between_smem, yr * wr - yi * wi, yr * wi + yi * wr)
-            halves = (plgpu.transpose_ref(between_smem.at[warpgroup, plane], (1, 0)) for plane in range(2))
+            halves = (between_smem.at[warpgroup, plane].transpose((1, 0)) for plane in range(2))
             return complex_product(roots_smem, 0, *halves)
 
         @pl.loop(0, count)

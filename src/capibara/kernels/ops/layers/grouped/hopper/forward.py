@@ -36,8 +36,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.grouped.rules import Sizes, floats, out_dtype_of, sizes
 from capibara.kernels.ops.layers.grouped.tiles import row_tiles
-from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, swizzled
-from capibara.kernels.pallas.scratch import scratch_bytes
+from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, smem_bytes, swizzled
 
 STEP = 64  # of the contraction: one swizzle atom of 16-bit numbers
 PIECE_ROWS = 64  # results leave through shared memory in pieces of 64 rows by one swizzle atom
@@ -45,7 +44,6 @@ FETCH_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # a thread; 65,536 a multiprocess
 FETCHER = 2  # the warpgroup that fetches; 0 and 1 multiply
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a partial piece that leave together
 FEWEST_ROWS = 8  # an axis of a single row would have no place in a TMA descriptor
-BARRIER_BYTES = 1024  # a generous count of the ring's barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,7 @@ class GroupedHopperConfig:
 
     def smem_bytes(self) -> int:
         """Shared memory, barriers too; the kernel of `weights` has tiles of the same size."""
-        return scratch_bytes(_scratch(self, jnp.bfloat16, jnp.bfloat16, weights=1, transposed=False)) + BARRIER_BYTES
+        return smem_bytes(_scratch(self, jnp.bfloat16, jnp.bfloat16, weights=1, transposed=False))
 
 
 def piece_columns(dtype: Any) -> int:
@@ -440,7 +438,7 @@ def _program(
                 left = part(a_read.at[slot], inside_m, tile_m, 0, config.split == "m")
                 axis = 0 if transposed else 1
                 rights = [part(block.at[slot], inside_n, share, axis, config.split == "n") for block in b_smem]
-                return left, [plgpu.transpose_ref(x, (1, 0)) for x in rights] if transposed else rights
+                return left, [x.transpose((1, 0)) for x in rights] if transposed else rights
 
             def visit(index: Any, before: Any) -> Any:
                 row, column, grouped = place(index)

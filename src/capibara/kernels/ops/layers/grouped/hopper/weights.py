@@ -164,7 +164,7 @@ def _program(
             def operands(slot: Any) -> tuple[Any, list[Any]]:
                 left = part(a_smem.at[slot], inside_m, tile_m, 1, config.split == "m")
                 right = part(b_smem.at[slot], inside_n, tile_n, 1, config.split == "n")
-                return plgpu.transpose_ref(left, (1, 0)), [right]
+                return left.transpose((1, 0)), [right]
 
             def visit(index: Any, before: Any) -> Any:
                 turn, first_p, first_q = place(index)

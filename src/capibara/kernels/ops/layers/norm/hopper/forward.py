@@ -26,8 +26,8 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.norm.reference import outputs, shrink_of
 from capibara.kernels.ops.layers.norm.rules import MOST_COLUMNS, sizes, sizes_of
-from capibara.kernels.pallas.hopper import SMEM_BYTES, load, multiprocessors, refuses_chip
-from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
+from capibara.kernels.pallas.hopper import REDUCTION_BYTES, SMEM_BYTES, load, multiprocessors, refuses_chip, smem_bytes
+from capibara.kernels.pallas.scratch import scratch_bytes
 
 THREADS = 128  # of a warpgroup
 PIECE = 4096  # numbers handled at a time, at most: 32 a thread
@@ -114,8 +114,9 @@ def ring_candidates(call: Call, sources: Sequence[str], programs: Sequence[int])
     for count in dict.fromkeys(programs):
         for ahead in (AHEAD_BYTES, 2 * AHEAD_BYTES, RING_BYTES):
             stages = min(max(2, ahead // (count * row_bytes)), 16)
-            ring_bytes = scratch_bytes(ring_scratch(present, cut, stages))
-            if count * ring_bytes <= RING_BYTES and ring_bytes <= SMEM_BYTES - 2 * SMEM_RESERVED_BYTES:
+            ring = ring_scratch(present, cut, stages)
+            fits = smem_bytes(ring, REDUCTION_BYTES) <= SMEM_BYTES
+            if fits and count * scratch_bytes(ring) <= RING_BYTES:
                 configs.append(RingConfig(count * cores, stages))
     return list(dict.fromkeys(configs))
 

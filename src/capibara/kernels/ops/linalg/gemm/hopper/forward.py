@@ -30,11 +30,9 @@ from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
-from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, swizzled
-from capibara.kernels.pallas.scratch import scratch_bytes
+from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, smem_bytes, swizzled
 
 TMA_ALIGNMENT = 16  # bytes between rows
-BARRIER_BYTES = 1024  # a generous count of the pipeline's barriers
 FETCH_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # a thread; 65,536 a multiprocessor over three warpgroups
 PIECE = 64  # the epilogue goes through shared memory in pieces of 64 x 64
 
@@ -130,7 +128,7 @@ def scratch(
 def fits(call: Call, config: HopperConfig) -> bool:
     bias = call["bias"]
     allocated = scratch(config, call.need("a").dtype, out_dtype_of(call), None if bias is None else bias.dtype)
-    return scratch_bytes(allocated) <= SMEM_BYTES - BARRIER_BYTES
+    return smem_bytes(allocated) <= SMEM_BYTES
 
 
 def default_config(call: Call) -> HopperConfig:
@@ -331,8 +329,8 @@ def _program(
                         right = _part(b_smem.at[slot], inside_n, tile_n, 0 if transpose_b else 1, config.split == "n")
                         plgpu.wgmma(
                             acc,
-                            plgpu.transpose_ref(left, (1, 0)) if transpose_a else left,
-                            plgpu.transpose_ref(right, (1, 0)) if transpose_b else right,
+                            left.transpose((1, 0)) if transpose_a else left,
+                            right.transpose((1, 0)) if transpose_b else right,
                         )
                         # One product stays in flight; the one before it is done with its stage.
                         plgpu.wgmma_wait(1)

@@ -34,8 +34,7 @@ from capibara.kernels.ops.scan.recurrence import xla
 from capibara.kernels.ops.scan.recurrence.planes import Number, filled, join, split, store
 from capibara.kernels.ops.scan.recurrence.reference import shifted, start_of, state_type
 from capibara.kernels.ops.scan.recurrence.rules import sizes_of
-from capibara.kernels.pallas.hopper import SMEM_BYTES, load, multiprocessors, refuses_chip
-from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
+from capibara.kernels.pallas.hopper import SMEM_BYTES, load, multiprocessors, refuses_chip, smem_bytes
 
 THREADS = 128  # of a warpgroup
 GROUP = 8  # rows of real numbers that are read into registers together, ahead of the chain that uses them
@@ -97,7 +96,7 @@ def ring_candidates(call: Call, sources: Sequence[Any], targets: Sequence[Any]) 
 
     def fits(config: TileConfig) -> bool:
         scratch = ring_scratch(sources, targets, config, config.steps)
-        return scratch_bytes(scratch) <= SMEM_BYTES - SMEM_RESERVED_BYTES
+        return smem_bytes(scratch) <= SMEM_BYTES
 
     return list(dict.fromkeys(sorted(filter(fits, configs), key=lambda c: c.width)))
 

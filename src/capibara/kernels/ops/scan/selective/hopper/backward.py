@@ -29,8 +29,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.scan.selective.hopper.forward import CHANNELS, COMPILER_PARAMS, Laid, refuses_form, softplus
 from capibara.kernels.ops.scan.selective.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, store_to_memory
-from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, smem_bytes, store_to_memory
 
 WARPGROUP = 128
 LN2 = math.log(2)
@@ -136,7 +135,7 @@ def candidates(call: Call) -> Sequence[ChunkConfig]:
     for choice in ((32, 4, 2, 2), (32, 8, 2, 2), (32, 4, 2, 4), (32, 4, 2, 1), (16, 4, 2, 2), (16, 4, 1, 2)):
         config = ChunkConfig(*choice)
         plan = Plan(config, n.time, config.own_states(n.states), False)
-        if plan.own <= OWN_STATES and scratch_bytes(_scratch(dtypes, plan)) <= SMEM_BYTES - SMEM_RESERVED_BYTES:
+        if plan.own <= OWN_STATES and smem_bytes(_scratch(dtypes, plan)) <= SMEM_BYTES:
             configs.append(config)
     return configs
 

@@ -24,8 +24,7 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.scan.selective.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip
-from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, smem_bytes
 
 CHANNELS = 128  # of a program: the threads of a warpgroup
 MOST_STATES = 64  # two registers each, of 255
@@ -84,8 +83,8 @@ def candidates(call: Call) -> Sequence[TimeConfig]:
     dtypes |= {"B": jnp.dtype(jnp.float32), "C": jnp.dtype(jnp.float32)}
 
     def fits(config: TimeConfig) -> bool:
-        needed = scratch_bytes(_scratch(dtypes, padded_states(states), config))
-        return needed <= SMEM_BYTES - SMEM_RESERVED_BYTES and config.unroll * states <= 128
+        needed = smem_bytes(_scratch(dtypes, padded_states(states), config))
+        return needed <= SMEM_BYTES and config.unroll * states <= 128
 
     choices = ((32, 3, 4), (32, 2, 2), (64, 2, 4), (32, 3, 8), (16, 4, 2), (16, 2, 1))
     return [config for config in (TimeConfig(*choice) for choice in choices) if fits(config)]

@@ -32,8 +32,16 @@ from capibara.kernels.ops.scan.ssd.hopper.forward import refuses as refuses_forw
 from capibara.kernels.ops.scan.ssd.hopper.states import SweepPlan, sweep
 from capibara.kernels.ops.scan.ssd.rules import Sizes, sizes_of
 from capibara.kernels.ops.scan.ssd.spans import over_spans
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, multiprocessors, store_to_memory, swizzled
-from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
+from capibara.kernels.pallas.hopper import (
+    LOG2E,
+    REDUCTION_BYTES,
+    SMEM_BYTES,
+    load,
+    multiprocessors,
+    smem_bytes,
+    store_to_memory,
+    swizzled,
+)
 
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
 SQUARE = (CHUNK, CHUNK)
@@ -64,9 +72,9 @@ def candidates(call: Call) -> Sequence[GradConfig]:
     fewest = parts_of_a_group(n, multiprocessors(call.target.device_kind))
     slices = n.heads // n.groups * (n.width // SLICE)
     parts = [fewest, 2 * fewest] if slices % (2 * fewest) == 0 else [fewest]
-    dtype, limit = call.need("x").dtype, SMEM_BYTES - 2 * SMEM_RESERVED_BYTES
+    dtype, limit = call.need("x").dtype, SMEM_BYTES - REDUCTION_BYTES
     # Two stages first: on an H200 three took 6 % longer.
-    fitting = [stages for stages in (2, 3) if scratch_bytes(_scratch(dtype, n.states, stages)) <= limit]
+    fitting = [stages for stages in (2, 3) if smem_bytes(_scratch(dtype, n.states, stages)) <= limit]
     return [GradConfig(stages, p) for p in parts for stages in fitting]
 
 
@@ -242,7 +250,7 @@ def _pairs(plan: GradPlan, refs: dict[str, Any], smem: dict[str, Any]) -> None:
     plgpu.barrier_wait(smem["shared"])
 
     def multiply(sums: Any) -> Any:
-        plgpu.wgmma(sums, smem["B"], plgpu.transpose_ref(smem["C"], (1, 0)))
+        plgpu.wgmma(sums, smem["B"], smem["C"].transpose((1, 0)))
         return sums[...]
 
     scores = pl.run_scoped(multiply, _square())
@@ -251,7 +259,7 @@ def _pairs(plan: GradPlan, refs: dict[str, Any], smem: dict[str, Any]) -> None:
         now, half = _Slice(plan, refs, smem, turn), lax.rem(turn, jnp.int32(2))
 
         def multiply(meet: Any, reached: Any) -> Any:
-            plgpu.wgmma(meet, now.x, plgpu.transpose_ref(now.d_out, (1, 0)))
+            plgpu.wgmma(meet, now.x, now.d_out.transpose((1, 0)))
             plgpu.wgmma(reached, smem["B"], now.flow)
             decays = now.decays()
             weights = decays * scores
@@ -312,9 +320,9 @@ def _states(plan: GradPlan, refs: dict[str, Any], smem: dict[str, Any], d_b: Any
         def through(carried: Any) -> None:
             plgpu.wgmma(carried, smem["C"], now.start)
             faded = (now.wide(now.d_out) * now.vector(POWERS, 0)).astype(dtype)
-            plgpu.wgmma(d_c, faded, plgpu.transpose_ref(now.start, (1, 0)))
+            plgpu.wgmma(d_c, faded, now.start.transpose((1, 0)))
             weighted = (now.wide(now.x) * to_end).astype(dtype)
-            plgpu.wgmma(d_b, weighted, plgpu.transpose_ref(now.flow, (1, 0)))
+            plgpu.wgmma(d_b, weighted, now.flow.transpose((1, 0)))
             if plan.has_skip:
                 now.store(SKIPS, now.wide(now.x) * now.wide(now.d_out))
             now.store(ONWARD, now.wide(now.d_out) * plgpu.wgmma_accumulator_load(carried, wait_n=2))
@@ -328,7 +336,7 @@ def _states(plan: GradPlan, refs: dict[str, Any], smem: dict[str, Any], d_b: Any
         def passing(sums: Any) -> None:
             # Of each pair to every step after j up to i: over i by the product, over j by the sum.
             plgpu.barrier_wait(smem["written"].at[half])
-            plgpu.wgmma(sums, smem["later"], plgpu.transpose_ref(smem["pairs"].at[half], (1, 0)))
+            plgpu.wgmma(sums, smem["later"], smem["pairs"].at[half].transpose((1, 0)))
             row, column = _numbers()
             now.store(PAIRS, jnp.where(column < row, plgpu.wgmma_accumulator_load(sums, wait_n=0), 0.0))
 
@@ -342,7 +350,7 @@ def _states(plan: GradPlan, refs: dict[str, Any], smem: dict[str, Any], d_b: Any
     plgpu.barrier_wait(smem["written"].at[half])
     d_scores = smem["pairs"].at[half]
     plgpu.wgmma(d_b, d_scores, smem["C"])
-    plgpu.wgmma(d_c, plgpu.transpose_ref(d_scores, (1, 0)), smem["B"])
+    plgpu.wgmma(d_c, d_scores.transpose((1, 0)), smem["B"])
     _store_shared(refs["dB"], d_b)
     _store_shared(refs["dC"], d_c)
 

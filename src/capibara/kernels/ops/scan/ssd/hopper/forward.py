@@ -27,8 +27,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct, vary_alike
 from capibara.kernels.ops.scan.ssd.decays import running_sums
 from capibara.kernels.ops.scan.ssd.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, swizzled
-from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, smem_bytes, swizzled
 
 CHUNK = 64
 SLICE = 64  # columns of x a warpgroup holds
@@ -75,8 +74,7 @@ def _scratch(dtype: Any, states: int, stages: int) -> dict[str, Any]:
 
 def candidates(call: Call) -> Sequence[ChunksConfig]:
     dtype, states = call.need("x").dtype, sizes_of(call).states
-    limit = SMEM_BYTES - SMEM_RESERVED_BYTES
-    return [ChunksConfig(n) for n in (3, 2, 4) if scratch_bytes(_scratch(dtype, states, n)) <= limit]
+    return [ChunksConfig(n) for n in (3, 2, 4) if smem_bytes(_scratch(dtype, states, n)) <= SMEM_BYTES]
 
 
 def refuses(call: Call) -> str | None:
@@ -209,7 +207,7 @@ def _compute(
         scores[...] = zeros(square)
         sums[...] = zeros(square)
         plgpu.barrier_wait(smem["arrived"].at[slot])
-        b_turned = plgpu.transpose_ref(smem["B"].at[slot], (1, 0))
+        b_turned = smem["B"].at[slot].transpose((1, 0))
         plgpu.wgmma(scores, smem["C"].at[slot], b_turned)
         plgpu.wgmma(sums, smem["C"].at[slot], smem["state"].at[mine])
 

@@ -103,7 +103,7 @@ def _compute(plan: SweepPlan, refs: dict[str, Any], smem: dict[str, Any], mine: 
         smem["weighted"][mine] = weighted.astype(dtype)
         state[...] = state[...] * vectors[DECAYS, 0]
         plgpu.commit_smem()
-        plgpu.wgmma(state, plgpu.transpose_ref(smem["left"].at[slot], (1, 0)), smem["weighted"].at[mine])
+        plgpu.wgmma(state, smem["left"].at[slot].transpose((1, 0)), smem["weighted"].at[mine])
         plgpu.copy_smem_to_gmem(border, refs["borders"].at[batch, part, plan.chunk(turn)])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["drained"].at[slot])

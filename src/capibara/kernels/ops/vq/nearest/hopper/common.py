@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
-from capibara.kernels.pallas.hopper import SMEM_BYTES, load
-from capibara.kernels.pallas.scratch import SMEM_RESERVED_BYTES, scratch_bytes
+from capibara.kernels.pallas.hopper import REDUCTION_BYTES, SMEM_BYTES, load, smem_bytes
 
 THREADS = 128  # of a warpgroup
 LAYOUT = plgpu.Layout.WGMMA
@@ -59,7 +58,7 @@ class SearchConfig:
 
 
 def fits(scratch: Any) -> bool:
-    return scratch_bytes(scratch) <= SMEM_BYTES - SMEM_RESERVED_BYTES
+    return smem_bytes(scratch, REDUCTION_BYTES) <= SMEM_BYTES
 
 
 def narrow_type(dtype: Any) -> Any:

@@ -248,7 +248,7 @@ def _contract(
         zeros = row_full(0, jnp.float32)
 
         def multiply(step: Any, narrow: Any) -> None:
-            plgpu.wgmma(acc, narrow, plgpu.transpose_ref(codes_smem.at[step], (1, 0)))
+            plgpu.wgmma(acc, narrow, codes_smem.at[step].transpose((1, 0)))
 
         def k_step(step: Any, carry: Any) -> Any:
             narrow, norms = carry

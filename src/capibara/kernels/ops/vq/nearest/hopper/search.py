@@ -154,7 +154,7 @@ def _program(
                 def products(acc: Any) -> tuple[Any, ...]:
                     def multiply(step: Any, narrow: Any) -> Any:
                         slot = lax.rem(before + step, stages)
-                        plgpu.wgmma(acc, narrow, plgpu.transpose_ref(codes_smem.at[slot], (1, 0)))
+                        plgpu.wgmma(acc, narrow, codes_smem.at[slot].transpose((1, 0)))
                         return slot
 
                     def k_step(step: Any, carry: Any) -> Any:

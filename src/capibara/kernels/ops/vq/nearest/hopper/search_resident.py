@@ -208,7 +208,7 @@ def _program(
                             turn = before + step * BLOCKS + block
                             slot = lax.rem(turn, stages)
                             plgpu.barrier_wait(filled.at[slot])
-                            plgpu.wgmma(acc, rows, plgpu.transpose_ref(codes_smem.at[slot], (1, 0)))
+                            plgpu.wgmma(acc, rows, codes_smem.at[slot].transpose((1, 0)))
                             if block == 0 and load_next is not None:
                                 next_rows = load_next()
                             # All but the newest product are done, so the slot before this one is free.
