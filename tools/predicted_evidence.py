@@ -60,47 +60,53 @@ def predicted(row: dict[str, Any], chip: hardware.Chip) -> dict[str, Any] | None
         "case": row["case"],
         "operands": [describe(x) for x in call.args],
         "params": params_key(call),
-        "xla_us": round(xla_s * 1e6, 1),
-        "ours_us": round(ours_s * 1e6, 1),
+        "us": {"xla": round(xla_s * 1e6, 1), row["implementation"]: round(ours_s * 1e6, 1)},
         "schedule_known": bool(cycles),
     }
 
 
 def table(results: Sequence[Path]) -> dict[str, Any]:
-    ops: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    ops: dict[str, list[dict[str, Any]]] = {}
     sources: list[dict[str, str]] = []
     chips = set()
-    for path in results:
+    for number, path in enumerate(results):
         document = json.loads(path.read_text(encoding="utf-8"))
         chip = hardware.chip(document["chip"])
         chips.add(chip)
         file = str(path.resolve().relative_to(ROOT))
-        sources.append({"file": file, "date": document["date"], "compiler": document["compiler"]})
+        sources.append({"kind": "predicted", "file": file, "date": document["date"], "compiler": document["compiler"]})
         for op in {row["op"] for row in document["rows"]}:
             ops.pop(op, None)
         with target(chip.platform, chip.device_kinds[0]):
-            for row in document["rows"]:
+            for place, row in enumerate(document["rows"]):
                 implementation = lookup(row["op"]).implementations.get(row["implementation"])
                 if implementation is None or implementation.platforms != ("tpu",):
                     continue  # XLA's form, or a kernel that has gone since
                 found = predicted(row, chip)
                 if found is not None:
-                    ops.setdefault(row["op"], {}).setdefault(row["implementation"], []).append(found)
+                    ops.setdefault(row["op"], []).append({"source": number, "row": place, **found})
     (chip,) = chips
     return {"chip": chip.name, "device_kind": chip.device_kinds[0], "sources": sources, "ops": ops}
+
+
+def written(made: dict[str, Any]) -> str:
+    """The table as a file has it: a line a row."""
+    ops = ",\n".join(
+        f"  {json.dumps(op)}: [\n" + ",\n".join(f"   {json.dumps(row)}" for row in rows) + "\n  ]"
+        for op, rows in made["ops"].items()
+    )
+    head = "".join(f" {json.dumps(key)}: {json.dumps(made[key])},\n" for key in ("chip", "device_kind", "sources"))
+    return f'{{\n{head} "ops": {{\n{ops}\n }}\n}}\n'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     made = table(parser.parse_args().results)
-    SHIPPED.mkdir(exist_ok=True)
-    path = SHIPPED / f"{slug(made['device_kind'])}.json"
-    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    for op, implementations in made["ops"].items():
-        for name, rows in implementations.items():
-            gains = sorted(row["xla_us"] / row["ours_us"] for row in rows)
-            print(f"{op} {name}: {len(rows)} cases, gain {gains[0]:.2f} to {gains[-1]:.2f}")
+    (SHIPPED / f"{slug(made['device_kind'])}.json").write_text(written(made), encoding="utf-8")
+    for op, rows in made["ops"].items():
+        gains = sorted(row["us"]["xla"] / us for row in rows for name, us in row["us"].items() if name != "xla")
+        print(f"{op}: {len(rows)} cases, gain {gains[0]:.2f} to {gains[-1]:.2f}")
 
 
 if __name__ == "__main__":

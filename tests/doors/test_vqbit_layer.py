@@ -274,7 +274,7 @@ def test_a_training_loop_inside_jit() -> None:
 
 def test_use_jax_native_is_dispatch_and_false_is_xla() -> None:
     x = _normal(9, 16, 4)
-    for native, why in ((True, "ranks first"), (False, "asked for by name")):
+    for native, why in ((True, "it comes first for"), (False, "asked for by name")):
         layer = VQbitLayer(3, 4, use_jax_native=native)
         state = layer.init(codebook=x[:3])
         with recording() as found:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from capibara.kernels.core import context, evidence, tables
+from capibara.kernels.core import context, tables, trusting
 from capibara.kernels.core.dispatch import Selection, note, select
 from capibara.kernels.ops.fft import numpy_forms
 from capibara.kernels.ops.fft.api import FFT, IRFFT, RFFT
@@ -65,7 +65,7 @@ def _decided(name: str, x: Any, size: Any, axes: Any, norm: str | None) -> tuple
     if target is None:
         concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
         target = context.target_of(next(iter(x.devices()))) if concrete else context.current_target()
-    known = tables.generation(), evidence.trusted()
+    known = tables.generation(), trusting.trusted()
     return _selections(name, rest, tuple(lengths), norm or "backward", target, known)
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from capibara.kernels.core.context import current_target as current_target
     from capibara.kernels.core.context import interpret as interpret
     from capibara.kernels.core.context import target as target
-    from capibara.kernels.core.evidence import trust as trust
     from capibara.kernels.core.explanation import explain as explain
     from capibara.kernels.core.op import Op as Op
     from capibara.kernels.core.op import lookup as lookup
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from capibara.kernels.core.spec import Gradient as Gradient
     from capibara.kernels.core.spec import Implementation as Implementation
     from capibara.kernels.core.spec import Partition as Partition
+    from capibara.kernels.core.trusting import trust as trust
     from capibara.kernels.core.varying import out_struct as out_struct
     from capibara.kernels.ops.attention.api import attention as attention
     from capibara.kernels.ops.attention.block_mask import BlockMask as BlockMask
@@ -130,7 +130,7 @@ __all__, __getattr__, __dir__ = exports(
     __name__,
     {
         "core.context": "Interpret Target current_interpret current_target interpret target",
-        "core.evidence": "trust",
+        "core.trusting": "trust",
         "core.explanation": "explain",
         "core.op": "Op lookup register registry unregister",
         "core.spec": "Call Case Cost Gradient Implementation Partition",

@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from capibara import task_states
 from capibara.errors import rule_error, say_once
-from capibara.kernels.core import evidence
+from capibara.kernels.core import trusting
 from capibara.mesh.mesh import MeshConfig
 from capibara.mesh.overrides import Overrides
 from capibara.precision import policy
@@ -138,7 +138,7 @@ class _Entry:
     def _states(self) -> contextlib.ExitStack:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_STATE(self.owner.state))
-            stack.enter_context(evidence.optimising(self.owner.state.dispatch))
+            stack.enter_context(trusting.optimising(self.owner.state.dispatch))
             stack.enter_context(jax.default_matmul_precision(self.owner.matmul_precision))
             if self.owner.mesh is not None:
                 stack.enter_context(jax.set_mesh(self.owner.mesh))
@@ -235,13 +235,13 @@ def enable_everywhere() -> None:
     """What the context does, less the mesh, for every thread of the process until `disable_everywhere`."""
     _EVERYWHERE.apply()
     _STATE.set_global(_state(True, "bfloat16"))
-    evidence.optimising.set_global(True)
+    trusting.optimising.set_global(True)
 
 
 def disable_everywhere() -> None:
     """Back to what was before `enable_everywhere`; contexts that are entered stay."""
     _STATE.set_global(None)
-    evidence.optimising.set_global(False)
+    trusting.optimising.set_global(False)
     _EVERYWHERE.undo()
 
 

@@ -123,7 +123,7 @@ def surroundings(layout: Layout, mesh: Mesh) -> Iterator[None]:
     """The mesh, the rules and the evidence that a laid out program is traced under."""
     import jax
 
-    from capibara.kernels.core import evidence
+    from capibara.kernels.core import trusting
     from capibara.mesh.rules import current_rules, use_rules
 
     if mesh.size == 1:
@@ -134,7 +134,7 @@ def surroundings(layout: Layout, mesh: Mesh) -> Iterator[None]:
     # A name that the layout says nothing of stays whole, as it does in the cost model.
     rules = {**dict.fromkeys(current_rules()), **layout.rules}
     # Kernels as in an optimisation context, by which it was planned.
-    with use_rules(rules), jax.set_mesh(mesh), evidence.optimising(True):
+    with use_rules(rules), jax.set_mesh(mesh), trusting.optimising(True):
         yield
 
 

@@ -96,7 +96,7 @@ def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | Non
     import jax
 
     from capibara.hardware import chip_for
-    from capibara.kernels.core import context, dispatch, evidence
+    from capibara.kernels.core import context, dispatch, trusting
     from capibara.program.markers import recording_axes
 
     shapes = jax.tree.map(
@@ -109,7 +109,7 @@ def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | Non
                 raise rule_error("device_kind is a chip that the table of chips has", repr(device_kind), "use 'TPU v4'")
             stack.enter_context(context.target(chip.platform, device_kind))
             # Planned for a chip, it will run on that chip in an optimisation context (`parallel.run`).
-            stack.enter_context(evidence.optimising(True))
+            stack.enter_context(trusting.optimising(True))
         platform = context.current_target().platform
         found = stack.enter_context(dispatch.marking())
         stack.enter_context(recording_axes())

@@ -61,8 +61,8 @@ def _op(used: list[Tile], *, refuses_in_gradients: bool = False) -> Op:
     def refuses(call: Call) -> str | None:
         return "it keeps nothing" if refuses_in_gradients and call.params["keep"] else None
 
-    made.implement(Implementation("first", square, rank=lambda call: 2.0, refuses=refuses, **common))
-    made.implement(Implementation("second", square, rank=lambda call: 1.0, **common))
+    made.implement(Implementation("first", square, refuses=refuses, **common))
+    made.implement(Implementation("second", square, **common))
     return made
 
 

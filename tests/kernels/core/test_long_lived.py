@@ -66,7 +66,7 @@ class _Undone(dispatch._Runner):
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
 def test_an_evicted_call_gives_the_same_and_leaves_nothing_behind(op: Op, kernel: bool) -> None:
-    op.implement(Implementation("twice", lambda x: 2 * x, kernel=kernel, rank=lambda call: 1))
+    op.implement(Implementation("twice", lambda x: 2 * x, kernel=kernel, ahead_of=tuple(op.implementations)))
     op.runners.maxsize = 4
     x = np.arange(3, dtype=np.float32)
     with dispatch.recording() as decisions:

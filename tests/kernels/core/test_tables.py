@@ -36,10 +36,8 @@ def _fn(x: Any, y: Any = None, *, config: Any = None, flag: bool = False) -> Any
 @pytest.fixture
 def op() -> Op:
     made = Op("tabled", family="test", reference=_fn, operands=("x", "y"), params={"flag": False})
-    made.implement(Implementation("plain", lambda x, y=None, *, flag=False: x, rank=lambda call: 9))
-    made.implement(
-        Implementation("blocked", _fn, config_type=Block, default_config=lambda call: Block(1), rank=lambda c: 5)
-    )
+    made.implement(Implementation("plain", lambda x, y=None, *, flag=False: x))
+    made.implement(Implementation("blocked", _fn, config_type=Block, default_config=lambda call: Block(1)))
     return made
 
 

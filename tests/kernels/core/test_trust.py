@@ -13,8 +13,8 @@ import pytest
 
 from capibara.errors import say_again
 from capibara.kernels import explain, rms_norm, target, trust
-from capibara.kernels.core import evidence
-from capibara.kernels.core.evidence import trusted
+from capibara.kernels.core import trusting
+from capibara.kernels.core.trusting import trusted
 
 ROWS = jax.ShapeDtypeStruct((8192, 4096), "bfloat16")
 
@@ -23,7 +23,7 @@ ROWS = jax.ShapeDtypeStruct((8192, 4096), "bfloat16")
 def nothing_stays() -> Iterator[None]:
     yield
     assert trusted() == "measured", "a test left its trust behind"
-    assert evidence._explicit.get_global() is None
+    assert trusting._explicit.get_global() is None
 
 
 def test_a_setting_made_meanwhile_stays() -> None:
@@ -33,7 +33,7 @@ def test_a_setting_made_meanwhile_stays() -> None:
     trust("measured")
     with made, other:
         assert trusted() == "predicted"
-    assert evidence._explicit.get_global() == "measured"
+    assert trusting._explicit.get_global() == "measured"
     trust(None)
 
 
@@ -84,9 +84,9 @@ def test_generators_may_leave_out_of_order() -> None:
     second.__enter__()
     first.__exit__(None, None, None)
     assert trusted() == "measured"
-    assert evidence._explicit.value == "measured"
+    assert trusting._explicit.value == "measured"
     second.__exit__(None, None, None)
-    assert evidence._explicit.value is None
+    assert trusting._explicit.value is None
 
 
 def test_a_coroutine_keeps_its_trust_to_itself() -> None:

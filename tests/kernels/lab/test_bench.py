@@ -55,7 +55,7 @@ def op() -> Op:
             "one-program": lambda case: jax.jit(lambda x, y=None: x * 2 + 1),
         },
     )
-    made.implement(Implementation("xla", _reference, rank=lambda call: 5))
+    made.implement(Implementation("xla", _reference))
     made.implement(Implementation("wrong", lambda x, y=None: x * 2 + 1.5))
     made.implement(Implementation("elsewhere", _reference, platforms=("tpu",)))
     return made
@@ -66,7 +66,7 @@ def test_a_row_has_what_a_reader_needs(op: Op) -> None:
     (row,) = bench(op, against=("xla", "two-programs", "never", "broken", "elsewhere"), samples=3)
     assert (row.op, row.case, row.direction) == ("affine", "one", "forward")
     assert row.ours.name == "xla"
-    assert "ranks first" in row.why
+    assert "it comes first for" in row.why
     assert row.ok
     peers = {peer.name: peer for peer in row.peers}
     assert row.speedup(peers["xla"]) == 1.0
@@ -130,7 +130,7 @@ def test_a_choice_that_does_not_run_is_not_hidden(op: Op) -> None:
     def fails(x: Any, y: Any = None) -> Any:
         raise ValueError("this implementation is broken")
 
-    op.implement(Implementation("best", fails, rank=lambda call: 100))
+    op.implement(Implementation("best", fails, ahead_of=("xla",)))
     with pytest.raises(ValueError, match="is broken"):
         bench(op, ["one"], ("xla",))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from capibara.errors import ImplementationRefused, rule_error, say_once
-from capibara.kernels.core import context, evidence, placement, tables, transforms, varying
+from capibara.kernels.core import context, evidence, placement, tables, transforms, trusting, varying
 from capibara.kernels.core.spec import Call, Config, Prefer, Preference
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def select(
     """Choose the implementation of one call.
 
     `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
-    tuned table for this chip speaks, then the evidence that is trusted, and where none tells, the implementations' own
-    rank. `where` is the operands' place on a mesh.
+    tuned table for this chip speaks, then the evidence that is trusted, and where none tells, the order in which the
+    op's implementations were added. `where` is the operands' place on a mesh.
     """
     op = call.op
     preferred = prefer.implementation if isinstance(prefer, Preference) else prefer
@@ -104,7 +104,8 @@ def select(
     if on_mesh is not None:
         refusals |= {n: refusals[n] or on_mesh for n, impl in op.implementations.items() if impl.kernel}
     accepting = [name for name, reason in refusals.items() if reason is None]
-    ranks = {name: impl.rank(call) for name, impl in op.implementations.items()}
+    level = trusting.trusted()
+    order = evidence.order(call, level)
 
     if implementation is not None:
         if refusals[implementation] is not None:
@@ -125,7 +126,7 @@ def select(
             chosen, why = tuned.implementation, tuned.why
             config = config if config is not None else tuned.config
         else:
-            chosen, why, unused = _by_evidence(call, accepting, ranks)
+            chosen, why, unused = _by_evidence(call, accepting, order, level)
     made = op.implementations[chosen]
     if config is None and made.config_type is not None:
         # One that was asked for runs with its own tuned config, though another may be faster.
@@ -148,49 +149,45 @@ def select(
         for name, reason in refusals.items()
     )
     if implementation is None:
-        _say_fallback(call, chosen, refusals, ranks)
+        _say_fallback(call, chosen, order.names, refusals)
     pinned = chosen in (implementation, preferred)
     return Selection(call, chosen, config, why, verdicts, pinned=pinned, asked_config=asked_config)
 
 
 def _by_evidence(
-    call: Call, accepting: Sequence[str], ranks: Mapping[str, float]
+    call: Call, accepting: Sequence[str], order: evidence.Order, level: trusting.Level
 ) -> tuple[str, str, dict[str, str | None]]:
     """What runs where no tuned entry speaks, why, and what is to be said of each that does not."""
-    implementations = {name: call.op.implementations[name] for name in accepting}
-    found = {name: evidence.of(call, impl) for name, impl in implementations.items()}
-    remarks = {name: impl.remark(call) for name, impl in implementations.items()}
-    level = evidence.trusted()
-    predicted = {name: one.gain for name, one in found.items() if one.kind == "predicted" and one.gain is not None}
-    for name, one in found.items():
-        if one.kind == "untimed":
-            remarks[name] = str(one)
-        elif one.kind == "predicted":
-            acts = one.gain is not None and one.gain >= evidence.LEAST_GAIN and level != "predicted"
-            unused = ", on which dispatch acts inside an optimisation context or trust" if acts else ""
-            remarks[name] = f"{one}{unused}"
-    winner = max(predicted, key=lambda name: predicted[name], default=None)
-    if level == "predicted" and winner is not None and predicted[winner] >= evidence.LEAST_GAIN:
-        return winner, f"it is {found[winner]}", remarks
-    # A kernel that nothing trusted speaks for is left out, unless nothing else takes the call.
-    safe = [name for name in accepting if found[name].kind == "measured"] or accepting
-    chosen = max(safe, key=lambda name: ranks[name])
-    by_rule = f"it ranks first by rule for {call.target.platform} (no tuned case is near)"
-    return chosen, by_rule if remarks[chosen] is None else f"{by_rule}: {remarks[chosen]}", remarks
+    chosen = next(name for name in order.names if name in accepting)
+    remarks = {name: call.op.implementations[name].remark(call) for name in accepting}
+    for name in accepting:
+        found = order.grounds.get(name)
+        if found is None:
+            continue
+        acts = found.kind == "predicted" and (found.gain or 0.0) >= evidence.LEAST_GAIN and level != "predicted"
+        unused = ", on which dispatch acts inside an optimisation context or trust" if acts else ""
+        remarks[name] = "; ".join(filter(None, (f"{found}{unused}", remarks[name])))
+    told = remarks[chosen]
+    before = [name for name in order.passed.get(chosen, ()) if name in accepting]
+    if chosen in order.grounds and order.grounds[chosen].kind == "predicted" and before:
+        return chosen, f"it is {told}", remarks
+    by_rule = f"it goes before {', '.join(before)}" if before else f"it comes first for {call.target.platform}"
+    why = f"{by_rule} where no tuned case is near"
+    return chosen, why if told is None else f"{why}: {told}", remarks
 
 
 def _not_chosen(remark: str | None, chosen: str) -> str:
     return f"it accepts, and {chosen} was chosen" + ("" if remark is None else f"; {remark}")
 
 
-def _say_fallback(call: Call, chosen: str, refusals: Mapping[str, str | None], ranks: Mapping[str, float]) -> None:
-    """Log once when an implementation made for this platform would rank higher and refused."""
-    for name, reason in refusals.items():
-        impl = call.op.implementations[name]
-        made_for_it = call.target.platform in impl.platforms
-        if reason is None or not made_for_it or ranks[name] <= ranks[chosen]:
-            continue
-        say_once(logger, (call.op.name, name, reason), "%s runs on %s instead of %s: %s", call, chosen, name, reason)
+def _say_fallback(call: Call, chosen: str, order: Sequence[str], refusals: Mapping[str, str | None]) -> None:
+    """Log once when an implementation made for this platform would go first and refused."""
+    for name in order[: order.index(chosen)]:
+        reason = refusals[name]
+        if reason is not None and call.target.platform in call.op.implementations[name].platforms:
+            say_once(
+                logger, (call.op.name, name, reason), "%s runs on %s instead of %s: %s", call, chosen, name, reason
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +252,7 @@ def run(
     key = (
         implementation, prefer, config, tuple(operands), parameters, chosen_target,
         context.current_interpret(), manual, where, context.matmul_precision(), tables.generation(),
-        evidence.trusted(),
+        trusting.trusted(),
     )  # fmt: skip
     try:
         runner = op.runners.get(key)

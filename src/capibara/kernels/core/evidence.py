@@ -1,12 +1,14 @@
-"""On what grounds an implementation is taken where no tuned entry speaks, and which grounds dispatch may act on.
+"""On what grounds an implementation goes before another where no tuned entry speaks.
 
-*measured*: it ran on this chip. *predicted*: the chip's compiler gave figures for it and for XLA's form of the same
-work, and nothing ran. *untimed*: neither. Dispatch acts on what is measured; inside an optimisation context, or under
-`trust("predicted")`, on predictions too.
+*measured*: it was timed on this chip, in one run with the others. *predicted*: the chip's compiler gave figures for it
+and for XLA's form of the same work, and nothing ran. *untimed*: neither, on this chip.
 
-Predictions are a table a chip, `kernels/evidence/<chip>.json`, which tools/predicted_evidence.py makes of what
-`capibara kernels compile` says: operands, parameters, and the microseconds that bytes, schedule and matrix units leave
-at the least for XLA's program and at the most for ours.
+What stands behind the words is a table a chip, `kernels/evidence/<chip>.json`: rows of operands, parameters and
+microseconds by implementation, each naming its place in benchmarks/results. tools/measured_evidence.py makes them of
+runs, tools/predicted_evidence.py of what `capibara kernels compile` says.
+
+The order is one rule, `order`: as they were added to the op, but what evidence or an author's `ahead_of` speaks for
+moves forward.
 """
 
 from __future__ import annotations
@@ -16,39 +18,22 @@ import functools
 import json
 import math
 import re
-import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import jax
-
-from capibara import task_states
-from capibara.errors import say_once, unknown_name
+from capibara import hardware
 from capibara.kernels.core import tables
 from capibara.kernels.core.spec import Call, Implementation, describe
+from capibara.kernels.core.trusting import Level
 
-__all__ = ["LEVELS", "Evidence", "Trust", "of", "optimising", "trust", "trusted"]
+__all__ = ["LEAST_GAIN", "SHIPPED", "Evidence", "Order", "of", "order", "params_key"]
 
-Level = Literal["measured", "predicted"]
-LEVELS: tuple[Level, ...] = ("measured", "predicted")
 SHIPPED = Path(__file__).parents[1] / "evidence"
 # A prediction decides where it says at least this much: what a bound leaves out is some per cent.
 LEAST_GAIN = 1.1
 # Sizes of operands this many doublings away, all axes together, are another call: the op's worst row speaks for it.
 _FAR = 10.0
-
-_explicit = jax.make_user_context(None)
-optimising = jax.make_user_context(False)
-"""Whether an optimisation context is around; `capibara.mesh.context` enters it."""
-_ONLY_REMEMBERED = (
-    "trust() was entered in a coroutine that cannot be followed: asyncio does not run it, or it was started eagerly "
-    "and has not awaited yet. Ops that are called directly go by it there, and a jitted function runs as if outside, "
-    "since jax keeps what is in jit's cache key per thread. Put the `with` in a plain function."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,172 +42,143 @@ class Evidence:
 
     kind: Literal["measured", "predicted", "untimed"]
     gain: float | None
-    """How many times as fast as XLA's form of the same call; None where nothing says."""
+    """How many times as fast as what it was compared with; None where nothing says."""
     source: str
+    beside: str = "XLA's form"
+    measured_on: str | None = None
+    """The chip that it was timed on, where that is another than the call's."""
 
     def __str__(self) -> str:
-        gain = "" if self.gain is None else f" {self.gain:.2g} times as fast as XLA's form"
-        return f"{self.kind}{gain} ({self.source})"
+        gain = "" if self.gain is None else f"{self.gain:.2g} times as fast as {self.beside}"
+        if self.measured_on is not None:
+            return f"untimed here (measured on {self.measured_on}: {gain}, {self.source})"
+        return " ".join(filter(None, (self.kind, gain, f"({self.source})")))
 
 
-class _Inside:
-    """One `with trust(...)` that was entered, and the one around it."""
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The implementations of a call's op, the one to take first; and on what grounds."""
 
-    def __init__(self, owner: Trust, of_task: bool, outer: _Inside | None) -> None:
-        self.owner, self.outer = owner, outer
-        self.held = task_states.Held(lambda: _explicit(owner.level)) if of_task else None
-        self._state: Any = None
-
-    @property
-    def remembered(self) -> bool:
-        """Of a coroutine that cannot be followed here: no state of jax has it."""
-        return self.held is not None and not task_states.in_force(self.held)
-
-    def apply(self) -> None:
-        if self.held is None:
-            self._state = _explicit(self.owner.level)
-            self._state.__enter__()
-        elif not task_states.hold(self.held):
-            say_once(RuntimeWarning, None, _ONLY_REMEMBERED, stacklevel=3)
-
-    def undo(self) -> None:
-        if self.held is None:
-            self._state.__exit__(None, None, None)
-        else:
-            task_states.release(self.held)
+    names: tuple[str, ...]
+    grounds: Mapping[str, Evidence]
+    """Of those that are for one platform alone."""
+    passed: Mapping[str, tuple[str, ...]]
+    """Which others an implementation was moved before."""
 
 
-_INNERMOST: ContextVar[_Inside | None] = ContextVar("capibara_trust", default=None)
-# The settings of the process, the latest last. A `with` takes back its own and no other, whatever threads have set
-# between its two steps; of those that nobody takes back the last alone matters.
-_settings: deque[Trust] = deque(maxlen=256)
-_lock = threading.Lock()
+def order(call: Call, level: Level) -> Order:
+    """Which implementation goes first, of all that the op has, whether or not they accept.
 
-
-class Trust:
-    """What `trust` returns: a setting that is in force already, and as a context manager only inside of its `with`.
-
-    In a coroutine the `with` follows the task, as an optimisation context does. One object may be entered again.
+    They stand as they were added: XLA's forms, kernels, the reference. What was measured ahead of another goes before
+    it: by `ahead_of` where an implementation has a rule, else by the rows that are nearest to the call. Where `level`
+    says so, what is predicted ahead by LEAST_GAIN goes first of all.
     """
-
-    def __init__(self, level: Level | None) -> None:
-        self.level = level
-        with _lock:
-            _settings.append(self)
-            _explicit.set_global(level)
-
-    def __enter__(self) -> Trust:
-        with _lock:
-            if self in _settings:
-                _settings.remove(self)
-                _explicit.set_global(_settings[-1].level if _settings else None)
-        inside = _Inside(self, task_states.may_be_suspended(sys._getframe(1)), _INNERMOST.get())
-        inside.apply()
-        _INNERMOST.set(inside)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        inside, later = _INNERMOST.get(), []
-        while inside is not None and inside.owner is not self:
-            later.append(inside)
-            inside = inside.outer
-        if inside is None:  # an async generator that the event loop closes elsewhere: nothing was set here
-            return
-        # Held by generators, they may end out of order: those inside are taken off and put back.
-        for one in later:
-            one.undo()
-        inside.undo()
-        outer = inside.outer
-        for one in reversed(later):
-            one.apply()
-            one.outer, outer = outer, one
-        _INNERMOST.set(outer)
-
-    def __repr__(self) -> str:
-        return f"trust({self.level!r})"
+    implementations = call.op.implementations
+    names, passed, grounds = list(implementations), {}, {}
+    everywhere = [name for name, impl in implementations.items() if len(impl.platforms) > 1]
+    predicted: dict[str, float] = {}
+    for name, impl in implementations.items():
+        found = of(call, impl) if name not in everywhere else None
+        if found is not None:
+            grounds[name] = found
+        if found is not None and found.kind == "predicted" and found.gain is not None and found.gain >= LEAST_GAIN:
+            predicted[name] = found.gain
+        by_rows = everywhere if found is not None and _measured_ahead(found) else ()
+        before = _claimed(impl, call) if impl.ahead_of is not None else by_rows
+        places = [names.index(other) for other in before if other in implementations and other != name]
+        if places and min(places) < names.index(name):
+            passed[name] = tuple(before)
+            names.insert(min(places), names.pop(names.index(name)))
+    if level == "predicted":
+        for name in sorted(predicted, key=lambda name: predicted[name]):
+            passed[name] = ("xla",)
+            names.insert(0, names.pop(names.index(name)))
+    return Order(tuple(names), grounds, passed)
 
 
-def trust(level: str | None) -> Trust:
-    """Which evidence dispatch may act on, for the process from now on, or inside of a `with`.
-
-    Args:
-      level: "measured", what ran on this chip; "predicted", also what its compiler's figures say; None for what holds
-        by itself: predictions inside an optimisation context, and measurements outside of one.
-
-    >>> with trust("predicted"):
-    ...     trusted()
-    'predicted'
-    >>> trusted()
-    'measured'
-    """
-    if level is not None and level not in LEVELS:
-        raise unknown_name("evidence", level, LEVELS)
-    return Trust(level)
+def _claimed(implementation: Implementation, call: Call) -> Collection[str]:
+    ahead_of = implementation.ahead_of
+    return ahead_of(call) if callable(ahead_of) else ahead_of or ()
 
 
-def trusted() -> Level:
-    """What dispatch acts on here; what `trust` says comes before an optimisation context."""
-    inside = _INNERMOST.get()
-    if inside is not None and inside.remembered and not task_states.tracing():
-        explicit = inside.owner.level
-    else:
-        # Inside a trace jax's own state is the only truth, since it is what the trace is cached under.
-        explicit = _explicit.value
-    if explicit is not None:
-        return explicit
-    return "predicted" if optimising.value else "measured"
+def _measured_ahead(found: Evidence) -> bool:
+    return (found.kind == "measured" or found.measured_on is not None) and (found.gain or 0.0) >= 1.0
 
 
 def of(call: Call, implementation: Implementation) -> Evidence:
     """What speaks for this implementation of this call, where no tuned entry does."""
-    if call.target.platform != "tpu" or implementation.platforms != ("tpu",):
-        # XLA's own forms need none, and the ranks on a GPU follow runs on an H200 (benchmarks/results).
-        return Evidence("measured", None, "ranked by runs")
-    rows = _table(tables.slug(call.target.device_kind)).get((call.op.name, implementation.name), ())
+    measured_on, rows = None, _table(tables.slug(call.target.device_kind)).rows.get((call.op.name, implementation.name))
     if not rows:
-        if not (_ours(call.op.reference) and _ours(implementation.fn)):
-            return Evidence("measured", None, "ranked by its own author")
-        return Evidence("untimed", None, "neither run nor compared with XLA's form for this chip")
+        measured_on, rows = _measured_elsewhere(call, implementation.name)
+    if not rows:
+        return Evidence("untimed", None, "neither run beside another nor compared with XLA's form for this chip")
     beyond = implementation.beyond_evidence(call)
     if beyond is not None:
         return Evidence("untimed", None, beyond)
     near, far = _nearest(call, rows)
-    gain = near.gain if far <= _FAR else min(row.gain for row in rows)
-    which = f"as compiled for {' '.join(near.operands)}" if far <= _FAR else f"the least of {len(rows)} compiled cases"
-    return Evidence("predicted", gain, f"{which}; not run")
+    row = near if far <= _FAR else min(rows, key=lambda row: row.gain(implementation.name)[0])
+    gain, beside = row.gain(implementation.name)
+    told = "" if far <= _FAR else f"the least of {len(rows)} cases, "
+    if row.kind == "predicted":
+        at = f"as compiled for {' '.join(row.operands)}" if far <= _FAR else f"the least of {len(rows)} compiled cases"
+        return Evidence("predicted", gain, f"{at}; not run")
+    source = f"{told}{' '.join(row.operands)}: {row.source}"
+    return Evidence("untimed" if measured_on else "measured", gain, source, beside, measured_on)
 
 
-def _ours(fn: Callable[..., Any]) -> bool:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__module__", "").startswith("capibara.")
+def _measured_elsewhere(call: Call, name: str) -> tuple[str | None, tuple[_Row, ...]]:
+    """Another GPU's runs, where this one has none; one of the same architecture first. TPUs have compilers to ask."""
+    if call.target.platform != "gpu":
+        return None, ()
+    here = hardware.chip_for(call.target.device_kind)
+    others = [_table(path.stem) for path in sorted(SHIPPED.glob("*.json"))]
+    others = [table for table in others if table.platform == "gpu" and (call.op.name, name) in table.rows]
+    others.sort(key=lambda table: here is None or table.architecture != here.architecture)
+    return (others[0].device_kind, others[0].rows[call.op.name, name]) if others else (None, ())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
+    kind: Literal["measured", "predicted"]
     operands: tuple[str, ...]
     params: str
-    xla_us: float
-    ours_us: float
+    us: Mapping[str, float]
+    """Microseconds by implementation; a peer's under its own name."""
+    source: str
 
-    @property
-    def gain(self) -> float:
-        return self.xla_us / self.ours_us
+    def gain(self, name: str) -> tuple[float, str]:
+        """How many times as fast as XLA's form, or as the fastest other that was timed, and which that is."""
+        others = {other: us for other, us in self.us.items() if other != name}
+        beside = "xla" if "xla" in others else min(others, key=lambda other: others[other])
+        return others[beside] / self.us[name], beside
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    platform: str
+    architecture: str
+    device_kind: str
+    rows: Mapping[tuple[str, str], tuple[_Row, ...]]
 
 
 @functools.lru_cache(maxsize=64)
-def _table(chip: str) -> dict[tuple[str, str], tuple[_Row, ...]]:
+def _table(chip: str) -> _Table:
     path = SHIPPED / f"{chip}.json"
     if not path.exists():
-        return {}
+        return _Table("", "", "", {})
     document = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        (op, implementation): tuple(
-            _Row(tuple(row["operands"]), row["params"], row["xla_us"], row["ours_us"]) for row in rows
-        )
-        for op, implementations in document["ops"].items()
-        for implementation, rows in implementations.items()
-    }
+    made: dict[tuple[str, str], list[_Row]] = {}
+    for op, rows in document["ops"].items():
+        for row in rows:
+            origin = document["sources"][row["source"]]
+            source = f"{origin['file']}, row {row['row']}{', ' + row['passes'] if 'passes' in row else ''}"
+            read = _Row(origin["kind"], tuple(row["operands"]), row["params"], row["us"], source)
+            for name in row["us"]:
+                if len(row["us"]) > 1:
+                    made.setdefault((op, name), []).append(read)
+    which = hardware.chip(document["chip"])
+    rows_of = {key: tuple(found) for key, found in made.items()}
+    return _Table(which.platform, which.architecture, document["device_kind"], rows_of)
 
 
 def _nearest(call: Call, rows: Sequence[_Row]) -> tuple[_Row, float]:
@@ -241,7 +197,7 @@ _OPERAND = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def _distance(left: Sequence[str], right: Sequence[str]) -> float:
-    if len(left) != len(right):  # compiled before the op had one of its operands
+    if len(left) != len(right):  # of a time before the op had one of its operands
         return math.inf
     total = 0.0
     for one, other in zip(left, right, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -156,8 +156,10 @@ class Implementation:
         with `config=` too where there is a `config_type`.
       platforms: where it runs, of "cpu", "gpu" and "tpu". One for "tpu" alone also runs on a CPU inside `interpret()`.
       refuses: `Call` -> why it cannot take that call, in words, or None. It is asked before anything runs.
-      rank: `Call` -> a number; where no tuned table speaks, the highest of those that accept runs.
-      remark: `Call` -> in words what the rank goes by, where that is more than the platform; `explain` shows it.
+      ahead_of: the implementations of its op that it goes before where both accept and no tuned table speaks: their
+        names, or `Call` -> their names, which is a rule learnt by runs. None leaves it to the chip's table of evidence,
+        and where that has no row of it, to the order in which implementations were added: the first that accepts runs.
+      remark: `Call` -> in words what `ahead_of` goes by, where that is more than the platform; `explain` shows it.
       beyond_evidence: `Call` -> why the cases that were timed or compiled say nothing of this call, or None.
       kernel: `fn` is opaque to JAX (Pallas, a custom call): the op's own gradient, batching and partitioning rules
         stand in. Anything else is plain JAX, which JAX differentiates and XLA partitions.
@@ -176,7 +178,7 @@ class Implementation:
     fn: Callable[..., Any]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     refuses: Callable[[Call], str | None] = lambda call: None
-    rank: Callable[[Call], float] = lambda call: 0.0
+    ahead_of: Collection[str] | Callable[[Call], Collection[str]] | None = None
     remark: Callable[[Call], str | None] = lambda call: None
     beyond_evidence: Callable[[Call], str | None] = lambda call: None
     kernel: bool = False

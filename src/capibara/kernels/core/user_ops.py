@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,14 +56,14 @@ class UserOp:
         *,
         platforms: Sequence[str] = PLATFORMS,
         refuses: Callable[[Call], str | None] = lambda call: None,
-        rank: Callable[[Call], float] = lambda call: 20.0,
+        ahead_of: Collection[str] | Callable[[Call], Collection[str]] = (OWN,),
         kernel: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A decorator that adds another implementation, which by default goes before the first."""
+        """A decorator that adds another implementation, which by default goes before the decorated function."""
 
         def add(fn: Callable[..., Any]) -> Callable[..., Any]:
             self.op.implement(
-                Implementation(name, fn, platforms=tuple(platforms), refuses=refuses, rank=rank, kernel=kernel)
+                Implementation(name, fn, platforms=tuple(platforms), refuses=refuses, ahead_of=ahead_of, kernel=kernel)
             )
             return fn
 
@@ -176,9 +176,9 @@ def _registered(
     signature = inspect.signature(fn)
     arrays, params = _roles(called, signature, operands)
     made = Op(called, reference=reference or fn, operands=arrays, params=params, **rules)
-    made.implement(Implementation(OWN, fn, rank=lambda call: 10.0, **runs))
+    made.implement(Implementation(OWN, fn, **runs))
     if reference is not None:
-        made.implement(Implementation("reference", reference, rank=lambda call: -1.0))
+        made.implement(Implementation("reference", reference))
     public = UserOp(fn, made, signature)
     made.public = public
     ops.register(made)

@@ -92,16 +92,16 @@ ATTENTION = Op(
 IMPLEMENTATIONS = (
     xla.IMPLEMENTATION,
     tpu_forward.IMPLEMENTATION,
-    hopper_forward.IMPLEMENTATION,
     cudnn.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    hopper_forward.IMPLEMENTATION,
+    Implementation("reference", reference),
 )
 GRAD_IMPLEMENTATIONS = (
     xla_grad.IMPLEMENTATION,
     tpu_backward.IMPLEMENTATION,
-    hopper_backward.IMPLEMENTATION,
     cudnn.GRAD_IMPLEMENTATION,
-    Implementation("reference", reference_grad, rank=lambda call: -1),
+    hopper_backward.IMPLEMENTATION,
+    Implementation("reference", reference_grad),
 )
 
 for _implementation in IMPLEMENTATIONS:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from capibara.errors import rule_error, say_once
-from capibara.kernels.core import context, evidence, tables
+from capibara.kernels.core import context, tables, trusting
 from capibara.kernels.core.dispatch import Selection, select
 from capibara.kernels.core.spec import Call, Config
 from capibara.kernels.ops.attention import inputs
@@ -55,7 +55,7 @@ def config_for(block: int, arrays: tuple[Any, Any, Any], options: Mapping[str, A
     """
     leaves, tree = jax.tree.flatten((arrays, dict(options)))
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else x for x in leaves)
-    surroundings = (context.current_interpret(), context.matmul_precision(), tables.generation(), evidence.trusted())
+    surroundings = (context.current_interpret(), context.matmul_precision(), tables.generation(), trusting.trusted())
     key = (block, tree, shapes, target_for(arrays), surroundings)
     config = _CONFIGS.get(key, _UNSEEN)
     if config is _UNSEEN:

@@ -73,7 +73,6 @@ def xla(*operands: Any, config: ChunkConfig, return_lse: bool, **params: Any) ->
 IMPLEMENTATION = Implementation(
     "xla",
     xla,
-    rank=lambda call: 5,
     own_gradient=True,
     needs_local_types=True,
     config_type=ChunkConfig,

@@ -125,7 +125,6 @@ def _add_tile(call: Chunked, dbias: jax.Array, ds: jax.Array, chunk: Chunk) -> j
 IMPLEMENTATION = Implementation(
     "xla",
     xla_grad,
-    rank=lambda call: 5,
     own_gradient=True,
     needs_local_types=True,
     config_type=ChunkConfig,

@@ -225,7 +225,7 @@ RINGS = {"xla_ring": 1, "xla_ring_two_way": 2}
 
 def _add_rings(op: Op, fn: Any) -> None:
     for name, directions in RINGS.items():
-        op.implement(Implementation(name, functools.partial(fn, two_way=directions == 2), rank=lambda call: -1.0))
+        op.implement(Implementation(name, functools.partial(fn, two_way=directions == 2)))
 
 
 def _add_overlapped(op: Op, fn: Any) -> None:
@@ -234,7 +234,7 @@ def _add_overlapped(op: Op, fn: Any) -> None:
             Implementation(
                 name,
                 functools.partial(fn, two_way=directions == 2),
-                rank=functools.partial(choice.rank, directions=directions),
+                ahead_of=functools.partial(choice.ahead_of, directions=directions),
                 remark=functools.partial(choice.remark, directions=directions),
                 own_gradient=True,
             )

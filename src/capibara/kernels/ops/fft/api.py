@@ -78,12 +78,12 @@ for _implementation in (
     hopper.IMPLEMENTATION,
     hopper.LONG_IMPLEMENTATION,
     hopper.PAIRS_IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference),
 ):
     FFT.implement(_implementation)
-for _implementation in (xla.RFFT, _PACKED[0], Implementation("reference", reference_rfft, rank=lambda call: -1)):
+for _implementation in (xla.RFFT, _PACKED[0], Implementation("reference", reference_rfft)):
     RFFT.implement(_implementation)
-for _implementation in (xla.IRFFT, _PACKED[1], Implementation("reference", reference_irfft, rank=lambda call: -1)):
+for _implementation in (xla.IRFFT, _PACKED[1], Implementation("reference", reference_irfft)):
     IRFFT.implement(_implementation)
 
 

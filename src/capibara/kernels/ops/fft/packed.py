@@ -6,6 +6,7 @@ mirror image tell the two apart.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ import numpy as np
 
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op
-from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.ops.fft.matmul import times
+from capibara.kernels.core.spec import Implementation
+from capibara.kernels.ops.fft.matmul import ahead_of, times
 from capibara.kernels.ops.fft.rules import scale_of
 from capibara.kernels.ops.fft.twiddles import roots
 
@@ -79,14 +80,10 @@ def _wide(planes: np.ndarray[Any, Any], ndim: int) -> np.ndarray[Any, Any]:
     return planes.reshape(2, *(1,) * (ndim - 2), planes.shape[-1])
 
 
-def rank(call: Call) -> float:
-    """As the complex transform by products ranks against the vendor's."""
-    return 20 if call.target.platform == "tpu" or call.params["precision"] == "bfloat16" else 5
-
-
 def implementations(fft: Op) -> tuple[Implementation, Implementation]:
     """(rfft's, irfft's) on the complex transform `fft`, whatever dispatch chooses for it."""
-    return (
-        Implementation("xla_packed", lambda *xs, **params: rfft(fft, *xs, **params), rank=rank, own_gradient=True),
-        Implementation("xla_packed", lambda *xs, **params: irfft(fft, *xs, **params), rank=rank, own_gradient=True),
-    )
+
+    def by(fn: Any) -> Implementation:
+        return Implementation("xla_packed", functools.partial(fn, fft), ahead_of=ahead_of, own_gradient=True)
+
+    return by(rfft), by(irfft)

@@ -55,12 +55,6 @@ def xla_irfft(re: jax.Array, im: jax.Array, *, n: int, norm: str, precision: str
     return _scaled(lax.fft(lax.complex(re, jnp.where(own, 0.0, im)), "irfft", (n,)), (n,), norm, True)
 
 
-def rank(call: Call) -> float:
-    """cuFFT in float32 took a third of the time of the transforms in bfloat16 on an H200 that a complex array has to be
-    taken apart for: it runs for them too. Kernels that read one as it is rank above it where they were faster."""
-    return 25 if call.params["precision"] == "bfloat16" else 10
-
-
 def refuses(call: Call) -> str | None:
     if call.params["precision"] != "float32" and call.target.platform != "gpu":
         return f"the vendor's transform is float32; precision={call.params['precision']!r} was asked for"
@@ -69,6 +63,6 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-IMPLEMENTATION = Implementation("xla", xla, refuses=refuses, rank=rank, kernel=True)
-RFFT = Implementation("xla", xla_rfft, refuses=refuses, rank=rank, kernel=True)
-IRFFT = Implementation("xla", xla_irfft, refuses=refuses, rank=rank, kernel=True)
+IMPLEMENTATION = Implementation("xla", xla, refuses=refuses, kernel=True)
+RFFT = Implementation("xla", xla_rfft, refuses=refuses, kernel=True)
+IRFFT = Implementation("xla", xla_irfft, refuses=refuses, kernel=True)

@@ -41,8 +41,8 @@ from capibara.kernels.ops.attention.hopper.backward_loops import (
     Plan,
 )
 from capibara.kernels.ops.attention.hopper.calls import (
-    ABOVE_CUDNN,
-    BELOW_CUDNN,
+    AHEAD_OF_CUDNN,
+    BEHIND_CUDNN,
     HEADS_TOGETHER,
     LENGTH_AXIS,
     TILES_TOGETHER,
@@ -106,19 +106,19 @@ def default_config(call: Call) -> HopperGradConfig:
     return HopperGradConfig(_block_q(head_dim), order=best_order(head_dim), parts=parts)
 
 
-def rank(call: Call) -> float:
+def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
     8k on, by 1 to 11 %, at 256, and by 8 to 15 % with the forward pass where it pads copies. Very long calls go in two
     parts, which take half of the memory that cuDNN wants beside the gradients. With a window no comparison was made:
     programs skip what lies outside."""
     q = call.need("q")
     if call.params["window"] is not None:
-        return ABOVE_CUDNN
+        return AHEAD_OF_CUDNN
     if pads_copies(call) or q.shape[-1] == 256:
-        return BELOW_CUDNN
+        return BEHIND_CUDNN
     if q.shape[-1] == 64:
-        return ABOVE_CUDNN
-    return ABOVE_CUDNN if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else BELOW_CUDNN
+        return AHEAD_OF_CUDNN
+    return AHEAD_OF_CUDNN if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else BEHIND_CUDNN
 
 
 def refuses(call: Call) -> str | None:
@@ -360,7 +360,7 @@ IMPLEMENTATION = Implementation(
     hopper_backward,
     platforms=("gpu",),
     refuses=refuses,
-    rank=rank,
+    ahead_of=ahead_of,
     kernel=True,
     hints=("physical",),
     same_bits=False,  # dq is summed in the order in which programs arrive

@@ -53,4 +53,4 @@ def pads_copies(call: Call) -> bool:
     return q.shape[-1] not in HEAD_DIMS or q.shape[2] % 8 != 0 or k.shape[2] % 8 != 0
 
 
-BELOW_CUDNN, ABOVE_CUDNN = 25.0, 35.0  # whose rank is 30
+AHEAD_OF_CUDNN, BEHIND_CUDNN = ("cudnn", "xla"), ("xla",)

@@ -34,7 +34,7 @@ IMPLEMENTATIONS = (
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference),
 )
 for _implementation in IMPLEMENTATIONS:
     PAGED_ATTENTION.implement(_implementation)

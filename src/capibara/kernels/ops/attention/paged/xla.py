@@ -177,7 +177,6 @@ def xla(
 IMPLEMENTATION = Implementation(
     "xla",
     xla,
-    rank=lambda call: 5,
     own_gradient=True,  # a loop as long as the contexts are has no derivative in reverse
     config_type=GroupConfig,
     default_config=default_config,

@@ -636,7 +636,6 @@ IMPLEMENTATION = Implementation(
     tpu_backward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,
     kernel=True,
     config_type=FlashGradConfig,
     default_config=lambda call: candidates(call)[0],

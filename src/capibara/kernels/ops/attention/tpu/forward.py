@@ -335,7 +335,6 @@ IMPLEMENTATION = Implementation(
     tpu_forward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,
     kernel=True,
     config_type=FlashConfig,
     default_config=lambda call: candidates(call)[0],

@@ -448,7 +448,6 @@ def implementation(
         fn,
         platforms=("tpu",),
         refuses=refuses,
-        rank=lambda call: -2.0,
         kernel=True,
         config_type=config,
         default_config=lambda call: config(),

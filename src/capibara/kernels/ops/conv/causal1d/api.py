@@ -35,7 +35,7 @@ CAUSAL_CONV1D: Op = Op(
 )
 for _implementation in (
     xla.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference),
 ):
     CAUSAL_CONV1D.implement(_implementation)
 

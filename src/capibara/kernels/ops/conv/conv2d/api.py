@@ -43,7 +43,7 @@ for _implementation in (
     *winograd.IMPLEMENTATIONS,
     xla.DIRECT,
     hopper.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference),
 ):
     CONV2D.implement(_implementation)
 

@@ -200,9 +200,9 @@ def candidates(call: Call) -> Sequence[WinogradConfig]:
     return [WinogradConfig(product, passes) for product in products(call) for passes in forms]
 
 
-def rank(tile: int, call: Call) -> float:
-    """Below XLA until it has been timed, but for the caller's own tile, whose refusal is then said."""
-    return 50 if call.params["tile_size"] == tile else {2: 4, 4: 5, 6: 3}[tile]
+def ahead_of(tile: int, call: Call) -> tuple[str, ...]:
+    """Behind XLA until it has been timed, but for the caller's own tile, whose refusal is then said."""
+    return ("xla",) if call.params["tile_size"] == tile else ()
 
 
 IMPLEMENTATIONS = tuple(
@@ -210,7 +210,7 @@ IMPLEMENTATIONS = tuple(
         f"xla_winograd{tile}",
         functools.partial(winograd, tile=tile),
         refuses=functools.partial(refuses, tile),
-        rank=functools.partial(rank, tile),
+        ahead_of=functools.partial(ahead_of, tile),
         own_gradient=True,  # JAX's derivative would transpose the transforms; the op's is another convolution
         config_type=WinogradConfig,
         default_config=lambda call: WinogradConfig(products(call)[0]),

@@ -68,5 +68,5 @@ def _refuses_direct(call: Call) -> str | None:
 
 
 MOST_TAPS = 49
-IMPLEMENTATION = Implementation("xla", xla, rank=lambda call: 10)
-DIRECT = Implementation("xla_direct", direct, refuses=_refuses_direct, rank=lambda call: 2)
+IMPLEMENTATION = Implementation("xla", xla)
+DIRECT = Implementation("xla_direct", direct, refuses=_refuses_direct)

@@ -26,7 +26,7 @@ LONG_CONV = Op(
     tolerance=rules.tolerance,
     cases=CASES,
 )
-for _implementation in (*IMPLEMENTATIONS, Implementation("reference", reference, rank=lambda call: -1)):
+for _implementation in (*IMPLEMENTATIONS, Implementation("reference", reference)):
     LONG_CONV.implement(_implementation)
 
 

@@ -78,8 +78,8 @@ def _refuses_direct(call: Call) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("xla", xla, refuses=_refuses_xla, rank=lambda call: 10),
+    Implementation("xla", xla, refuses=_refuses_xla),
     # Where bfloat16 is asked for it has a kernel on Hopper; otherwise it is XLA's transforms, and two transposes.
-    Implementation("xla_fft", fft, refuses=_refuses_fft, rank=lambda call: 5),
-    Implementation("xla_direct", direct, refuses=_refuses_direct, rank=lambda call: 4),
+    Implementation("xla_fft", fft, refuses=_refuses_fft),
+    Implementation("xla_direct", direct, refuses=_refuses_direct),
 )

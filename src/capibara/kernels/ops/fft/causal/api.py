@@ -60,10 +60,10 @@ CAUSAL_TAPS = Op(
 for _op, _implementation in (
     (CAUSAL_FILTER, composed.IMPLEMENTATION),
     (CAUSAL_FILTER, hopper.IMPLEMENTATION),
-    (CAUSAL_FILTER, Implementation("reference", reference, rank=lambda call: -1)),
+    (CAUSAL_FILTER, Implementation("reference", reference)),
     (CAUSAL_TAPS, composed.TAPS),
     (CAUSAL_TAPS, hopper.TAPS_IMPLEMENTATION),
-    (CAUSAL_TAPS, Implementation("reference", reference_taps, rank=lambda call: -1)),
+    (CAUSAL_TAPS, Implementation("reference", reference_taps)),
 ):
     _op.implement(_implementation)
 register(CAUSAL_FILTER)

@@ -38,7 +38,7 @@ FFT_FILTER = Op(
 for _implementation in (
     composed.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference),
 ):
     FFT_FILTER.implement(_implementation)
 register(FFT_FILTER)

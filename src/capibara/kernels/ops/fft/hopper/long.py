@@ -174,28 +174,28 @@ def faster(shape: tuple[int, ...], form: str) -> bool:
     return bool(shape) and shape[-1] in LENGTHS_FASTER[form] and math.prod(shape) >= LEAST
 
 
-def _rank(call: Call) -> float:
-    """Above cuFFT for bfloat16 planes. Where float32 planes come in and go out `fft_planes` asks for it by name: a call
-    does not tell them from those of a complex array, which the other kernel reads as they are."""
+def _ahead_of(call: Call) -> tuple[str, ...]:
+    """Before cuFFT for bfloat16 planes. Where float32 planes come in and go out `fft_planes` asks for it by name: a
+    call does not tell them from those of a complex array, which the other kernel reads as they are."""
     plane = call.need("re")
-    return 26 if plane.dtype == BF16 and faster(plane.shape, "bfloat16") else 21
+    return ("xla",) if plane.dtype == BF16 and faster(plane.shape, "bfloat16") else ("xla_matmul",)
 
 
-def _rank_pairs(call: Call) -> float:
-    return 26 if faster(call.need("re").shape, "complex64") else 20.5
+def _ahead_of_pairs(call: Call) -> tuple[str, ...]:
+    return ("xla",) if faster(call.need("re").shape, "complex64") else ("xla_matmul",)
 
 
 def _remark(call: Call) -> str:
     return f"on an H200 faster than cuFFT with {LEAST} numbers or more, by length and type"
 
 
-def _implementation(name: str, run: Any, refuses: Any, rank: Any) -> Implementation:
+def _implementation(name: str, run: Any, refuses: Any, ahead_of: Any) -> Implementation:
     return Implementation(
         name,
         run,
         platforms=("gpu",),
         refuses=refuses,
-        rank=rank,
+        ahead_of=ahead_of,
         remark=_remark,
         kernel=True,
         config_type=ProgramsConfig,
@@ -204,5 +204,5 @@ def _implementation(name: str, run: Any, refuses: Any, rank: Any) -> Implementat
     )
 
 
-LONG_IMPLEMENTATION = _implementation("hopper_long", fft_hopper_long, refuses, _rank)
-PAIRS_IMPLEMENTATION = _implementation("hopper_pairs", fft_hopper_pairs, refuses_pairs, _rank_pairs)
+LONG_IMPLEMENTATION = _implementation("hopper_long", fft_hopper_long, refuses, _ahead_of)
+PAIRS_IMPLEMENTATION = _implementation("hopper_pairs", fft_hopper_pairs, refuses_pairs, _ahead_of_pairs)

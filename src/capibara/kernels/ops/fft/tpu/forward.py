@@ -178,7 +178,6 @@ IMPLEMENTATION = Implementation(
     fft_tpu,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 2,  # below the products in XLA until it has been timed on a TPU
     kernel=True,
     config_type=SignalsConfig,
     default_config=lambda call: candidates(call)[0],

@@ -55,13 +55,13 @@ ACTIVATION = Op(
 for _implementation in (
     xla.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference),
 ):
     ACTIVATION.implement(_implementation)
 for _implementation in (
     xla.GRAD_IMPLEMENTATION,
     hopper.GRAD_IMPLEMENTATION,
-    Implementation("reference", reference_grad, rank=lambda call: -1),
+    Implementation("reference", reference_grad),
 ):
     ACTIVATION_GRAD.implement(_implementation)
 

@@ -49,5 +49,5 @@ def xla_grad(
 
 
 # JAX's own derivative would keep the mask and the parts of the formula, so the op's gradient stands in.
-IMPLEMENTATION = Implementation("xla", xla, rank=lambda call: 10, own_gradient=True)
-GRAD_IMPLEMENTATION = Implementation("xla", xla_grad, rank=lambda call: 10, own_gradient=True)
+IMPLEMENTATION = Implementation("xla", xla, own_gradient=True)
+GRAD_IMPLEMENTATION = Implementation("xla", xla_grad, own_gradient=True)

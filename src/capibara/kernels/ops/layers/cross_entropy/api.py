@@ -65,12 +65,12 @@ CROSS_ENTROPY = Op(
 
 for _implementation in (
     xla.IMPLEMENTATION,
-    Implementation("reference", reference, refuses=rules.refuses_block, rank=lambda call: -1),
+    Implementation("reference", reference, refuses=rules.refuses_block),
 ):
     CROSS_ENTROPY.implement(_implementation)
 for _implementation in (
     xla.GRAD_IMPLEMENTATION,
-    Implementation("reference", reference_grad, refuses=rules.refuses_block, rank=lambda call: -1),
+    Implementation("reference", reference_grad, refuses=rules.refuses_block),
 ):
     CROSS_ENTROPY_GRAD.implement(_implementation)
 

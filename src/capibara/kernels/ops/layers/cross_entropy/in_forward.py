@@ -199,10 +199,8 @@ CROSS_ENTROPY_AND_GRAD = Op(
     cases=AND_GRAD_CASES,
 )
 # As in the module xla: a loop over what the mesh splits is each device's own, so to JAX it is a kernel.
-CROSS_ENTROPY_AND_GRAD.implement(Implementation("xla", xla, rank=lambda call: 10, kernel=True, hints=("block",)))
-CROSS_ENTROPY_AND_GRAD.implement(
-    Implementation("reference", reference_and_grad, refuses=rules.refuses_block, rank=lambda call: -1)
-)
+CROSS_ENTROPY_AND_GRAD.implement(Implementation("xla", xla, kernel=True, hints=("block",)))
+CROSS_ENTROPY_AND_GRAD.implement(Implementation("reference", reference_and_grad, refuses=rules.refuses_block))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

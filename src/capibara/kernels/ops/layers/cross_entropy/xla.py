@@ -168,5 +168,5 @@ def xla_grad(
 
 # A loop over chunks of an axis that the mesh splits would gather them, one by one: the op's own mesh rule has each
 # device loop over its part. So to JAX this is a kernel, though it is plain JAX inside.
-IMPLEMENTATION = Implementation("xla", xla, rank=lambda call: 10, kernel=True, hints=("block",))
-GRAD_IMPLEMENTATION = Implementation("xla", xla_grad, rank=lambda call: 10, kernel=True, hints=("block",))
+IMPLEMENTATION = Implementation("xla", xla, kernel=True, hints=("block",))
+GRAD_IMPLEMENTATION = Implementation("xla", xla_grad, kernel=True, hints=("block",))

@@ -75,7 +75,7 @@ for _op, _implementations in (
 ):
     for _implementation in _implementations:
         _op.implement(_implementation)
-    _op.implement(Implementation("reference", _op.reference, rank=lambda call: -1))
+    _op.implement(Implementation("reference", _op.reference))
 
 
 def grouped_gemm(

@@ -174,7 +174,6 @@ def _implementation(fn: Callable[..., Any]) -> Implementation:
     return Implementation(
         "xla",
         fn,
-        rank=lambda call: 10,
         own_gradient=True,
         config_type=LoopConfig,
         default_config=default_config,

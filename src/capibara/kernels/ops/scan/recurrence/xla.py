@@ -167,10 +167,10 @@ def xla_grad(
 
 # JAX's own derivative would keep every state in float32, so the op's gradient stands in.
 IMPLEMENTATION = Implementation(
-    "xla", xla, rank=lambda call: 10, own_gradient=True, needs_local_types=True,
+    "xla", xla, own_gradient=True, needs_local_types=True,
     config_type=ChunkConfig, default_config=default_config, candidates=candidates,
 )  # fmt: skip
 GRAD_IMPLEMENTATION = Implementation(
-    "xla", xla_grad, rank=lambda call: 10, own_gradient=True, needs_local_types=True,
+    "xla", xla_grad, own_gradient=True, needs_local_types=True,
     config_type=ChunkConfig, default_config=default_config, candidates=candidates,
 )  # fmt: skip

@@ -151,5 +151,5 @@ def _reversed(cuts: tuple[Any, ...], A: Any, first: Any, d_last: Any, cut: Cut) 
 
 
 # JAX's own derivative would keep every state, so the op's gradient stands in.
-IMPLEMENTATION = Implementation("xla", xla, rank=lambda call: 10, own_gradient=True, needs_local_types=True)
-GRAD_IMPLEMENTATION = Implementation("xla", xla_grad, rank=lambda call: 10, own_gradient=True, needs_local_types=True)
+IMPLEMENTATION = Implementation("xla", xla, own_gradient=True, needs_local_types=True)
+GRAD_IMPLEMENTATION = Implementation("xla", xla_grad, own_gradient=True, needs_local_types=True)

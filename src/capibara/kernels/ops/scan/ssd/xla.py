@@ -111,9 +111,5 @@ def xla_grad(
 
 
 # The backward pass is an op of its own, which kernels share.
-IMPLEMENTATION = Implementation(
-    "xla", xla, rank=lambda call: 10, own_gradient=True, needs_local_types=True, hints=("chunk",)
-)
-GRAD_IMPLEMENTATION = Implementation(
-    "xla", xla_grad, rank=lambda call: 10, own_gradient=True, needs_local_types=True, hints=("chunk",)
-)
+IMPLEMENTATION = Implementation("xla", xla, own_gradient=True, needs_local_types=True, hints=("chunk",))
+GRAD_IMPLEMENTATION = Implementation("xla", xla_grad, own_gradient=True, needs_local_types=True, hints=("chunk",))

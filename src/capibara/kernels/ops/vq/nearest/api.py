@@ -36,7 +36,7 @@ for _implementation in (
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
-    Implementation("reference", reference, rank=lambda call: -1),
+    Implementation("reference", reference),
 ):
     NEAREST_CODE.implement(_implementation)
 

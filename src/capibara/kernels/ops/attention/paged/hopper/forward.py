@@ -371,7 +371,6 @@ IMPLEMENTATION = Implementation(
     hopper_forward,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 15,
     kernel=True,
     config_type=StreamConfig,
     default_config=lambda call: candidates(call)[0],

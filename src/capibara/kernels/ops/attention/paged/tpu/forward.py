@@ -522,7 +522,6 @@ IMPLEMENTATION = Implementation(
     tpu_forward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,
     kernel=True,
     config_type=PagesConfig,
     default_config=lambda call: candidates(call)[0],

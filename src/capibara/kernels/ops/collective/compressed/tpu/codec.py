@@ -413,7 +413,6 @@ def _implementation(fn: Any) -> Implementation:
         fn,
         platforms=("tpu",),
         refuses=refuses,
-        rank=lambda call: 5,
         beyond_evidence=_beyond_evidence,
         kernel=True,
         config_type=TileConfig,

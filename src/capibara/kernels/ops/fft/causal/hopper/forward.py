@@ -145,28 +145,28 @@ def causal_taps_hopper(flow: jax.Array, x: jax.Array, *, config: ProgramsConfig,
     return jax.jit(whole)(flow, x)
 
 
-def rank(call: Call) -> float:
+def ahead_of(call: Call) -> tuple[str, ...]:
     """By what was measured on an H200, 8 x 768 signals: up to 8192 numbers it takes 0.47 to 0.62 ms, from there on 0.71
     to 1.1, more where they are padded. Transforms by kernels, which take multiples of 4096 points, take 0.60 ms at
     12288 points and 0.93 at 16384; others are cuFFT's, 2.06 ms at 16640."""
     time, taps = call.need("x").shape[-1], call.need("h").shape[-1]
     points = smooth_length(time + taps - 1)
     shorter = points % TILE == 0 and points <= (12288 if time <= LONGEST // 2 else 16384)
-    return 9 if shorter or time <= LONGEST // 4 else 20
+    return () if shorter or time <= LONGEST // 4 else ("xla",)
 
 
-def rank_taps(call: Call) -> float:
+def taps_ahead_of(call: Call) -> tuple[str, ...]:
     """1.40 ms at 8192 numbers and 1.16 at 16384, which need no padding; the transforms 1.66 and 3.17."""
-    return 20 if call.need("x").shape[-1] >= LONGEST // 2 else 9
+    return ("xla",) if call.need("x").shape[-1] >= LONGEST // 2 else ()
 
 
-def _implementation(run: Any, rank: Any) -> Implementation:
+def _implementation(run: Any, ahead_of: Any) -> Implementation:
     return Implementation(
         "hopper",
         run,
         platforms=("gpu",),
         refuses=refuses,
-        rank=rank,
+        ahead_of=ahead_of,
         kernel=True,
         config_type=ProgramsConfig,
         default_config=lambda call: ProgramsConfig(),
@@ -174,5 +174,5 @@ def _implementation(run: Any, rank: Any) -> Implementation:
     )
 
 
-IMPLEMENTATION = _implementation(causal_filter_hopper, rank)
-TAPS_IMPLEMENTATION = _implementation(causal_taps_hopper, rank_taps)
+IMPLEMENTATION = _implementation(causal_filter_hopper, ahead_of)
+TAPS_IMPLEMENTATION = _implementation(causal_taps_hopper, taps_ahead_of)

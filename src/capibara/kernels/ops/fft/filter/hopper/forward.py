@@ -211,7 +211,6 @@ IMPLEMENTATION = Implementation(
     fft_filter_hopper,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 20,  # on an H200 1.4 (16k) and 2.2 (4k) times as fast as cuFFT's transforms and a product
     kernel=True,
     config_type=ProgramsConfig,
     default_config=lambda call: ProgramsConfig(),

@@ -278,7 +278,6 @@ def implementation(fn: Callable[..., Any], candidates: Callable[[Call], Sequence
         fn,
         platforms=("tpu",),
         refuses=refuses,
-        rank=lambda call: 5,  # below XLA until it has been timed on a TPU
         kernel=True,
         config_type=GroupedTile,
         default_config=lambda call: candidates(call)[0],

@@ -161,7 +161,6 @@ GRAD_IMPLEMENTATION = Implementation(
     norm_backward,
     platforms=("tpu",),
     refuses=refuses_shape,
-    rank=lambda call: 5,  # below XLA until it has been timed on a TPU
     kernel=True,
     config_type=RowsConfig,
     default_config=lambda call: candidates(call)[0],

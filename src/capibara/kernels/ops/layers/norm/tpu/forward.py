@@ -227,7 +227,6 @@ IMPLEMENTATION = Implementation(
     norm_forward,
     platforms=("tpu",),
     refuses=refuses_shape,
-    rank=lambda call: 5,  # below XLA until it has been timed on a TPU
     kernel=True,
     config_type=RowsConfig,
     default_config=lambda call: candidates(call)[0],

@@ -242,7 +242,6 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     # On an H200's own clock 4 of 32 for 65536 tokens take 4.3 us, xla's passes 29, softmax and top_k 97; 8 of 128 for
     # 16384 take 8.1, 64 and 64; 2 of 8 for 65536 take 1.7, 9 and 46. A call costs the host 45 us, whatever it runs.
-    rank=lambda call: 20,  # on an H200 1.5 to 4.6 times as fast as XLA's form where calls follow each other
     kernel=True,
     config_type=RowsConfig,
     default_config=lambda call: candidates(call)[0],

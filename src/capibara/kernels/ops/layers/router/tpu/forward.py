@@ -157,7 +157,6 @@ IMPLEMENTATION = Implementation(
     route_forward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 5,  # below XLA until it has been timed
     kernel=True,
     config_type=LanesConfig,
     default_config=lambda call: candidates(call)[0],

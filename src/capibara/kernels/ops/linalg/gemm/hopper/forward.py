@@ -379,13 +379,19 @@ def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
     return smem.at[pl.ds(start, size), :] if axis == 0 else smem.at[:, pl.ds(start, size)]
 
 
+def ahead_of(call: Call) -> tuple[str, ...]:
+    """On an H200 1.02 to 1.12 times XLA's speed where there is an activation, which XLA applies in a pass of its own;
+    else within 8 % of cuBLAS either way, and 0.66 of it for 32 rows."""
+    return ("xla",) if call.params["activation"] is not None else ()
+
+
 IMPLEMENTATION = Implementation(
     "hopper",
     gemm_hopper,
     platforms=("gpu",),
     refuses=refuses,
     # cuBLAS holds the bare product; what it cannot do is apply an activation on the way out.
-    rank=lambda call: 20 if call.params["activation"] is not None else 5,
+    ahead_of=ahead_of,
     kernel=True,
     config_type=HopperConfig,
     default_config=default_config,

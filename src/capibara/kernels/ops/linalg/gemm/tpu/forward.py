@@ -270,7 +270,6 @@ IMPLEMENTATION = Implementation(
     gemm_tpu,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 5,
     kernel=True,
     config_type=TileConfig,
     default_config=lambda call: candidates(call)[0],

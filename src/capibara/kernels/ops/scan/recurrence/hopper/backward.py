@@ -155,7 +155,6 @@ GRAD_IMPLEMENTATION = Implementation(
     recurrence_backward,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 30,  # on an H200 3.8 TB/s, against 1.1 of XLA's passes
     kernel=True,
     config_type=TileConfig,
     default_config=lambda call: candidates(call)[0],

@@ -493,7 +493,6 @@ IMPLEMENTATION = Implementation(
     recurrence_forward,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 30,  # on an H200 five times as fast as XLA's passes, at 3.8 TB/s
     kernel=True,
     config_type=TileConfig,
     default_config=lambda call: candidates(call)[0],

@@ -207,7 +207,6 @@ GRAD_IMPLEMENTATION = Implementation(
     recurrence_backward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,  # predicted: as compiled for v4 it moves each byte once, XLA's form six times as many
     kernel=True,
     config_type=BlockConfig,
     default_config=lambda call: candidates(call)[0],

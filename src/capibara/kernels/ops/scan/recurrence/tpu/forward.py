@@ -330,7 +330,6 @@ IMPLEMENTATION = Implementation(
     recurrence_forward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,  # predicted: as compiled for v4 it moves each byte once, XLA's form seven times as many
     kernel=True,
     config_type=BlockConfig,
     default_config=lambda call: candidates(call)[0],

@@ -286,7 +286,6 @@ IMPLEMENTATION = Implementation(
     selective_forward,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 30,  # see docs/sequences.md for what it was timed at
     kernel=True,
     config_type=TimeConfig,
     default_config=lambda call: candidates(call)[0],

@@ -325,7 +325,6 @@ GRAD_IMPLEMENTATION = Implementation(
     selective_backward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,  # predicted: on v4 a seventh of the bytes of XLA's form, and no temporaries (2.3 GB)
     kernel=True,
     config_type=ChannelsConfig,
     default_config=lambda call: candidates(call)[0],

@@ -204,7 +204,6 @@ IMPLEMENTATION = Implementation(
     selective_forward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,  # predicted: as compiled for v4 it moves an eighth of the bytes of XLA's form
     kernel=True,
     config_type=ChannelsConfig,
     default_config=lambda call: candidates(call)[0],

@@ -465,7 +465,6 @@ GRAD_IMPLEMENTATION = Implementation(
     ssd_backward,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 30,  # on an H200 six to eight times as fast as the chunked form differentiated
     kernel=True,
     hints=("chunk",),
     config_type=GradConfig,

@@ -325,7 +325,6 @@ IMPLEMENTATION = Implementation(
     ssd_forward,
     platforms=("gpu",),
     refuses=refuses,
-    rank=lambda call: 30,  # on an H200 ten times as fast as chunks by einsum
     kernel=True,
     hints=("chunk",),
     config_type=ChunksConfig,

@@ -333,7 +333,6 @@ GRAD_IMPLEMENTATION = Implementation(
     ssd_backward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,  # predicted: as compiled for v4 it moves a seventh of the bytes of XLA's form
     kernel=True,
     hints=("chunk",),
 )

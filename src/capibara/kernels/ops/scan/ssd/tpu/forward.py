@@ -214,7 +214,6 @@ IMPLEMENTATION = Implementation(
     ssd_forward,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 20,  # predicted: as compiled for v4 it moves a fifth of the bytes of XLA's form
     kernel=True,
     hints=("chunk",),
 )

@@ -104,7 +104,6 @@ IMPLEMENTATION = Implementation(
     # products, which is not exact, it was measured in earlier forms: 0.8 of its speed at 64 codes (a list of 6), 1.14
     # times at 1024, 1.55 times at 8192. In one form a single row in 65536 with a full list, which one program compared
     # with all 8192 codes, took as long as everything else; that many programs share it now has not been timed.
-    rank=lambda call: 20,
     kernel=True,
     config_type=SearchConfig,
     default_config=lambda call: candidates(call)[0],

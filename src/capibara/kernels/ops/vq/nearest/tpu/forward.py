@@ -181,7 +181,6 @@ IMPLEMENTATION = Implementation(
     nearest_code_tpu,
     platforms=("tpu",),
     refuses=refuses,
-    rank=lambda call: 5,  # below XLA until it has been timed on a TPU
     kernel=True,
     config_type=BlockConfig,
     default_config=lambda call: candidates(call)[0],
