@@ -70,7 +70,7 @@ class Op:
 
     >>> plain = lambda x, *, times: x / 2**times
     >>> op = Op("halved", family="mine", reference=plain, operands=("x",), params={"times": 1})
-    >>> _ = op.implement(Implementation("xla", lambda x, *, times: x * 0.5**times))
+    >>> op.implement(Implementation("xla", lambda x, *, times: x * 0.5**times))
     >>> float(op(jnp.float32(12), times=2))
     3.0
 
@@ -173,17 +173,17 @@ class Op:
         """Call it from a rule of its own: where `prefer` accepts, on that; `local` arrays are one device's part."""
         return dispatch.run(self, arrays, params, prefer=prefer, local=local)
 
-    def implement(self, implementation: Implementation) -> Implementation:
-        """Add an implementation; a name is taken once."""
-        if implementation.name in self.implementations:
-            raise rule_error(
-                f"An implementation name is used once in op {self.name!r}",
-                implementation.name,
-                "choose another name",
-            )
-        self.implementations[implementation.name] = implementation
+    def implement(self, *implementations: Implementation) -> None:
+        """Add implementations, in the order they are taken in where no evidence speaks; a name is taken once."""
+        for implementation in implementations:
+            if implementation.name in self.implementations:
+                raise rule_error(
+                    f"An implementation name is used once in op {self.name!r}",
+                    implementation.name,
+                    "choose another name",
+                )
+            self.implementations[implementation.name] = implementation
         self.runners.clear()
-        return implementation
 
     def implementation(self, name: str) -> Implementation:
         if name not in self.implementations:

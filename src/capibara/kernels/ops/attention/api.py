@@ -89,25 +89,20 @@ ATTENTION = Op(
 )
 
 # Every implementation, forward and backward. An implementation that was asked for by name is asked for backward too.
-IMPLEMENTATIONS = (
+ATTENTION.implement(
     xla.IMPLEMENTATION,
     tpu_forward.IMPLEMENTATION,
     cudnn.IMPLEMENTATION,
     hopper_forward.IMPLEMENTATION,
     Implementation("reference", reference),
 )
-GRAD_IMPLEMENTATIONS = (
+ATTENTION_GRAD.implement(
     xla_grad.IMPLEMENTATION,
     tpu_backward.IMPLEMENTATION,
     cudnn.GRAD_IMPLEMENTATION,
     hopper_backward.IMPLEMENTATION,
     Implementation("reference", reference_grad),
 )
-
-for _implementation in IMPLEMENTATIONS:
-    ATTENTION.implement(_implementation)
-for _implementation in GRAD_IMPLEMENTATIONS:
-    ATTENTION_GRAD.implement(_implementation)
 
 
 class AttentionOptions(TypedDict, total=False):

@@ -71,7 +71,7 @@ IRFFT: Op = Op(
 
 _PACKED = packed.implementations(FFT)
 
-for _implementation in (
+FFT.implement(
     xla.IMPLEMENTATION,
     matmul.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
@@ -79,12 +79,9 @@ for _implementation in (
     hopper.LONG_IMPLEMENTATION,
     hopper.PAIRS_IMPLEMENTATION,
     Implementation("reference", reference),
-):
-    FFT.implement(_implementation)
-for _implementation in (xla.RFFT, _PACKED[0], Implementation("reference", reference_rfft)):
-    RFFT.implement(_implementation)
-for _implementation in (xla.IRFFT, _PACKED[1], Implementation("reference", reference_irfft)):
-    IRFFT.implement(_implementation)
+)
+RFFT.implement(xla.RFFT, _PACKED[0], Implementation("reference", reference_rfft))
+IRFFT.implement(xla.IRFFT, _PACKED[1], Implementation("reference", reference_irfft))
 
 
 def fft_planes(

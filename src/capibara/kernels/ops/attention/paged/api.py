@@ -30,14 +30,12 @@ PAGED_ATTENTION = Op(
     cases=CASES,
 )
 
-IMPLEMENTATIONS = (
+PAGED_ATTENTION.implement(
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference),
 )
-for _implementation in IMPLEMENTATIONS:
-    PAGED_ATTENTION.implement(_implementation)
 
 
 @overload

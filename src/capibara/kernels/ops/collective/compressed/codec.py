@@ -47,10 +47,8 @@ DECODE_INT8 = Op(
 
 # The specification is elementwise around one small reduction: XLA makes a single pass of it, and of what is done with
 # the numbers before and after.
-ENCODE_INT8.implement(Implementation("xla", encode))
-ENCODE_INT8.implement(tpu.ENCODE)
-DECODE_INT8.implement(Implementation("xla", decode))
-DECODE_INT8.implement(tpu.DECODE)
+ENCODE_INT8.implement(Implementation("xla", encode), tpu.ENCODE)
+DECODE_INT8.implement(Implementation("xla", decode), tpu.DECODE)
 
 
 class Encoded(NamedTuple):

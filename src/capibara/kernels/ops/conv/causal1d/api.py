@@ -33,11 +33,10 @@ CAUSAL_CONV1D: Op = Op(
     cases=CASES,
     peers={"lax-depthwise": peers.depthwise},
 )
-for _implementation in (
+CAUSAL_CONV1D.implement(
     xla.IMPLEMENTATION,
     Implementation("reference", reference),
-):
-    CAUSAL_CONV1D.implement(_implementation)
+)
 
 
 @overload

@@ -38,14 +38,13 @@ CONV2D: Op = Op(
     partition=gradient.PARTITION,
     cases=CASES,
 )  # fmt: skip
-for _implementation in (
+CONV2D.implement(
     xla.IMPLEMENTATION,
     *winograd.IMPLEMENTATIONS,
     xla.DIRECT,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference),
-):
-    CONV2D.implement(_implementation)
+)
 
 
 def conv2d(

@@ -26,8 +26,7 @@ LONG_CONV = Op(
     tolerance=rules.tolerance,
     cases=CASES,
 )
-for _implementation in (*IMPLEMENTATIONS, Implementation("reference", reference)):
-    LONG_CONV.implement(_implementation)
+LONG_CONV.implement(*IMPLEMENTATIONS, Implementation("reference", reference))
 
 
 def long_conv(

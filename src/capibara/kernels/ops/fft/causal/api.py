@@ -57,14 +57,7 @@ CAUSAL_TAPS = Op(
         _taps_case("shardable", (8, 8, 6), 6, "shard"),
     ),
 )
-for _op, _implementation in (
-    (CAUSAL_FILTER, composed.IMPLEMENTATION),
-    (CAUSAL_FILTER, hopper.IMPLEMENTATION),
-    (CAUSAL_FILTER, Implementation("reference", reference)),
-    (CAUSAL_TAPS, composed.TAPS),
-    (CAUSAL_TAPS, hopper.TAPS_IMPLEMENTATION),
-    (CAUSAL_TAPS, Implementation("reference", reference_taps)),
-):
-    _op.implement(_implementation)
+CAUSAL_FILTER.implement(composed.IMPLEMENTATION, hopper.IMPLEMENTATION, Implementation("reference", reference))
+CAUSAL_TAPS.implement(composed.TAPS, hopper.TAPS_IMPLEMENTATION, Implementation("reference", reference_taps))
 register(CAUSAL_FILTER)
 register(CAUSAL_TAPS)

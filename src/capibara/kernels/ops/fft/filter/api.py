@@ -35,10 +35,9 @@ FFT_FILTER = Op(
         _case("shardable", 8, 8, 5, 8, {"shard"}),
     ),
 )
-for _implementation in (
+FFT_FILTER.implement(
     composed.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference),
-):
-    FFT_FILTER.implement(_implementation)
+)
 register(FFT_FILTER)

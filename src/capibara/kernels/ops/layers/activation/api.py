@@ -52,18 +52,16 @@ ACTIVATION = Op(
     peers={"jax_random": peers.jax_random},
 )
 
-for _implementation in (
+ACTIVATION.implement(
     xla.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference),
-):
-    ACTIVATION.implement(_implementation)
-for _implementation in (
+)
+ACTIVATION_GRAD.implement(
     xla.GRAD_IMPLEMENTATION,
     hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad),
-):
-    ACTIVATION_GRAD.implement(_implementation)
+)
 
 
 def activation(

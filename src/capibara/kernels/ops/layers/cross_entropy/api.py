@@ -63,16 +63,14 @@ CROSS_ENTROPY = Op(
     peers={"logits_in_memory": peers.logits_in_memory},
 )
 
-for _implementation in (
+CROSS_ENTROPY.implement(
     xla.IMPLEMENTATION,
     Implementation("reference", reference, refuses=rules.refuses_block),
-):
-    CROSS_ENTROPY.implement(_implementation)
-for _implementation in (
+)
+CROSS_ENTROPY_GRAD.implement(
     xla.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, refuses=rules.refuses_block),
-):
-    CROSS_ENTROPY_GRAD.implement(_implementation)
+)
 
 
 def cross_entropy(

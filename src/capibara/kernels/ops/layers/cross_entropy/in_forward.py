@@ -199,8 +199,10 @@ CROSS_ENTROPY_AND_GRAD = Op(
     cases=AND_GRAD_CASES,
 )
 # As in the module xla: a loop over what the mesh splits is each device's own, so to JAX it is a kernel.
-CROSS_ENTROPY_AND_GRAD.implement(Implementation("xla", xla, kernel=True, hints=("block",)))
-CROSS_ENTROPY_AND_GRAD.implement(Implementation("reference", reference_and_grad, refuses=rules.refuses_block))
+CROSS_ENTROPY_AND_GRAD.implement(
+    Implementation("xla", xla, kernel=True, hints=("block",)),
+    Implementation("reference", reference_and_grad, refuses=rules.refuses_block),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -73,9 +73,7 @@ for _op, _implementations in (
     (GROUPED_GEMM_WEIGHTS, (xla.WEIGHTS_IMPLEMENTATION, tpu.WEIGHTS_IMPLEMENTATION, hopper.WEIGHTS_IMPLEMENTATION)),
     (GROUPED_GATED_GEMM, (xla.GATED_IMPLEMENTATION, tpu.GATED_IMPLEMENTATION, hopper.GATED_IMPLEMENTATION)),
 ):
-    for _implementation in _implementations:
-        _op.implement(_implementation)
-    _op.implement(Implementation("reference", _op.reference))
+    _op.implement(*_implementations, Implementation("reference", _op.reference))
 
 
 def grouped_gemm(

@@ -54,20 +54,18 @@ NORM = Op(
 )
 
 # An implementation that was asked for by name is asked for backward too.
-for _implementation in (
+NORM.implement(
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference),
-):
-    NORM.implement(_implementation)
-for _implementation in (
+)
+NORM_GRAD.implement(
     xla.GRAD_IMPLEMENTATION,
     tpu.GRAD_IMPLEMENTATION,
     hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad),
-):
-    NORM_GRAD.implement(_implementation)
+)
 
 
 @overload

@@ -33,13 +33,12 @@ ROUTE = Op(
     peers=PEERS,
 )
 
-for _implementation in (
+ROUTE.implement(
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference, ahead_of=xla.sort_is_faster),
-):
-    ROUTE.implement(_implementation)
+)
 
 
 class Routing(NamedTuple):

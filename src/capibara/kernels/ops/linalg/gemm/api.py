@@ -45,10 +45,9 @@ GEMM: Op = Op(
     peers={"xla-two-step": peers.xla_two_step},
     stock_tpu=peers.stock_tpu,
 )
-GEMM.implement(Implementation("xla", xla))
-GEMM.implement(tpu.IMPLEMENTATION)
-GEMM.implement(hopper.IMPLEMENTATION)
-GEMM.implement(Implementation("reference", reference))
+GEMM.implement(
+    Implementation("xla", xla), tpu.IMPLEMENTATION, hopper.IMPLEMENTATION, Implementation("reference", reference)
+)
 
 
 def gemm(

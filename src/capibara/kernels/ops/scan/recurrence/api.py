@@ -46,20 +46,18 @@ LINEAR_RECURRENCE = Op(
     cases=CASES,
 )
 
-for _implementation in (
+LINEAR_RECURRENCE.implement(
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference, needs_local_types=True),
-):
-    LINEAR_RECURRENCE.implement(_implementation)
-for _implementation in (
+)
+LINEAR_RECURRENCE_GRAD.implement(
     xla.GRAD_IMPLEMENTATION,
     tpu.GRAD_IMPLEMENTATION,
     hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, needs_local_types=True),
-):
-    LINEAR_RECURRENCE_GRAD.implement(_implementation)
+)
 
 
 @overload

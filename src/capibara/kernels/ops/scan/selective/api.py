@@ -56,20 +56,18 @@ SELECTIVE_SCAN = Op(
     cases=CASES,
 )
 
-for _implementation in (
+SELECTIVE_SCAN.implement(
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference, needs_local_types=True),
-):
-    SELECTIVE_SCAN.implement(_implementation)
-for _implementation in (
+)
+SELECTIVE_SCAN_GRAD.implement(
     xla.GRAD_IMPLEMENTATION,
     tpu.GRAD_IMPLEMENTATION,
     hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, needs_local_types=True),
-):
-    SELECTIVE_SCAN_GRAD.implement(_implementation)
+)
 
 
 _Result: TypeAlias = Float[Array, "batch time channels"]

@@ -54,20 +54,18 @@ SSD = Op(
     cases=CASES,
 )
 
-for _implementation in (
+SSD.implement(
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference, needs_local_types=True),
-):
-    SSD.implement(_implementation)
-for _implementation in (
+)
+SSD_GRAD.implement(
     xla.GRAD_IMPLEMENTATION,
     tpu.GRAD_IMPLEMENTATION,
     hopper.GRAD_IMPLEMENTATION,
     Implementation("reference", reference_grad, needs_local_types=True),
-):
-    SSD_GRAD.implement(_implementation)
+)
 
 
 _Result: TypeAlias = Float[Array, "batch time heads width"]

@@ -207,6 +207,7 @@ GATED_LINEAR_ATTENTION = Op(
     partition=Partition(mesh_rule, replicated=lambda call: ("t", "d", "v")),
     cases=CASES,
 )
-GATED_LINEAR_ATTENTION.implement(Implementation("xla", xla, needs_local_types=True))
-GATED_LINEAR_ATTENTION.implement(Implementation("reference", reference, needs_local_types=True))
+GATED_LINEAR_ATTENTION.implement(
+    Implementation("xla", xla, needs_local_types=True), Implementation("reference", reference, needs_local_types=True)
+)
 register(GATED_LINEAR_ATTENTION)

@@ -32,13 +32,12 @@ NEAREST_CODE = Op(
     excerpt=rules.first_rows,
 )
 
-for _implementation in (
+NEAREST_CODE.implement(
     xla.IMPLEMENTATION,
     tpu.IMPLEMENTATION,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference),
-):
-    NEAREST_CODE.implement(_implementation)
+)
 
 
 class _How(TypedDict, total=False):
