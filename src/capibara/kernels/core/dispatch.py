@@ -48,6 +48,8 @@ class Selection:
     """The caller named the implementation, so the gradient keeps to it too."""
     asked_config: Config = None
     """The config, when the caller asked for it: forward passes under differentiation, vmap and meshes keep it."""
+    evidence: evidence.Evidence | None = None
+    """What speaks for it, where evidence decided and it is for one platform alone."""
 
     def __str__(self) -> str:
         chosen = f"{self.implementation}" + (f" {self.config}" if self.config is not None else "")
@@ -67,6 +69,7 @@ class Selection:
             "implementation": self.implementation,
             "config": dataclasses.asdict(self.config) if self.config is not None else None,
             "why": self.why,
+            "evidence": None if self.evidence is None else dataclasses.asdict(self.evidence),
             "remark": self.call.op.remark(self.call),
             "others": [
                 {"implementation": v.implementation, "accepts": v.accepts, "reason": v.reason}
@@ -104,10 +107,11 @@ def select(
     if on_mesh is not None:
         refusals |= {n: refusals[n] or on_mesh for n, impl in op.implementations.items() if impl.kernel}
     accepting = [name for name, reason in refusals.items() if reason is None]
-    level = trusting.trusted()
-    order = evidence.order(call, level)
+    order = evidence.order(call, trusting.trusted()) if implementation is None else None
+    grounds = None
 
-    if implementation is not None:
+    if order is None:
+        assert implementation is not None
         if refusals[implementation] is not None:
             raise ImplementationRefused(
                 f"{op.name}: the implementation {implementation!r} was asked for{by_config} and cannot take this call: "
@@ -126,7 +130,8 @@ def select(
             chosen, why = tuned.implementation, tuned.why
             config = config if config is not None else tuned.config
         else:
-            chosen, why, unused = _by_evidence(call, accepting, order, level)
+            chosen, why, unused = _by_evidence(call, accepting, order)
+            grounds = order.grounds.get(chosen)
     made = op.implementations[chosen]
     if config is None and made.config_type is not None:
         # One that was asked for runs with its own tuned config, though another may be faster.
@@ -148,15 +153,13 @@ def select(
         )
         for name, reason in refusals.items()
     )
-    if implementation is None:
+    if order is not None:
         _say_fallback(call, chosen, order.names, refusals)
     pinned = chosen in (implementation, preferred)
-    return Selection(call, chosen, config, why, verdicts, pinned=pinned, asked_config=asked_config)
+    return Selection(call, chosen, config, why, verdicts, pinned, asked_config, grounds)
 
 
-def _by_evidence(
-    call: Call, accepting: Sequence[str], order: evidence.Order, level: trusting.Level
-) -> tuple[str, str, dict[str, str | None]]:
+def _by_evidence(call: Call, accepting: Sequence[str], order: evidence.Order) -> tuple[str, str, dict[str, str | None]]:
     """What runs where no tuned entry speaks, why, and what is to be said of each that does not."""
     chosen = next(name for name in order.names if name in accepting)
     remarks = {name: call.op.implementations[name].remark(call) for name in accepting}
@@ -164,8 +167,8 @@ def _by_evidence(
         found = order.grounds.get(name)
         if found is None:
             continue
-        acts = found.kind == "predicted" and (found.gain or 0.0) >= evidence.LEAST_GAIN and level != "predicted"
-        unused = ", on which dispatch acts inside an optimisation context or trust" if acts else ""
+        waits = found.decides and name not in order.passed
+        unused = ", on which dispatch acts inside an optimisation context or trust" if waits else ""
         remarks[name] = "; ".join(filter(None, (f"{found}{unused}", remarks[name])))
     told = remarks[chosen]
     before = [name for name in order.passed.get(chosen, ()) if name in accepting]

@@ -18,7 +18,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +48,11 @@ class Evidence:
     measured_on: str | None = None
     """The chip that it was timed on, where that is another than the call's."""
 
+    @property
+    def decides(self) -> bool:
+        """Whether it is a prediction of enough gain to be acted on where predictions are trusted."""
+        return self.kind == "predicted" and self.gain is not None and self.gain >= LEAST_GAIN
+
     def __str__(self) -> str:
         gain = "" if self.gain is None else f"{self.gain:.2g} times as fast as {self.beside}"
         if self.measured_on is not None:
@@ -74,31 +79,25 @@ def order(call: Call, level: Level) -> Order:
     says so, what is predicted ahead by LEAST_GAIN goes first of all.
     """
     implementations = call.op.implementations
-    names, passed, grounds = list(implementations), {}, {}
+    names = list(implementations)
+    passed: dict[str, tuple[str, ...]] = {}
     everywhere = [name for name, impl in implementations.items() if len(impl.platforms) > 1]
-    predicted: dict[str, float] = {}
+    grounds = {name: of(call, impl) for name, impl in implementations.items() if name not in everywhere}
     for name, impl in implementations.items():
-        found = of(call, impl) if name not in everywhere else None
-        if found is not None:
-            grounds[name] = found
-        if found is not None and found.kind == "predicted" and found.gain is not None and found.gain >= LEAST_GAIN:
-            predicted[name] = found.gain
-        by_rows = everywhere if found is not None and _measured_ahead(found) else ()
-        before = _claimed(impl, call) if impl.ahead_of is not None else by_rows
+        if impl.ahead_of is not None:
+            before = tuple(impl.ahead_of(call) if callable(impl.ahead_of) else impl.ahead_of)
+        else:
+            before = tuple(everywhere) if name in grounds and _measured_ahead(grounds[name]) else ()
         places = [names.index(other) for other in before if other in implementations and other != name]
         if places and min(places) < names.index(name):
-            passed[name] = tuple(before)
+            passed[name] = before
             names.insert(min(places), names.pop(names.index(name)))
     if level == "predicted":
-        for name in sorted(predicted, key=lambda name: predicted[name]):
-            passed[name] = ("xla",)
+        best_last = sorted((found.gain or 0.0, name) for name, found in grounds.items() if found.decides)
+        for _, name in best_last:
+            passed[name] = tuple(everywhere)
             names.insert(0, names.pop(names.index(name)))
     return Order(tuple(names), grounds, passed)
-
-
-def _claimed(implementation: Implementation, call: Call) -> Collection[str]:
-    ahead_of = implementation.ahead_of
-    return ahead_of(call) if callable(ahead_of) else ahead_of or ()
 
 
 def _measured_ahead(found: Evidence) -> bool:
