@@ -4,8 +4,8 @@
 
 A row is one call that several implementations of an op were timed at in one run, or one implementation beside what a
 user would write (a peer, under its own name), and says in which file and row it stands. Of several files a later one
-speaks for the calls and implementations that it has. What one implementation alone was timed at is left out, and so are peers that are
-other libraries' kernels, except where JAX's own is the only comparison there is.
+speaks for the calls and implementations that it has. What one implementation alone was timed at is left out, and so
+are peers that are other libraries' kernels, except where JAX's own is the only comparison there is.
 
 READERS names the files, the oldest first, and what reads each. A file of `capibara kernels bench --json` needs no
 reader of its own: `by_case`.

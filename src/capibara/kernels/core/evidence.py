@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -106,6 +105,8 @@ def _measured_ahead(found: Evidence) -> bool:
 
 def of(call: Call, implementation: Implementation) -> Evidence:
     """What speaks for this implementation of this call, where no tuned entry does."""
+    if call.target.platform not in implementation.platforms:
+        return Evidence("untimed", None, f"it is for {' and '.join(implementation.platforms)}")
     measured_on, rows = None, _table(tables.slug(call.target.device_kind)).rows.get((call.op.name, implementation.name))
     if not rows:
         measured_on, rows = _measured_elsewhere(call, implementation.name)
@@ -130,10 +131,15 @@ def _measured_elsewhere(call: Call, name: str) -> tuple[str | None, tuple[_Row, 
     if call.target.platform != "gpu":
         return None, ()
     here = hardware.chip_for(call.target.device_kind)
-    others = [_table(path.stem) for path in sorted(SHIPPED.glob("*.json"))]
-    others = [table for table in others if table.platform == "gpu" and (call.op.name, name) in table.rows]
+    others = [table for table in _gpus() if (call.op.name, name) in table.rows]
     others.sort(key=lambda table: here is None or table.architecture != here.architecture)
     return (others[0].device_kind, others[0].rows[call.op.name, name]) if others else (None, ())
+
+
+@functools.lru_cache(maxsize=1)
+def _gpus() -> tuple[_Table, ...]:
+    tables_of_all = (_table(path.stem) for path in sorted(SHIPPED.glob("*.json")))
+    return tuple(table for table in tables_of_all if table.platform == "gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,24 +198,27 @@ def params_key(call: Call) -> str:
     return json.dumps({k: str(v) for k, v in call.tuning_key.items()}, sort_keys=True)
 
 
-_OPERAND = re.compile(r"(\w+)\[([\d,]*)\]")
+@functools.lru_cache(maxsize=4096)
+def _read(operand: str) -> tuple[str, tuple[int, ...]] | None:
+    """Type and sizes of an operand as tables write it; None for an absent one."""
+    if operand == "-":
+        return None
+    dtype, _, dims = operand.rstrip("]").partition("[")
+    return dtype, tuple(int(size) for size in dims.split(",") if size)
 
 
 def _distance(left: Sequence[str], right: Sequence[str]) -> float:
     if len(left) != len(right):  # of a time before the op had one of its operands
         return math.inf
     total = 0.0
-    for one, other in zip(left, right, strict=True):
-        if one == other:
+    for here, there in zip(left, right, strict=True):
+        if here == there:
             continue
-        if "-" in (one, other):  # an operand that only one of the calls has, such as a weight
+        a, b = _read(here), _read(there)
+        if a is None or b is None:  # an operand that only one of the calls has, such as a weight
             total += 1.0
-            continue
-        a, b = _OPERAND.fullmatch(one), _OPERAND.fullmatch(other)
-        if a is None or b is None or a[1] != b[1]:
+        elif a[0] != b[0] or len(a[1]) != len(b[1]) or 0 in a[1] + b[1]:
             return math.inf
-        dims = [[int(n) for n in m[2].split(",") if n] for m in (a, b)]
-        if len(dims[0]) != len(dims[1]) or 0 in dims[0] + dims[1]:
-            return math.inf
-        total += sum(abs(math.log2(x / y)) for x, y in zip(*dims, strict=True))
+        else:
+            total += sum(abs(math.log2(x / y)) for x, y in zip(a[1], b[1], strict=True))
     return total
