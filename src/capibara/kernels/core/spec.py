@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Operand = jax.ShapeDtypeStruct | None
 Config = Any  # a frozen dataclass of one implementation's tuning choices
+_UNSAID: Any = None  # a default that follows from other fields
 
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float64": "f64", "float16": "f16", "int32": "i32"}
 
@@ -170,8 +171,8 @@ class Implementation:
       hints: the op's hints that `fn` takes; the others are not passed on to it.
       same_bits: two runs on the same operands give the same bits.
       config_type: a frozen dataclass of what can be tuned (tiles, stages); None when there is nothing.
-      default_config: `Call` -> the config that runs where none was tuned.
       candidates: `Call` -> the configs that tuning tries, best predicted first.
+      default_config: `Call` -> the config that runs where none was tuned; by default the first candidate.
     """
 
     name: str
@@ -187,8 +188,12 @@ class Implementation:
     hints: tuple[str, ...] = ()
     same_bits: bool = True
     config_type: type | None = None
-    default_config: Callable[[Call], Config] = lambda call: None
     candidates: Callable[[Call], Sequence[Config]] = lambda call: (None,)
+    default_config: Callable[[Call], Config] = _UNSAID
+
+    def __post_init__(self) -> None:
+        if self.default_config is _UNSAID:
+            object.__setattr__(self, "default_config", lambda call: self.candidates(call)[0])
 
     def refusal(self, call: Call) -> str | None:
         """Why this implementation does not take the call; None when it does."""

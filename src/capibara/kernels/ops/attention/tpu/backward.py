@@ -638,6 +638,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=FlashGradConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

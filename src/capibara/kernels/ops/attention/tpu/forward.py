@@ -337,6 +337,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=FlashConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

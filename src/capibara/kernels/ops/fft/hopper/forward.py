@@ -235,6 +235,5 @@ IMPLEMENTATION = Implementation(
     ahead_of=("xla_matmul",),  # on an H200 1.5 to 2.2 times as fast as the products in XLA, and behind cuFFT
     kernel=True,
     config_type=ProgramsConfig,
-    default_config=lambda call: ProgramsConfig(),
     candidates=lambda call: [ProgramsConfig()],
 )

@@ -199,7 +199,6 @@ def _implementation(name: str, run: Any, refuses: Any, ahead_of: Any) -> Impleme
         remark=_remark,
         kernel=True,
         config_type=ProgramsConfig,
-        default_config=lambda call: ProgramsConfig(),
         candidates=lambda call: [ProgramsConfig()],
     )
 

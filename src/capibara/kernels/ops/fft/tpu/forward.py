@@ -180,6 +180,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=SignalsConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -373,6 +373,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=StreamConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -524,6 +524,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=PagesConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -416,7 +416,6 @@ def _implementation(fn: Any) -> Implementation:
         beyond_evidence=_beyond_evidence,
         kernel=True,
         config_type=TileConfig,
-        default_config=lambda call: candidates(call)[0],
         candidates=candidates,
     )
 

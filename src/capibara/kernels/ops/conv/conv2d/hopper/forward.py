@@ -203,6 +203,5 @@ IMPLEMENTATION = Implementation(
     ahead_of=ahead_of,
     kernel=True,
     config_type=WalkConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

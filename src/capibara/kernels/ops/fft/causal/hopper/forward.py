@@ -169,7 +169,6 @@ def _implementation(run: Any, ahead_of: Any) -> Implementation:
         ahead_of=ahead_of,
         kernel=True,
         config_type=ProgramsConfig,
-        default_config=lambda call: ProgramsConfig(),
         candidates=lambda call: [ProgramsConfig()],
     )
 

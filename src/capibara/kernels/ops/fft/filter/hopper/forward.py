@@ -213,6 +213,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=ProgramsConfig,
-    default_config=lambda call: ProgramsConfig(),
     candidates=lambda call: [ProgramsConfig()],
 )

@@ -238,7 +238,6 @@ def _implementation(fn: Any, ahead_of: Callable[[Call], tuple[str, ...]]) -> Imp
         ahead_of=ahead_of,
         kernel=True,
         config_type=StreamConfig,
-        default_config=lambda call: candidates(call)[0],
         candidates=candidates,
     )
 

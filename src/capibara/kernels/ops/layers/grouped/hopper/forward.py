@@ -529,7 +529,6 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=GroupedHopperConfig,
-    default_config=lambda call: row_candidates(call)[0],
     candidates=row_candidates,
 )
 
@@ -542,6 +541,5 @@ GATED_IMPLEMENTATION = Implementation(
     ahead_of=("xla",),
     kernel=True,
     config_type=GroupedHopperConfig,
-    default_config=lambda call: gated_candidates(call)[0],
     candidates=gated_candidates,
 )

@@ -201,6 +201,5 @@ WEIGHTS_IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=GroupedHopperConfig,
-    default_config=lambda call: weight_candidates(call)[0],
     candidates=weight_candidates,
 )

@@ -280,7 +280,6 @@ def implementation(fn: Callable[..., Any], candidates: Callable[[Call], Sequence
         refuses=refuses,
         kernel=True,
         config_type=GroupedTile,
-        default_config=lambda call: candidates(call)[0],
         candidates=candidates,
     )
 

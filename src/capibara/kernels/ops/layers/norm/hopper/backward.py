@@ -209,6 +209,5 @@ GRAD_IMPLEMENTATION = Implementation(
     ahead_of=_ahead_of,
     kernel=True,
     config_type=RingConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

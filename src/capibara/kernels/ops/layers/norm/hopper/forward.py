@@ -313,6 +313,5 @@ IMPLEMENTATION = Implementation(
     ahead_of=_ahead_of,
     kernel=True,
     config_type=RingConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -163,6 +163,5 @@ GRAD_IMPLEMENTATION = Implementation(
     refuses=refuses_shape,
     kernel=True,
     config_type=RowsConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

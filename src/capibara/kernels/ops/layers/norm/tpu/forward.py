@@ -229,6 +229,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses_shape,
     kernel=True,
     config_type=RowsConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

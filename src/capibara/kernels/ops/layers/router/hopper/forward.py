@@ -244,6 +244,5 @@ IMPLEMENTATION = Implementation(
     # 16384 take 8.1, 64 and 64; 2 of 8 for 65536 take 1.7, 9 and 46. A call costs the host 45 us, whatever it runs.
     kernel=True,
     config_type=RowsConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

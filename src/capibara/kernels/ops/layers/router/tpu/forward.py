@@ -159,6 +159,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=LanesConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

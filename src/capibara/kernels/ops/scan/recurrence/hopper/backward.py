@@ -157,6 +157,5 @@ GRAD_IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=TileConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

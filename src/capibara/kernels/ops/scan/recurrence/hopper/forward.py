@@ -495,6 +495,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=TileConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

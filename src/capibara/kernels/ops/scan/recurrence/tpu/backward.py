@@ -209,6 +209,5 @@ GRAD_IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=BlockConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

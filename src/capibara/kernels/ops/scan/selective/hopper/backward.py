@@ -472,6 +472,5 @@ GRAD_IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=ChunkConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -288,6 +288,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=TimeConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -327,6 +327,5 @@ GRAD_IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=ChannelsConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -206,6 +206,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=ChannelsConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

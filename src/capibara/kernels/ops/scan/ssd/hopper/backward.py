@@ -468,6 +468,5 @@ GRAD_IMPLEMENTATION = Implementation(
     kernel=True,
     hints=("chunk",),
     config_type=GradConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

@@ -328,6 +328,5 @@ IMPLEMENTATION = Implementation(
     kernel=True,
     hints=("chunk",),
     config_type=ChunksConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

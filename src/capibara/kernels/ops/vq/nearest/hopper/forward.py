@@ -106,6 +106,5 @@ IMPLEMENTATION = Implementation(
     # with all 8192 codes, took as long as everything else; that many programs share it now has not been timed.
     kernel=True,
     config_type=SearchConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )

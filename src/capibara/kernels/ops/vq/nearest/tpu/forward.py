@@ -183,6 +183,5 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     kernel=True,
     config_type=BlockConfig,
-    default_config=lambda call: candidates(call)[0],
     candidates=candidates,
 )
