@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -335,13 +336,32 @@ def table() -> dict[str, Any]:
     return {"chip": chip.name, "device_kind": chip.device_kinds[0], "sources": sources, "ops": ops}
 
 
+def lines(made: dict[str, Any]) -> Iterator[str]:
+    """The table of docs/evidence.md: each kernel of ours, what it was timed beside, and how it fared."""
+    for op, rows in made["ops"].items():
+        for name, implementation in lookup(op).implementations.items():
+            if implementation.platforms != ("gpu",) or name == "cudnn":
+                continue
+            beside: dict[str, list[float]] = {}
+            for us in (row["us"] for row in rows if name in row["us"]):
+                others = {other: time for other, time in us.items() if other != name}
+                peer = "xla" if "xla" in others else min(others, key=lambda other: others[other])
+                beside.setdefault(peer, []).append(others[peer] / us[name])
+            gains = sorted(gain for found in beside.values() for gain in found)
+            if gains:
+                before = "by rule" if callable(implementation.ahead_of) else "always"
+                before = before if implementation.ahead_of != ("xla_matmul",) else "the products in XLA"
+                mean = statistics.geometric_mean(gains)
+                told = f"{gains[0]:.2f}, {mean:.2f}, {gains[-1]:.2f}"
+                what = op if name == "hopper" else f"{op}, {name}"
+                yield f"| {what} | {len(gains)} | {', '.join(beside)} | {told} | {before} |"
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     made = table()
     (SHIPPED / f"{slug(made['device_kind'])}.json").write_text(written(made), encoding="utf-8")
-    for op, rows in made["ops"].items():
-        names = sorted({name for row in rows for name in row["us"]})
-        print(f"{op}: {len(rows)} calls, {', '.join(names)}")
+    print("\n".join(lines(made)))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,10 @@ def _shipped(chip: str) -> Any:
 def test_the_tables_are_what_the_tools_make_of_the_results() -> None:
     v4 = _shipped("tpu_v4")
     assert _tool("predicted_evidence").table([ROOT / source["file"] for source in v4["sources"]]) == v4
-    assert _tool("measured_evidence").table() == _shipped("nvidia_h200")
+    measured = _tool("measured_evidence")
+    assert measured.table() == _shipped("nvidia_h200")
+    guide = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").splitlines()
+    assert set(measured.lines(measured.table())) <= set(guide)
 
 
 def test_what_is_first_in_order_was_the_fastest_of_those_timed_or_near_it() -> None:
