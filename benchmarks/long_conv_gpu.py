@@ -2,7 +2,7 @@
 
     python benchmarks/long_conv_gpu.py --json long_conv.json
 
-See side_by_side.py for what a row is. Lengths below the kernel's own are timed by name too, which dispatch's ranks come
+See side_by_side.py for what a row is. Lengths below the kernel's own are timed by name too, which dispatch's rules come
 from. `jnp.fft` is as its users write it, at a length that cuFFT likes. `--small` shrinks everything, to see on any
 machine that it runs.
 """

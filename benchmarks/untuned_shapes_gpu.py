@@ -4,7 +4,7 @@
 
 Every row times what dispatch takes, each of our implementations that accepts, and the peers, in one run: how far the
 default is behind the best peer, and behind the best of our own. Parts whose name begins with `held_back_` hold shapes
-that no rule, rank or table was made on. See side_by_side.py for what a row is; `--only` runs parts, `--small` shrinks
+that no rule or table was made on. See side_by_side.py for what a row is; `--only` runs parts, `--small` shrinks
 everything, to see on any machine that it runs.
 """
 

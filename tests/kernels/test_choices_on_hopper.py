@@ -62,7 +62,7 @@ def test_attention(shape: tuple[int, ...], kv_heads: int, forward: str, backward
         ("silu", True, 0.0, (2048, 14336), "xla", "xla"),
         ("gelu", False, 0.1, (8192, 3072), OURS, OURS),
         ("silu", True, 0.1, (8192, 8192), "xla", "xla"),
-        ("gelu", True, 0.1, (4096, 4096), OURS, "xla"),  # a gradient has a rank of its own
+        ("gelu", True, 0.1, (4096, 4096), OURS, "xla"),  # a gradient has a rule of its own
         ("relu", False, 0.1, (8192, 4096), "xla", "xla"),
     ],
 )

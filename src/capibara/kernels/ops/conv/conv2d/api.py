@@ -103,7 +103,7 @@ def conv2d(
     # A tile that is asked for goes before the tuned table; a name is stronger, and makes a refusal an error.
     prefer = None if given["tile_size"] is None else f"xla_winograd{given['tile_size']}"
     if prefer == "xla_winograd4" and current_target().platform == "gpu":
-        prefer = "hopper"  # where it refuses, the tile's own rank leads to the form in XLA
+        prefer = "hopper"  # where it refuses, the tile that was asked for leads to the form in XLA
     return run(CONV2D, arrays, params, implementation=implementation, config=config, prefer=prefer)
 
 
