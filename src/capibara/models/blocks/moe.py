@@ -123,12 +123,17 @@ class Moe(Block):
 
 
 def _expert_axis(experts: int, tokens: int) -> tuple[Any, str, tuple[str, ...]] | None:
-    """(mesh, the experts' mesh axis, the other axes that split the tokens) where the active mesh has such an axis."""
+    """(mesh, the experts' mesh axis, the other axes that split the tokens) on a mesh that splits either.
+
+    Tokens are sorted by their experts. Over all devices that is an exchange of everything; here each device sorts its
+    own. Where no axis has the experts, every device has all of them, and an axis of one device stands in for theirs.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return None
     rules = current_rules()
     axes = [axis for axis in mesh_axes_of(rules.get("expert")) if mesh.shape.get(axis, 1) > 1]
+    axes = axes or [axis for axis, size in mesh.shape.items() if size == 1][:1]
     if len(axes) != 1 or experts % mesh.shape[axes[0]]:
         return None
     others = tuple(
@@ -138,4 +143,4 @@ def _expert_axis(experts: int, tokens: int) -> tuple[Any, str, tuple[str, ...]] 
         if mesh.shape.get(axis, 1) > 1 and axis != axes[0]
     )
     parts = math.prod(mesh.shape[axis] for axis in (*others, *axes))
-    return None if tokens % parts else (mesh, axes[0], others)
+    return None if parts == 1 or tokens % parts else (mesh, axes[0], others)
