@@ -97,7 +97,8 @@ class ModularCapibaraModel:
     @params.setter
     def params(self, params: Any) -> None:
         wanted = decoder.param_shapes(self.config)
-        if jax.tree.structure(params) != jax.tree.structure(wanted):
+        same: Any = jax.tree.structure(params)  # jax's stubs do not compare it
+        if same != jax.tree.structure(wanted):
             raise rule_error(
                 "Parameters are a tree like `decoder.param_shapes(config)`",
                 str(jax.tree.structure(params))[:200],
@@ -268,7 +269,7 @@ class ModularCapibaraModel:
     ) -> Any:
         """The continuation of a prompt: text for text, ids for ids, a list for a list of prompts."""
         several = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int | np.integer)
-        prompts = list(prompt) if several else [prompt]
+        prompts: list[Any] = list(prompt) if several else [prompt]
         texts = [isinstance(one, str) for one in prompts]
         ids: list[Any] = [self.tokenizer.encode(one) if isinstance(one, str) else list(one) for one in prompts]
         rows: list[list[int]] = [[] for _ in ids]

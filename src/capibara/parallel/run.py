@@ -128,7 +128,7 @@ def surroundings(layout: Layout, mesh: Mesh) -> Iterator[None]:
 
     if mesh.size == 1:
         # One device has nothing to lay out: without a mesh constraints are nothing and kernels are called as they are.
-        with evidence.optimising(True):
+        with trusting.optimising(True):
             yield
         return
     # A name that the layout says nothing of stays whole, as it does in the cost model.

@@ -485,7 +485,8 @@ class Loop:
         kept = ""
         if self.folder is not None:
             file = self.folder / f"diverged_step_{step}_process_{process_index()}.npz"
-            np.savez(file, **{name: np.asarray(value) for name, value in batch.items()})
+            arrays: dict[str, Any] = {name: np.asarray(value) for name, value in batch.items()}
+            np.savez(file, **arrays)
             kept = f"; the batch is in {file}"
         return Diverged(
             f"Loss or gradient was not finite at step {step}, {in_a_row} in a row, more than train.skip_nonfinite = "

@@ -153,7 +153,7 @@ def as_trainable(model: Any, *, loss: Callable[..., Any] | None = None, precisio
     if all(hasattr(model, name) for name in ("shapes", "init", "loss", "publish")):
         return model
     if isinstance(model, tuple) and len(model) == 2 and callable(model[0]):
-        return LossTrainable(*model)
+        return LossTrainable(model[0], model[1])
     if loss is None:
         raise rule_error(
             "The trainer takes a capibara model, (loss, params), or an NNX or Equinox module with loss=",
@@ -172,7 +172,7 @@ def _of_nnx(module: Any, loss: Callable[..., Any]) -> Trainable:
     """An NNX module: its Param variables are trained, all other state is as it was."""
     from flax import nnx
 
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    graph, params, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]  # its stubs give a tuple of any length
 
     def of_params(params: Any, batch: Any) -> Any:
         return loss(nnx.merge(graph, params, rest), batch)
