@@ -26,7 +26,7 @@ def drawn(model: ModularModelConfig, seed: int = 0) -> Weights:
     """Weights of its block in float64, as they start; those that start at a number are drawn around it."""
     (block,) = model.blocks.values()
     rng = np.random.default_rng(seed)
-    start = spec.initial(block.weights(model), jax.random.key(seed), jnp.float32)
+    start = jax.jit(lambda key: spec.initial(block.weights(model), key, jnp.float32))(jax.random.key(seed))
     made = {name: np.asarray(value, np.float64) for name, value in start.items()}
     return {name: v + 0.3 * rng.standard_normal(v.shape) * (np.std(v) < 1e-6) for name, v in made.items()}
 
