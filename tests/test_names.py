@@ -16,11 +16,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", ROOT /
 PAGES += [path for name in FOLDERS for end in ("py", "md", "toml") for path in sorted((ROOT / name).rglob(f"*.{end}"))]
 NAME = re.compile(r"(?<![\w./\-])(?:capibara|vishwamai)(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"(?<![\w/.<>*\-])(?:[\w.\-]+/)+[\w\-]+\.(?:py|json|toml|md)\b")
-# The group of entry points, and a field that an object has.
-NOT_NAMES = {"capibara.ops", "capibara.config.tpu_config.TPUConfig.scaling_config"}
+# The group of entry points, a field that an object has, and a checkpoint's file.
+NOT_NAMES = {"capibara.ops", "capibara.config.tpu_config.TPUConfig.scaling_config", "capibara.json"}
 # A reader's own, another project's, results to be written, the documents' presets; and links, which tests/test_docs.py
 # follows.
-NOT_OURS = re.compile(r"path/to/|\./|jax/_src/|.*/DATE-|src/capibara/config/configs_toml/|\.\./")
+NOT_OURS = re.compile(r"path/to/|DIR/|\./|jax/_src/|.*/DATE-|src/capibara/config/configs_toml/|\.\./")
 
 
 def _there(name: str) -> bool:
