@@ -7,10 +7,12 @@ callers catch by name. `say_once` is for what is right and may surprise.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import difflib
 import logging
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from capibara.lru import LRU
@@ -26,11 +28,13 @@ __all__ = [
     "say_again",
     "say_once",
     "unknown_name",
+    "unsaid",
 ]
 
 _Error = TypeVar("_Error", bound=ValueError)
 _PARTS = ("rule", "got", "fix")
 _SAID: LRU[Hashable, None] = LRU(8192)
+_UNSAID: contextvars.ContextVar[bool] = contextvars.ContextVar("unsaid", default=False)
 
 
 class CapibaraError(Exception):
@@ -104,13 +108,28 @@ def say_once(
       level: of a log line.
       stacklevel: whose line it is, as in `warnings.warn`: 1 is the caller of `say_once`.
     """
-    if not _SAID.add((text, key), None):
+    if _UNSAID.get() or not _SAID.add((text, key), None):
         return False
     if isinstance(to, logging.Logger):
         to.log(level, f"{text} (said once)", *values, stacklevel=stacklevel + 1)
     else:
         warnings.warn(text % values if values else text, to, stacklevel=stacklevel + 1)
     return True
+
+
+@contextlib.contextmanager
+def unsaid() -> Iterator[None]:
+    """Inside, `say_once` says nothing and remembers nothing: for what is looked at and does not run here.
+
+    >>> with unsaid():
+    ...     say_once(UserWarning, "example", "nobody hears this")
+    False
+    """
+    token = _UNSAID.set(True)
+    try:
+        yield
+    finally:
+        _UNSAID.reset(token)
 
 
 def say_again() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,16 @@ def command_line() -> str:
 
 def show_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False, default=str))
+
+
+def show_page(page: Callable[..., str]) -> None:
+    """A page that is drawn with or without colours, and in ASCII where the stream has no more."""
+    try:
+        "⠿┊".encode(sys.stdout.encoding or "ascii")
+        unicode = True
+    except UnicodeEncodeError:
+        unicode = False
+    sys.stdout.write(page(color=sys.stdout.isatty() and "NO_COLOR" not in os.environ, unicode=unicode))
 
 
 def table(*columns: str, title: str | None = None, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:

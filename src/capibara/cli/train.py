@@ -66,20 +66,22 @@ def train(
         raise typer.Exit(Code.DOES_NOT_FIT) from refusal
     if not loud:
         return
-    report = write_report(trained)
+    tell("writing the report")
+    report = write_report(folder)
+    speed = report.summary.speed
     summary: dict[str, Any] = {
         "folder": str(folder),
         "step": trained.result.step,
         "loss": trained.result.metrics.get("loss"),
         "eval_loss": trained.result.eval_loss,
-        "tokens_per_second": report.tokens_per_second,
-        "mfu": report.mfu,
+        "tokens_per_second": None if speed is None else speed.tokens_per_second,
+        "mfu": None if speed is None else speed.mfu,
         "report": str(report.html),
     }
     if json:
         output.show_json(summary)
     else:
-        sys.stdout.write(report.text)
+        output.show_page(report.page)
 
 
 def _preempted(text: str, json: bool, loud: bool) -> None:

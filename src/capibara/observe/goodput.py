@@ -22,7 +22,7 @@ from typing import Any
 
 from capibara.errors import rule_error, unknown_name
 
-__all__ = ["PHASES", "Goodput", "GoodputReport"]
+__all__ = ["PHASES", "Goodput", "GoodputReport", "read_goodput"]
 
 PHASES = ("initialise", "compile", "data_wait", "step", "checkpoint", "restart", "evaluation", "idle")
 """What time can be booked under; "idle" also takes what nobody claims."""
@@ -205,6 +205,12 @@ def _mend(file: Path) -> None:
             opened.seek(-1, os.SEEK_END)
             if opened.read(1) != b"\n":
                 opened.write(b"\n")
+
+
+def read_goodput(file: str | os.PathLike[str]) -> GoodputReport | None:
+    """The books of a run up to the last line that was written; None where there are none."""
+    runs = _read(Path(file))
+    return _report(runs) if runs else None
 
 
 def _read(file: Path) -> list[_Run]:

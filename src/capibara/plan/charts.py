@@ -13,7 +13,7 @@ from capibara.cost.result import Memory, Part
 from capibara.hardware.facts import Chip
 from capibara.plan import words
 
-__all__ = ["memory_timeline", "roofline"]
+__all__ = ["left_axis", "memory_timeline", "roofline", "svg", "ticks"]
 
 WIDTH, HEIGHT = 860, 320
 LEFT, RIGHT, TOP, BOTTOM = 78, 16, 18, 44
@@ -45,7 +45,7 @@ def memory_timeline(memory: Memory) -> str:
         f'class="fill-arguments"><title>arguments: {words.gib(held)}</title></rect>'
     )
     peak = max(range(len(points)), key=lambda index: points[index][1])
-    marks = _left_axis([(y(tick * GiB), f"{tick:g}") for tick in _ticks(top / GiB)], "GiB a chip")
+    marks = left_axis([(y(tick * GiB), f"{tick:g}") for tick in ticks(top / GiB)], "GiB a chip")
     # A strip for each step would be thousands of elements; the largest ones carry the names a reader looks for.
     named = sorted(range(len(points)), key=lambda index: -points[index][1])[:60]
     hover = "".join(
@@ -55,7 +55,7 @@ def memory_timeline(memory: Memory) -> str:
         for index in sorted(named)
     )
     text_x = min(max(x(peak + 0.5), LEFT + 90), WIDTH - 120)
-    return _svg(
+    return svg(
         "Bytes live on one chip over a step",
         f'{marks}{base}<polygon points="{area}" class="fill-memory"/><polyline points="{outline}" class="line-memory"/>'
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(memory.limit):.1f}" y2="{y(memory.limit):.1f}" class="limit"/>'
@@ -109,9 +109,9 @@ def roofline(parts: Sequence[Part], chip: Chip) -> str:
             zip(shown, intensities, rates, strict=True), key=lambda one: -one[0].seconds
         )
     )
-    return _svg(
+    return svg(
         f"The work of a step under the roofline of {chip.name}",
-        f"{_left_axis(rows, 'flop/s')}{columns}"
+        f"{left_axis(rows, 'flop/s')}{columns}"
         f'<polyline points="{line}" class="roof"/>{dots}'
         f'<text x="{WIDTH - RIGHT}" y="{y(peak) - 6:.1f}" class="label" text-anchor="end">{_flops(peak)} in '
         "bfloat16</text>"
@@ -129,7 +129,8 @@ def _thinned(timeline: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     return [max(run, key=lambda one: one[1]) for run in runs]
 
 
-def _ticks(top: float) -> list[float]:
+def ticks(top: float) -> list[float]:
+    """Round numbers from 0 up to `top`, six intervals at the most."""
     step = 10.0 ** math.floor(math.log10(max(top, 1e-9)))
     step = next(one for one in (step / 5, step / 2, step, 2 * step) if top / one <= 6)
     return [round(index * step, 12) for index in range(int(top / step) + 1)]
@@ -147,7 +148,8 @@ def _flops(rate: float) -> str:
     return f"{rate:.3g} flop/s"
 
 
-def _left_axis(rows: Sequence[tuple[float, str]], title: str) -> str:
+def left_axis(rows: Sequence[tuple[float, str]], title: str) -> str:
+    """Lines across the chart at these heights, each with its text, and what they count."""
     lines = "".join(
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height:.1f}" y2="{height:.1f}" class="grid"/>'
         f'<text x="{LEFT - 6}" y="{height + 4:.1f}" class="tick" text-anchor="end">{escape(text)}</text>'
@@ -156,7 +158,8 @@ def _left_axis(rows: Sequence[tuple[float, str]], title: str) -> str:
     return f'{lines}<text x="{LEFT}" y="{TOP - 6}" class="label">{escape(title)}</text>'
 
 
-def _svg(label: str, inside: str) -> str:
+def svg(label: str, inside: str) -> str:
+    """A chart of `WIDTH` by `HEIGHT`, as wide as the page."""
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{inside}</svg>'
 
 

@@ -13,9 +13,9 @@ from capibara.plan.report import bill_line, compiled_line, headlines, refusals
 if TYPE_CHECKING:
     from capibara.plan.result import Plan
 
-__all__ = ["page"]
+__all__ = ["STYLE", "document", "figures", "page", "table"]
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c2733;--soft:#5b6875;--line:#dde3e9;--card:#f5f7f9;
 --memory:#2f6db5;--matrix:#b3541e;--vector:#7a4fb0;--host:#1d8a6b;--limit:#c0392b;--good:#1d7a4f;--bad:#b3261e}
 @media(prefers-color-scheme:dark){:root{--paper:#12181f;--ink:#e4e9ee;--soft:#9aa7b4;--line:#2b3642;--card:#1a222b;
@@ -69,18 +69,23 @@ def page(plan: Plan) -> str:
             for one in plan.changes
         ]
         body.append("<h2>What would make it fit, the cheapest first</h2>")
-        body.append(_table(("change", "on", "a chip", "step", f"a billion {plan.unit}"), rows))
+        body.append(table(("change", "on", "a chip", "step", f"a billion {plan.unit}"), rows))
     if plan.best is not None:
         body += _charts_and_tables(plan)
     if plan.refused:
         body.append("<h2>Ruled out</h2>")
-        body.append(_table(("layout", "reason"), plan.refused[:20]))
+        body.append(table(("layout", "reason"), plan.refused[:20]))
     if plan.notes:
         body.append("<h2>Notes</h2>" + "".join(f'<p class="soft">{escape(note)}</p>' for note in plan.notes))
+    return document(title, body)
+
+
+def document(title: str, body: Iterable[str], style: str = "") -> str:
+    """A page of these parts, which needs nothing else."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body>{''.join(body)}</body></html>\n"
     )
 
 
@@ -97,6 +102,11 @@ def _figures(plan: Plan) -> str:
             for one in plan.bills
         ),
     ]
+    return figures(shown)
+
+
+def figures(shown: Iterable[tuple[str, str]]) -> str:
+    """Large figures, each with what it is, beside each other where there is room."""
     return (
         '<div class="figures">'
         + "".join(f"<div><b>{escape(figure)}</b><span>{escape(text)}</span></div>" for figure, text in shown)
@@ -135,19 +145,20 @@ def _charts_and_tables(plan: Plan) -> list[str]:
     ]
     return [
         "<h2>Layouts</h2>",
-        _table(("layout", "a chip", "step", "range", "bound", "MFU", "evidence"), layouts),
+        table(("layout", "a chip", "step", "range", "bound", "MFU", "evidence"), layouts),
         "<h2>Memory over a step, predicted</h2>",
         memory_timeline(estimate.memory),
-        _table(("buffer", "a chip"), [(name, words.size(count)) for name, count in estimate.memory.largest[:5]]),
+        table(("buffer", "a chip"), [(name, words.size(count)) for name, count in estimate.memory.largest[:5]]),
         "<h2>Roofline</h2>",
         roofline(estimate.parts, plan.where.chip),
         f'<p class="key soft">{key} A point is as large as its share of the time.</p>',
         "<h2>Exchanges of a step, of one chip</h2>",
-        _table(("kind", "axes", "link", "times", "sent", "time", "why"), links) if links else "<p>none</p>",
+        table(("kind", "axes", "link", "times", "sent", "time", "why"), links) if links else "<p>none</p>",
     ]
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Figures to the right, words to the left."""
     side = ["l" if one in _LEFT else "r" for one in columns]
     head = "".join(f'<th class="{how}">{escape(one)}</th>' for one, how in zip(columns, side, strict=True))
     body = "".join(

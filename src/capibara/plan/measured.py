@@ -23,9 +23,20 @@ from capibara.hardware.chips import chip as chip_by_name
 
 if TYPE_CHECKING:
     from capibara.cost.calibration import Calibration, Fit, Run
+    from capibara.cost.result import Estimate
+    from capibara.hardware.topology import Slice
     from capibara.plan.result import Plan
 
-__all__ = ["Calibrated", "Measurement", "calibrate", "measured_path", "measurements", "read_measured", "record"]
+__all__ = [
+    "Calibrated",
+    "Measurement",
+    "calibrate",
+    "measured_path",
+    "measurements",
+    "read_measured",
+    "record",
+    "record_step",
+]
 
 _KEYS = ("step_seconds", "peak_bytes", "note")
 
@@ -89,12 +100,38 @@ def record(
     if plan.best is None:
         raise rule_error("A run is kept beside the layout it had", "a plan without a layout", "plan what was run")
     _check_figures({"step_seconds": step_seconds, "peak_bytes": peak_bytes})
-    estimate = _uncorrected(plan)
-    made = Measurement(
-        name=plan.name,
-        on=plan.where.name,
-        chip=plan.where.chip.name,
-        layout=plan.best.layout.name,
+    return record_step(
+        plan.name,
+        plan.where,
+        plan.best.layout.name,
+        _uncorrected(plan),
+        step_seconds=step_seconds,
+        peak_bytes=peak_bytes,
+        note=note,
+    )
+
+
+def record_step(
+    name: str,
+    where: Slice,
+    layout: str,
+    estimate: Estimate,
+    *,
+    step_seconds: float | None = None,
+    peak_bytes: float | None = None,
+    note: str = "",
+) -> Measurement:
+    """Keep one run of a layout beside what the model predicts of it, which no calibration has corrected."""
+    _check_figures({"step_seconds": step_seconds, "peak_bytes": peak_bytes})
+    if estimate.correction is not None:
+        raise rule_error(
+            "A run is kept beside an uncorrected prediction", "a corrected one", "estimate without a calibration"
+        )
+    measurement = Measurement(
+        name=name,
+        on=where.name,
+        chip=where.chip.name,
+        layout=layout,
         date=datetime.date.today().isoformat(),
         predicted_seconds=estimate.seconds,
         predicted_bytes=estimate.memory.total,
@@ -109,8 +146,8 @@ def record(
     with path.open("a+b") as out:
         out.seek(max(0, out.seek(0, os.SEEK_END) - 1))
         torn = out.read(1) not in (b"", b"\n")
-        out.write((b"\n" if torn else b"") + json.dumps(dataclasses.asdict(made)).encode() + b"\n")
-    return made
+        out.write((b"\n" if torn else b"") + json.dumps(dataclasses.asdict(measurement)).encode() + b"\n")
+    return measurement
 
 
 def _check_figures(given: Mapping[str, Any]) -> None:

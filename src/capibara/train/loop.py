@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from capibara.errors import CapibaraError, rule_error
+from capibara.kernels.core.dispatch import recording
 from capibara.models import step_hooks
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.observe.goodput import Goodput
@@ -138,6 +139,8 @@ class Loop:
         self.params: Any = None
         self.state: Any = None
         self.compile_seconds = math.nan
+        self.decisions: list[Any] = []
+        """What kernel dispatch decided while the step was traced."""
         self._program: layouts_run.Program | None = None
         self._compiled: Any = None
         self._evaluate: Any = None
@@ -182,7 +185,8 @@ class Loop:
                 layout = with_choice(layout, remat="offload")
             started = time.perf_counter()
             self._program = layouts_run.laid_out(job, layout, self.devices)
-            lowered = layouts_run.lower_program(self._program)
+            with recording() as self.decisions:
+                lowered = layouts_run.lower_program(self._program)
             self._compiled = lowered.compile(compiler_options=dict(self.options.compiler_options or {}) or None)
             self.compile_seconds = time.perf_counter() - started
             self.tell(f"compiled in {self.compile_seconds:.1f} s: {self.chosen.layout.name}")
@@ -195,6 +199,10 @@ class Loop:
         weights = self.trainable.frozen(self._program.mesh)  # type: ignore[attr-defined]
         # A copy: the step takes its arguments' memory over, and these may be the model's own.
         return {FROZEN: jax.tree.map(lambda x, s: jax.device_put(x, s.sharding, may_alias=False), weights, shapes)}
+
+    def memory_analysis(self) -> Any:
+        """The compiler's count of the step's memory on a device; None where there is none."""
+        return None if self._compiled is None else self._compiled.memory_analysis()
 
     def _data_size(self, chosen: Chosen) -> int:
         return int(chosen.layout.mesh.axes.get("data", 1))

@@ -1,6 +1,7 @@
 """One training run in a folder: what `capibara train` does.
 
 DIR/config.toml      everything the run was told
+DIR/run.json         what it knew while it ran: devices, layout, kernels, predictions; an entry a process
 DIR/metrics.jsonl    a line a step
 DIR/checkpoints/     and the data's position in each
 DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
@@ -30,6 +31,9 @@ from capibara.train.loop import Loop, LoopOptions, Result
 from capibara.train.lora import LoraTrainable
 from capibara.train.preemption import Preemption
 from capibara.train.processes import process_count, process_index
+from capibara.train.report.facts import begin_life, end_life, host_peak_bytes, peak_bytes
+from capibara.train.report.sample import sample_text
+from capibara.train.teaching import teach_plan
 from capibara.train.trainable import ModelTrainable
 from capibara.train.watchdog import Watchdog
 
@@ -103,6 +107,8 @@ def train(
             batches.restore(kept["data"])
         else:
             batches.rewind()
+        if out is not None and process_index() == 0:
+            begin_life(out, loop, preset.model.parameters)
         log = stack.enter_context(
             MetricsLog(
                 out if process_index() == 0 else None,
@@ -124,6 +130,11 @@ def train(
             on_step=on_step,
         )
         loop.trainable.publish(loop.params)
+        if out is not None and process_index() == 0:
+            peak = peak_bytes(loop.devices)
+            sample = sample_text(config, model, lambda: _batches(config, "eval"), evaluation is not None)
+            end_life(out, step=result.step, peak_bytes=peak, host_peak_bytes=host_peak_bytes(), sample=sample)
+            teach_plan(loop, preset.name, result.history, peak)
         report = None if goodput is None else goodput.report()
     return Trained(model, result, loop, report, out)
 
