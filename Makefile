@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: run setup test test-all test-newest lint format clean help
 
 help:
-	@echo "make run          set up, then capibara tour: what is attached, every op against its reference"
+	@echo "make run          set up, then capibara demo: train on 8 simulated devices, kill -9, resume, report"
 	@echo "make test         set up, then the tests that take minutes: one case of each"
 	@echo "make test-all     set up, then the whole test suite"
 	@echo "make test-newest  what make test runs, under the newest Python (3.12+) and JAX on this machine"
@@ -25,7 +25,7 @@ help:
 	@echo "make clean        remove the virtual environments and caches"
 
 run: $(RUN_STAMP)
-	$(BIN)/capibara tour
+	$(BIN)/capibara demo
 
 # Both ends of the supported range. With -j they are set up side by side, and beside lint.
 setup: $(STAMP) $(NEWEST_STAMP)

@@ -26,7 +26,10 @@ TEXT = {
 WITH_PYTHON = [page for page, text in TEXT.items() if "\n```python\n" in text]
 COMMANDS = typer.main.get_command(app)
 # They measure, search for long, compile or keep something.
-SLOW = ("tour", "bench", "tune", "compile", "--train", "--measured", "--calibrate", "examples/plan/small.toml")
+SLOW = (
+    "train", "generate", "demo", "tour", "bench", "tune", "compile", "--train", "--measured", "--calibrate",
+    "examples/plan/small.toml",
+)  # fmt: skip
 
 
 def test_the_readme_takes_a_minute() -> None:

@@ -178,18 +178,21 @@ class Loop:
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
         with self._phase("compile"):
+            if len(self.devices) > 1:
+                self.tell(f"planning the step's layout on {len(self.devices)} devices")
             self.chosen = self._lay_out(batch)
             job = self._job(batch, self._unroll(), self._data_size(self.chosen))
             layout = self.chosen.layout
             if self.options.offload_activations:
                 layout = with_choice(layout, remat="offload")
+            self.tell(f"compiling the step: {self.chosen.layout.name}")
             started = time.perf_counter()
             self._program = layouts_run.laid_out(job, layout, self.devices)
             with recording() as self.decisions:
                 lowered = layouts_run.lower_program(self._program)
             self._compiled = lowered.compile(compiler_options=dict(self.options.compiler_options or {}) or None)
             self.compile_seconds = time.perf_counter() - started
-            self.tell(f"compiled in {self.compile_seconds:.1f} s: {self.chosen.layout.name}")
+            self.tell(f"compiled in {self.compile_seconds:.1f} s")
 
     def _frozen(self, shapes: Any) -> dict[str, Any]:
         """Weights that are not trained, where the step puts them."""

@@ -51,7 +51,7 @@ class Life:
     kernels: Sequence[Mapping[str, Any]]
     """Op, implementation, why, and how many calls of the step's trace."""
     versions: Mapping[str, str]
-    command: Sequence[str] = ()
+    command: Sequence[str] = field(default_factory=list)
     ended: Mapping[str, Any] = field(default_factory=dict)
     """Step, loss on the held-out part, peak bytes and a sample of text; empty for a process that was killed."""
 
@@ -90,7 +90,7 @@ def begin_life(folder: Path, loop: Loop, parameters: int) -> Life:
         },
         kernels=_kernels(loop.decisions),
         versions=versions(),
-        command=tuple(sys.argv),
+        command=list(sys.argv),
     )
     _write(folder, [*read_lives(folder), life])
     return life
