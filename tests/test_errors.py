@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from capibara import errors
-from capibara.errors import say_again, say_once
+from capibara.errors import say_again, say_once, unsaid
 
 logger = logging.getLogger("capibara.test")
 pytestmark = pytest.mark.usefixtures("nothing_said_yet")
@@ -62,3 +62,11 @@ def test_what_was_said_takes_bounded_room(caplog: pytest.LogCaptureFixture) -> N
         say_once(quiet, number, "%d", number)
     assert len(errors._SAID) <= errors._SAID.maxsize
     assert not say_once(quiet, 19_999, "%d", 19_999)
+
+
+def test_what_is_only_looked_at_is_not_said_and_not_remembered(caplog: pytest.LogCaptureFixture) -> None:
+    with unsaid():
+        assert not say_once(logger, "key", "it fell back")
+    assert not caplog.records
+    assert say_once(logger, "key", "it fell back")
+    assert len(caplog.records) == 1

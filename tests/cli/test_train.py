@@ -79,7 +79,7 @@ def test_a_folder_is_one_runs_own_and_bad_keys_are_refused(trained: tuple[Path, 
 
     strange = CliRunner().invoke(app, ["train", "dev", "--out", str(folder / "b"), "--set", "train.step=3", "--json"])
     assert strange.exit_code == 2
-    assert "train.steps" in json.loads(strange.stdout)["error"]["message"]
+    assert "Did you mean 'steps'?" in json.loads(strange.stdout)["error"]["message"]
     wrong = CliRunner().invoke(app, ["train", "dev", "--out", str(folder / "b"), "--set", "data.pack=streams"])
     assert wrong.exit_code == 2
     assert "'stream'" in wrong.output
