@@ -222,7 +222,7 @@ def _update(
     """(parameters, {"optimizer": its state}, the gradients' norm)."""
     import optax
 
-    norm = optax.global_norm(jax.tree.map(_float32, gradients))
+    norm = optax.tree.norm(jax.tree.map(_float32, gradients))
     if options.precision != "bfloat16":
         changes, after = optimizer.update(gradients, state["optimizer"], params)
         moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, changes)

@@ -41,6 +41,8 @@ def where_rows_meet(
     rows = {ties.find(one.value, 0) for one in program.arguments if one.role == "batch" and one.shape}
 
     def meet(node: Node, reduced: bool) -> bool:
+        if _asks_for_work(program, node):
+            return False
         for value, side in zip(node.inputs, node.factors.operands, strict=True):
             for dim, factor in enumerate(side):
                 of_rows = program.values[value].shape[dim] > 1 and ties.find(value, dim) in rows
@@ -55,6 +57,15 @@ def where_rows_meet(
         if any(meet(one, reduced=one is not node) for one in _inside([node])):
             return f"{node.title} after the loop over layers, which mixes rows"
     return None
+
+
+def _asks_for_work(program: Program, node: Node) -> bool:
+    """Whether an op asks if any row has work for it, as attention does of a chunk in which no segments meet.
+
+    An op's result is its reference's whichever way it takes, so what it skips for a microbatch changes nothing. A user's
+    own function may mean such a question otherwise.
+    """
+    return node.op is not None and node.primitive == "reduce_or" and program.values[node.outputs[0]].shape == ()
 
 
 def _has(ties: Any, program: Program, value: int, rows: Collection[int]) -> bool:

@@ -136,7 +136,8 @@ class _Cut:
         )
         shapes = tuple(jax.eval_shape(lambda tree: tree, one) for one in parts)
         self.trace = functools.partial(find_layers, fn, shapes, batch)
-        whole, self.part = find_layers(fn, args, batch), self.trace()
+        # Both from shapes: of arrays on a mesh jnp writes other operations than of shapes, which lie nowhere.
+        whole, self.part = find_layers(fn, jax.eval_shape(lambda *trees: trees, *args), batch), self.trace()
         self.whole = whole
         self.results = jax.tree.structure(jax.eval_shape(fn, *args))
 
