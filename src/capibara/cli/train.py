@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,10 @@ import typer
 
 from capibara.cli import failures, output
 from capibara.cli.failures import Code
+from capibara.errors import rule_error
+
+SUMMARY = "summary.json"
+"""What --json prints, in the run's folder."""
 
 
 def train(
@@ -23,7 +29,9 @@ def train(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/CONFIG by default.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Train in so many processes of this machine.")] = 1,
-    devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="Simulate so many devices of a CPU.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Simulate so many devices of a CPU, over all processes.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a model: metrics.jsonl, checkpoints and report.html in its folder; exit code 42 when preempted and saved.
@@ -32,12 +40,17 @@ def train(
     """
     folder = out or Path("runs") / Path(config).stem
     if processes > 1:
-        _in_processes(processes, devices)
+        if devices is not None and devices % processes:
+            raise rule_error("--devices divides over --processes", f"{devices} over {processes}", "change one of them")
+        _in_processes(processes, config, settings or [], folder, resume, devices, json)
         return
-    _simulate(devices)
-    from capibara.train.processes import join_from_environment
+    from capibara.train.processes import PROCESS_COUNT, join_from_environment
+    from capibara.train.supervisor import RESTARTS
 
+    _simulate(devices, int(os.environ.get(PROCESS_COUNT, "1")))
     join_from_environment()
+    # Started again by the supervisor: from what is there.
+    resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
     from capibara.plan.search.plans import DoesNotFit
     from capibara.train.config import load_run
     from capibara.train.loop import Preempted
@@ -78,6 +91,7 @@ def train(
         "mfu": None if speed is None else speed.mfu,
         "report": str(report.html),
     }
+    (folder / SUMMARY).write_text(dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if json:
         output.show_json(summary)
     else:
@@ -93,32 +107,37 @@ def _preempted(text: str, json: bool, loud: bool) -> None:
         typer.echo(f"capibara: {text}; go on with --resume", err=True)
 
 
-def _simulate(devices: int | None) -> None:
+def _simulate(devices: int | None, processes: int) -> None:
     if devices is None:
         return
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_num_cpu_devices", devices // processes)
 
 
-def _in_processes(count: int, devices: int | None) -> None:
+def _in_processes(
+    count: int, config: str, settings: list[str], folder: Path, resume: bool, devices: int | None, json: bool
+) -> None:
     """The same command in several processes of this machine, restarted together from their last checkpoint."""
-    from capibara.train.supervisor import supervise
+    from capibara.train.supervisor import Supervisor
 
-    words = list(sys.argv[1:])
-    for position, word in enumerate(words):
-        if word == "--processes":
-            del words[position : position + 2]
-            break
-        if word.startswith("--processes="):
-            del words[position]
-            break
-    code = supervise(
+    words = ["train", config, "--out", str(folder)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    words += ["--resume"] if resume else []
+    words += [] if devices is None else ["--devices", str(devices)]
+    # Under --json standard output is one document, which process 0 leaves in the run's folder.
+    shown = sys.stderr if json else sys.stdout
+    code = Supervisor(
         [sys.executable, "-m", "capibara", *words],
         count,
-        restart_words=[] if "--resume" in words else ["--resume"],
-        plain="--json" in words,
-    )
+        output=shown,
+        restart_words=[] if resume else ["--resume"],
+    ).run()
+    if json:
+        if code:
+            output.show_json(failures.error(Code(code) if code in set(Code) else Code.FAILED, f"exit code {code}"))
+        else:
+            sys.stdout.write((folder / SUMMARY).read_text(encoding="utf-8"))
     if code:
         raise typer.Exit(code)

@@ -28,6 +28,7 @@ __all__ = [
     "COMMUNICATION",
     "StepOptions",
     "compute_dtype",
+    "counted_targets",
     "initial_state",
     "param_dtype",
     "step_function",
@@ -209,6 +210,7 @@ def step_function(loss: Loss, optimizer: Any, options: StepOptions, accumulate: 
             "skipped_in_a_row": jnp.where(finite, 0, state["skipped_in_a_row"] + 1),
         }
         metrics = {"loss": value, **metrics, "grad_norm": norm, "skipped_in_a_row": new_state["skipped_in_a_row"]}
+        metrics = jax.tree.map(_everywhere, metrics)
         if options.rate is not None:
             metrics["learning_rate"] = jnp.asarray(options.rate(state["step"]), jnp.float32)
         return new_params, {**new_state, **frozen}, metrics
@@ -216,13 +218,18 @@ def step_function(loss: Loss, optimizer: Any, options: StepOptions, accumulate: 
     return step
 
 
+def _everywhere(metric: jax.Array) -> jax.Array:
+    """Whole on every device, so that each process of a program can read it; the compiler would leave it cut."""
+    if metric.ndim == 0 or jax.sharding.get_abstract_mesh().empty:
+        return metric
+    return jax.lax.with_sharding_constraint(metric, PartitionSpec())
+
+
 def _update(
     optimizer: Any, options: StepOptions, params: Any, state: Mapping[str, Any], gradients: Any, key: jax.Array
 ) -> tuple[Any, dict[str, Any], jax.Array]:
     """(parameters, {"optimizer": its state}, the gradients' norm)."""
-    import optax
-
-    norm = optax.tree.norm(jax.tree.map(_float32, gradients))
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(_float32(g))) for g in jax.tree.leaves(gradients)))
     if options.precision != "bfloat16":
         changes, after = optimizer.update(gradients, state["optimizer"], params)
         moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, changes)
@@ -256,7 +263,7 @@ def rounded_by_chance(x: jax.Array, dtype: Any, seed: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), moved, x).astype(jnp.bfloat16)
 
 
-def _weight(batch: Any) -> jax.Array:
+def counted_targets(batch: Any) -> jax.Array:
     """How many targets of the batch count; its rows where it does not say."""
     if isinstance(batch, Mapping) and ("mask" in batch or "segment_ids" in batch):
         counts = jnp.ones(batch["targets"].shape, bool)
@@ -276,7 +283,7 @@ def _accumulated(loss: Loss, parts: int, params: Any, batch: Any, key: jax.Array
     split = jax.tree.map(lambda x: microbatches_of(x, parts), batch)
 
     def run(number: Any, part: Any) -> Any:
-        weight = _weight(part)
+        weight = counted_targets(part)
         (value, metrics), gradients = grad(params, part, jax.random.fold_in(key, number))
         return weight, jax.tree.map(lambda x: x.astype(jnp.float32) * weight, (value, metrics, gradients))
 
@@ -296,7 +303,7 @@ def _by_hand(loss: Loss, options: StepOptions, accumulate: int) -> Callable[...,
     from capibara.kernels.ops.collective import bucketed_all_reduce, compressed_all_reduce
 
     def local(params: Any, batch: Any, key: jax.Array, unsent: Any) -> Any:
-        weight = _weight(batch)
+        weight = counted_targets(batch)
         key = jax.random.fold_in(key, jax.lax.axis_index("data"))
         value, metrics, gradients = _accumulated(loss, accumulate, params, batch, key)
         share = weight / jnp.maximum(jax.lax.psum(weight, "data"), 1)

@@ -30,7 +30,7 @@ from capibara.parallel import run as layouts_run
 from capibara.parallel.job import Job
 from capibara.parallel.optimizers import make_optimizer, schedule_named
 from capibara.parallel.remat import POLICIES
-from capibara.parallel.trainer_step import FROZEN, StepOptions, initial_state, trainer_job
+from capibara.parallel.trainer_step import FROZEN, StepOptions, counted_targets, initial_state, trainer_job
 from capibara.plan.search.space import PARAMETERS
 from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.batches import Batches
@@ -59,6 +59,14 @@ class _Rewound(Exception):
 
 class Preempted(CapibaraError, RuntimeError):
     """The run was asked to stop, and its state is saved."""
+
+
+def rows_and_length(batch: Any) -> tuple[int, int]:
+    """Of a batch of ids its rows and their tokens; of any other its rows, and 1."""
+    rows = int(jax.tree.leaves(batch)[0].shape[0])
+    ids = batch.get("inputs") if isinstance(batch, Mapping) else None
+    is_ids = ids is not None and len(ids.shape) == 2 and np.issubdtype(ids.dtype, np.integer)
+    return rows, int(ids.shape[1]) if is_ids else 1
 
 
 @dataclass(frozen=True)
@@ -145,11 +153,12 @@ class Loop:
         self._compiled: Any = None
         self._evaluate: Any = None
         self._positions: dict[int, dict[str, Any]] = {}
+        self._share = (0, 1)
 
     # Making the program.
 
-    def prepare(self, batch: Mapping[str, Any], restored: bool = True) -> dict[str, Any] | None:
-        """Lay out and compile the step for batches like this one, and start or restore the state.
+    def prepare(self, batch: Any, restored: bool = True) -> dict[str, Any] | None:
+        """Lay out and compile the step for batches like this one, of all processes, and start or restore the state.
 
         Returns what was kept beside the state of the checkpoint that was restored; None for a new run.
         """
@@ -219,12 +228,14 @@ class Loop:
         # cannot read and write there. A TPU's can.
         return (self.devices[0].platform == "gpu" and repeats <= _UNROLL_AT_MOST) or 1
 
-    def _job(self, batch: Mapping[str, Any], unroll: int | bool, data_size: int) -> Job:
+    def _job(self, batch: Any, unroll: int | bool, data_size: int) -> Job:
         settings = self.settings
-        rows, length = next(iter(batch.values())).shape[:2] if batch else (0, 0)
-        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self._global(batch).items()}
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch
+        )
+        rows, length = rows_and_length(shapes)
         remat = POLICIES if settings.remat == "auto" else (settings.remat,)
-        parts = (settings.accumulate,) if settings.accumulate else self._divisors(rows * process_count())
+        parts = (settings.accumulate,) if settings.accumulate else self._divisors(rows)
         if len(self.devices) == 1 and self.devices[0].platform == "cpu":
             # A CPU has the host's memory, and nothing to choose.
             remat = remat[:1]
@@ -235,7 +246,7 @@ class Loop:
             shapes,
             self.optimizer,
             self.step_options,
-            tokens=rows * process_count() * length,
+            tokens=rows * length,
             remat=remat,
             accumulate=parts,
             data_size=data_size,
@@ -247,12 +258,7 @@ class Loop:
     def _divisors(rows: int) -> tuple[int, ...]:
         return tuple(n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0)
 
-    def _global(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The shapes of the batch of all processes."""
-        count = process_count()
-        return {name: jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-
-    def _lay_out(self, batch: Mapping[str, Any]) -> Chosen:
+    def _lay_out(self, batch: Any) -> Chosen:
         axes = self.options.axes
         by_hand = self.options.communication != "automatic"
         size = int((axes or {}).get("data", 1)) if by_hand else 1
@@ -287,29 +293,57 @@ class Loop:
             self.recorder.phase(name)
         return contextlib.nullcontext() if self.goodput is None else self.goodput.phase(name, **step)
 
-    def place(self, batch: Mapping[str, Any]) -> Any:
-        """This process's rows as part of the global batch, where the layout puts it."""
+    def share(self) -> tuple[int, int]:
+        """(i, n): of a batch in n equal parts this process's devices read from the i-th alone.
+
+        Which rows lie where is the layout's choice: along a model axis over processes each of them has all rows, and
+        the devices of a mesh need not be in the order of processes.
+        """
+        assert self._program is not None
+        inputs = jax.tree.leaves(self._program.arguments[2])[0]  # all arrays of a batch have their rows in one order
+        rows = inputs.shape[0]
+        spans = [
+            index[0].indices(rows) for index in inputs.sharding.addressable_devices_indices_map(inputs.shape).values()
+        ]
+        first, last = min(start for start, *_ in spans), max(stop for _, stop, _ in spans) - 1
+        for count in range(process_count(), 1, -1):
+            if rows % count == 0 and first // (rows // count) == last // (rows // count):
+                return first // (rows // count), count
+        return 0, 1
+
+    def place(self, batch: Any, share: tuple[int, int] = (0, 1)) -> Any:
+        """A batch, or the part of it that `share` says, as an array over all devices, where the layout puts it."""
         assert self._program is not None
         wanted = self._program.arguments[2]
-        if set(batch) != set(wanted):
+        here: Any = jax.tree.structure(batch)  # jax's stubs do not compare it
+        if here != jax.tree.structure(wanted):
             raise rule_error(
                 "Every batch has the same arrays",
-                f"{sorted(batch)}, the first {sorted(wanted)}",
+                f"{here}, the first {jax.tree.structure(wanted)}",
                 "give each all of them",
             )
-        return {name: self._placed(np.asarray(batch[name]), shape) for name, shape in wanted.items()}
+        return jax.tree.map(lambda x, shape: self._placed(np.asarray(x), shape, share), batch, wanted)
 
     @staticmethod
-    def _placed(rows: np.ndarray, wanted: Any) -> jax.Array:
+    def _placed(rows: np.ndarray, wanted: Any, share: tuple[int, int]) -> jax.Array:
+        number, parts = share
+        expected = (wanted.shape[0] // parts, *wanted.shape[1:])
+        if rows.shape != expected:
+            raise rule_error(
+                "Every batch has the first one's shape",
+                f"{list(rows.shape)}, the first {list(expected)}",
+                "pad it, or drop the last one",
+            )
+        rows = rows.astype(wanted.dtype)
         if process_count() == 1:
-            if rows.shape != wanted.shape:
-                raise rule_error(
-                    "Every batch has the first one's shape",
-                    f"{list(rows.shape)}, the first {list(wanted.shape)}",
-                    "pad it, or drop the last one",
-                )
-            return jax.device_put(rows.astype(wanted.dtype), wanted.sharding)
-        return jax.make_array_from_process_local_data(wanted.sharding, rows.astype(wanted.dtype), wanted.shape)
+            return jax.device_put(rows, wanted.sharding)
+        before = number * expected[0]
+
+        def part(index: Any) -> np.ndarray:
+            first, last, _ = index[0].indices(wanted.shape[0])
+            return rows[(slice(first - before, last - before), *index[1:])]
+
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
     def run(
         self,
@@ -320,14 +354,15 @@ class Loop:
         evaluation: Callable[[], Batches] | None = None,
         preemption: Preemption | None = None,
         on_step: Callable[[int, Mapping[str, Any]], None] | None = None,
-        first: Mapping[str, Any] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> Result:
-        """Go on to step `until`. `first` is a batch that was drawn already."""
+        """Go on to step `until`. `share` says which part of a batch `batches` gives (see `share`)."""
         result = Result(self.step, {})
         started = last = time.perf_counter()
         pending: tuple[int, Any, Any] | None = None
+        self._share = share
         self._positions = {self.step: batches.state()}
-        upcoming = self._draw(batches, first) if self.step < until else None
+        upcoming = self._draw(batches) if self.step < until else None
         while upcoming is not None and self.step < until:
             drawn, batch = upcoming
             with self._phase("step", step=self.step + 1):
@@ -358,7 +393,7 @@ class Loop:
         result.step = self.step
         result.seconds = time.perf_counter() - started
         if evaluation is not None and (result.eval_loss is None or self.step % max(1, self.settings.eval_every)):
-            result.eval_loss = self.evaluate(evaluation, log)
+            result.eval_loss = self.evaluate(evaluation, log, share)
         self.save(batches.state(), block=True)
         return result
 
@@ -402,7 +437,7 @@ class Loop:
         if devices != sorted(self.devices, key=lambda d: d.id):
             self._move_to(devices, drawn)
         self.tell(f"went back to step {self.step}")
-        return drawn, self.place(drawn)
+        return drawn, self.place(drawn, self._share)
 
     def _move_to(self, devices: Sequence[Any], batch: Mapping[str, Any]) -> None:
         """Plan and compile for these devices, and lay the state out anew."""
@@ -418,10 +453,10 @@ class Loop:
         self.state = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, shapes[1])
         self.step = step
 
-    def _draw(self, batches: Batches, first: Mapping[str, Any] | None = None) -> tuple[Any, Any] | None:
+    def _draw(self, batches: Batches) -> tuple[Any, Any] | None:
         """The next batch, as it was drawn and where the layout puts it; None at the end of the data."""
-        drawn = next(batches, None) if first is None else first
-        return None if drawn is None else (drawn, self.place(drawn))
+        drawn = next(batches, None)
+        return None if drawn is None else (drawn, self.place(drawn, self._share))
 
     def _due(self, preemption: Preemption | None) -> bool:
         settings = self.settings
@@ -444,7 +479,7 @@ class Loop:
         values = jax.device_get(metrics)
         now = time.perf_counter()
         seconds = now - last
-        row = self._row(step, values, batch, seconds)
+        row = self._row(step, values, seconds)
         log.write(row)
         result.history.append(row)
         del result.history[:-100_000]
@@ -460,9 +495,10 @@ class Loop:
             raise self._diverged(step, in_a_row, batch)
         return now
 
-    def _row(self, step: int, values: Mapping[str, Any], batch: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        rows, length = next(iter(batch.values())).shape[:2]
-        tokens = rows * length * process_count()
+    def _row(self, step: int, values: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        assert self._program is not None
+        rows, length = rows_and_length(self._program.arguments[2])
+        tokens = rows * length
         rate = tokens / seconds if seconds > 0 else math.nan
         row: dict[str, Any] = {
             "step": step,
@@ -492,12 +528,13 @@ class Loop:
         chips = len(hosts) if found.platform == "cpu" else len(self.devices)
         return tokens_per_second * flops / (peak * chips)
 
-    def _diverged(self, step: int, in_a_row: int, batch: Mapping[str, Any]) -> Diverged:
+    def _diverged(self, step: int, in_a_row: int, batch: Any) -> Diverged:
         kept = ""
         if self.folder is not None:
             file = self.folder / f"diverged_step_{step}_process_{process_index()}.npz"
-            arrays: dict[str, Any] = {name: np.asarray(value) for name, value in batch.items()}
-            np.savez(file, **arrays)
+            named = jax.tree_util.tree_leaves_with_path(batch)
+            arrays = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x) for path, x in named}
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # its other keyword is allow_pickle
             kept = f"; the batch is in {file}"
         return Diverged(
             f"Loss or gradient was not finite at step {step}, {in_a_row} in a row, more than train.skip_nonfinite = "
@@ -515,7 +552,7 @@ class Loop:
     ) -> None:
         settings = self.settings
         if evaluation is not None and settings.eval_every and self.step % settings.eval_every == 0:
-            result.eval_loss = self.evaluate(evaluation, log)
+            result.eval_loss = self.evaluate(evaluation, log, self._share)
         stop = preemption is not None and preemption.should_stop(self.step)
         if stop or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
             self.save(position, block=stop)
@@ -546,23 +583,22 @@ class Loop:
     def _loss_params(self) -> Any:
         return (self.params, self.state[FROZEN]) if FROZEN in self.state else self.params
 
-    def evaluate(self, evaluation: Callable[[], Batches], log: MetricsLog) -> float:
+    def evaluate(self, evaluation: Callable[[], Batches], log: MetricsLog, share: tuple[int, int] = (0, 1)) -> float:
         """The mean loss over the held-out part, by the targets that count."""
         assert self._program is not None
         if self._evaluate is None:
             loss = self.trainable.loss(1)
-            self._evaluate = jax.jit(lambda p, b: loss(p, b, None)[1]["loss"])
+            self._evaluate = jax.jit(lambda p, b: (loss(p, b, None)[1]["loss"], counted_targets(b)))
         total = weight = 0.0
         with self._phase("evaluation"), evaluation() as batches:
             for number, batch in enumerate(batches):
                 if number == self.settings.eval_batches:
                     break
                 with layouts_run.surroundings(self._program.layout, self._program.mesh):
-                    value = self._evaluate(self._loss_params(), self.place(batch))
-                counted = float(np.sum(batch["mask"])) if "mask" in batch else float(np.size(batch["targets"]))
-                total, weight = total + float(value) * counted, weight + counted
+                    value, counted = map(float, self._evaluate(self._loss_params(), self.place(batch, share)))
+                total, weight = total + value * counted, weight + counted
         if not weight:
             raise rule_error("Evaluation has a batch or more", "none", "use a smaller batch or more held-out data")
-        found = total / weight
-        log.write({"step": self.step, "eval_loss": found})
-        return found
+        mean = total / weight
+        log.write({"step": self.step, "eval_loss": mean})
+        return mean

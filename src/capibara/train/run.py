@@ -18,7 +18,7 @@ from typing import Any
 from capibara import toml_tables
 from capibara.errors import rule_error
 from capibara.models.modular import ModularCapibaraModel
-from capibara.models.tokenizer import load_tokenizer
+from capibara.models.tokenizer import Tokenizer, load_tokenizer
 from capibara.observe.goodput import Goodput, GoodputReport
 from capibara.observe.recorder import Recorder
 from capibara.parallel.trainer_step import param_dtype
@@ -30,7 +30,7 @@ from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions, Result
 from capibara.train.lora import LoraTrainable
 from capibara.train.preemption import Preemption
-from capibara.train.processes import process_count, process_index
+from capibara.train.processes import gather, process_count, process_index
 from capibara.train.report.facts import begin_life, end_life, host_peak_bytes, peak_bytes
 from capibara.train.report.sample import sample_text
 from capibara.train.teaching import teach_plan
@@ -87,7 +87,6 @@ def train(
                 goodput = stack.enter_context(Goodput(out / "goodput.jsonl"))
             if config.log.hang_seconds:
                 watchdog = stack.enter_context(_watchdog(out, config, recorder))
-        batches = stack.enter_context(_batches(config, "train"))
         preemption = stack.enter_context(Preemption())
         loop = Loop(
             _trainable(config, model),
@@ -101,12 +100,13 @@ def train(
             goodput=goodput,
             tell=tell,
         )
-        first = next(batches)
-        kept = loop.prepare(first, restored=resume)
+        with _batches(config, model.tokenizer, "train") as whole:
+            kept = loop.prepare(whole.peek(), restored=resume)
+        # Which rows this process reads is known once the batch has been laid out.
+        share = loop.share()
+        batches = stack.enter_context(_batches(config, model.tokenizer, "train", share))
         if kept is not None:
             batches.restore(kept["data"])
-        else:
-            batches.rewind()
         if out is not None and process_index() == 0:
             begin_life(out, loop, preset.model.parameters)
         log = stack.enter_context(
@@ -120,7 +120,7 @@ def train(
         )
         evaluation = None
         if config.data.held_out_share or isinstance(config.data.held_out, str):
-            evaluation = lambda: _batches(config, "eval")  # noqa: E731
+            evaluation = lambda: _batches(config, model.tokenizer, "eval", share)  # noqa: E731
         result = loop.run(
             batches,
             until=settings.steps,
@@ -128,11 +128,14 @@ def train(
             evaluation=evaluation,
             preemption=preemption,
             on_step=on_step,
+            share=share,
         )
         loop.trainable.publish(loop.params)
         if out is not None and process_index() == 0:
             peak = peak_bytes(loop.devices)
-            sample = sample_text(config, model, lambda: _batches(config, "eval"), evaluation is not None)
+            sample = sample_text(
+                config, model, lambda: _batches(config, model.tokenizer, "eval"), evaluation is not None
+            )
             end_life(out, step=result.step, peak_bytes=peak, host_peak_bytes=host_peak_bytes(), sample=sample)
             teach_plan(loop, preset.name, result.history, peak)
         report = None if goodput is None else goodput.report()
@@ -170,22 +173,20 @@ def _check(config: RunConfig) -> None:
         raise rule_error(
             f"model.vocab has room for the tokenizer's {words} tokens", model.vocab, f"use model.vocab={words}"
         )
-    if settings.batch_size % process_count():
-        raise rule_error(
-            f"train.batch_size divides over the {process_count()} processes", settings.batch_size, "change one of them"
-        )
 
 
 def _claim(out: Path, config: RunConfig, resume: bool) -> None:
     """The folder is this run's from here on."""
     file = out / "config.toml"
-    if file.exists() and not resume:
+    # Process 0 looks before it writes; the others' own look might come after that.
+    there = gather("run/claim", file.exists() if process_index() == 0 else False)[0]
+    if there and not resume:
         raise rule_error(
             "A run has a folder of its own",
             f"{out}, which has one",
             "go on with it by --resume, or name another folder by --out",
         )
-    if resume and not file.exists() and (out / "checkpoints").exists():
+    if resume and not there and (out / "checkpoints").exists():
         raise rule_error("A run's folder has its config.toml", f"{out} without", "name the folder of a run")
     if process_index() == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -194,16 +195,17 @@ def _claim(out: Path, config: RunConfig, resume: bool) -> None:
         draft.replace(file)
 
 
-def _batches(config: RunConfig, split: str) -> RowBatches:
+def _batches(config: RunConfig, tokenizer: Tokenizer, split: str, share: tuple[int, int] = (0, 1)) -> RowBatches:
     settings = config.preset.train
     return open_batches(
         config.data,
+        tokenizer=tokenizer if config.data.tokenizer == config.preset.model.tokenizer else None,
         batch_size=settings.batch_size,
         sequence_length=settings.sequence_length,
         seed=settings.seed,
         split=split,
-        process_index=process_index(),
-        process_count=process_count(),
+        process_index=share[0],
+        process_count=share[1],
     )
 
 

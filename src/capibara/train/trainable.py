@@ -144,12 +144,16 @@ class LossTrainable:
             self._publish(params)
 
 
-def as_trainable(model: Any, *, loss: Callable[..., Any] | None = None, precision: str = "mixed") -> Trainable:
+def as_trainable(
+    model: Any, *, loss: Callable[..., Any] | None = None, precision: str = "mixed", z_loss: float = 0.0
+) -> Trainable:
     """A trainable of a model, of an NNX or Equinox module with `loss(module, batch)`, or of (loss, params)."""
     if isinstance(model, ModularCapibaraModel):
         if loss is not None:
             raise rule_error("A capibara model brings its loss", "loss=", "leave it out")
-        return ModelTrainable(model, precision)
+        return ModelTrainable(model, precision, z_loss)
+    if z_loss:
+        raise rule_error("z_loss is part of a capibara model's loss", f"z_loss={z_loss}", "add it to your own loss")
     if all(hasattr(model, name) for name in ("shapes", "init", "loss", "publish")):
         return model
     if isinstance(model, tuple) and len(model) == 2 and callable(model[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sized
@@ -19,12 +20,13 @@ from capibara.plan.search.space import PARAMETERS
 from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog
-from capibara.train.loop import Loop, LoopOptions, Result
+from capibara.train.loop import Loop, LoopOptions, Result, rows_and_length
 from capibara.train.trainable import as_trainable
 
 __all__ = ["TpuDistributedTrainer"]
 
 _log = logging.getLogger(__name__)
+_ENDLESS = 2**62
 
 
 class TpuDistributedTrainer:
@@ -85,9 +87,9 @@ class TpuDistributedTrainer:
         self.activation_offloading = activation_offloading
         self.optimizer_sharding = optimizer_sharding
         chosen = precision or getattr(model, "precision", None) or "mixed"
-        self.trainable = as_trainable(model, loss=loss, precision=chosen)
-        self.optimizer = optimizer
         self.settings = dataclasses.replace(settings or TrainSettings(), precision=chosen)
+        self.trainable = as_trainable(model, loss=loss, precision=chosen, z_loss=self.settings.z_loss)
+        self.optimizer = optimizer
         self.checkpoint_folder = None if checkpoint_folder is None else Path(checkpoint_folder)
         self.tell = tell
         self.loop: Loop | None = None
@@ -115,32 +117,30 @@ class TpuDistributedTrainer:
     def train(self, dataset: Iterable[Any], epochs: int = 1) -> Result:
         """Go through the dataset so many times. A batch is a dict of "inputs" and "targets", or bare token ids.
 
-        Whoever listens (a recovery manager, an autoscaler) is told of every step. The trained weights are in
-        `model.params`, and a second call goes on from them.
+        In a program of several processes each passes the same batches and reads its part of them. Whoever listens (a
+        recovery manager, an autoscaler) is told of every step. The trained weights are in `model.params`, and a second
+        call goes on from them.
         """
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise rule_error("epochs is a whole number from 1 up", repr(epochs), "use epochs=1")
         batches = wrap_dataset(dataset, epochs=epochs, tokens=self._is_capibara)
-        first = next(batches, None)
-        if first is None:
-            raise rule_error("A dataset has a batch or more", "none", "check where it reads from")
         steps = len(dataset) * epochs if isinstance(dataset, Sized) else None
-        keep = None
-        if self.checkpoint_folder is not None:
-            keep = Checkpoints(self.checkpoint_folder)
-        done = 0 if self.loop is None else self.loop.step
-        if self.loop is None:
-            self.loop = self._loop(first, steps, keep)
-            kept = self.loop.prepare(first)
-            if kept is not None:
-                batches.restore(kept["data"])
-                first = None
-                done = self.loop.step
-        limit = done + steps if steps is not None and done == 0 else None
-        with MetricsLog(None, tell=self.tell) as log:
-            result = self.loop.run(batches, until=limit or 2**62, log=log, first=first)
-        if keep is not None:
-            keep.close()
+        with contextlib.ExitStack() as stack:
+            keep = None
+            if self.checkpoint_folder is not None:
+                keep = stack.enter_context(Checkpoints(self.checkpoint_folder))
+            limit = _ENDLESS
+            if self.loop is None:
+                first = batches.peek()
+                loop = self._loop(first, steps, keep)
+                kept = loop.prepare(first)
+                if kept is not None:
+                    batches.restore(kept["data"])
+                limit = steps or _ENDLESS
+                self.loop = loop
+            self.loop.checkpoints = keep
+            log = stack.enter_context(MetricsLog(None, tell=self.tell))
+            result = self.loop.run(batches, until=limit, log=log)
         self.trainable.publish(self.loop.params)
         return result
 
@@ -153,7 +153,7 @@ class TpuDistributedTrainer:
         settings = dataclasses.replace(
             self.settings,
             steps=steps or 2**31 - 1,
-            batch_size=next(iter(first.values())).shape[0],
+            batch_size=rows_and_length(first)[0],
             accumulate=self.gradient_accumulation_steps,
             remat="full" if self.use_gradient_checkpointing or self.activation_offloading else "none",
         )

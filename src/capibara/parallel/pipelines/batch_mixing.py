@@ -62,8 +62,8 @@ def where_rows_meet(
 def _asks_for_work(program: Program, node: Node) -> bool:
     """Whether an op asks if any row has work for it, as attention does of a chunk in which no segments meet.
 
-    An op's result is its reference's whichever way it takes, so what it skips for a microbatch changes nothing. A user's
-    own function may mean such a question otherwise.
+    An op's result is its reference's whichever way it takes, so what it skips for a microbatch changes nothing. A
+    user's own function may mean such a question otherwise.
     """
     return node.op is not None and node.primitive == "reduce_or" and program.values[node.outputs[0]].shape == ()
 
