@@ -10,8 +10,11 @@ __all__ = ["RENAMES_NOTHING", "joined", "label", "line_of", "shown"]
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Who calls a kernel or a constraint is asked for, and not the line behind it that makes the operation.
-_BEHIND = tuple(os.path.join(_LIBRARY, *path) for path in (("kernels", ""), ("program", ""), ("mesh", "rules.py")))
+# Who calls a kernel, a constraint or a block's product is asked for, not the line behind it that makes the operation.
+_BEHIND = tuple(
+    os.path.join(_LIBRARY, *path)
+    for path in (("kernels", ""), ("program", ""), ("mesh", "rules.py"), ("models", "blocks", "spec.py"))
+)
 
 
 def line_of(traceback: Any) -> str:
