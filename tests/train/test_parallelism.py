@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from tests.train.tiny_runs import DENSE, MOE, packed_batches, run_loop, tiny_model
 
-
 STEPS = 2
 BOUND = 1e-5
 """Of float32: losses of about 4 have an ulp of 5e-7, and each device adds up its own rows first."""

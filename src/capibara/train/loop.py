@@ -65,8 +65,9 @@ def rows_and_length(batch: Any) -> tuple[int, int]:
     """Of a batch of ids its rows and their tokens; of any other its rows, and 1."""
     rows = int(jax.tree.leaves(batch)[0].shape[0])
     ids = batch.get("inputs") if isinstance(batch, Mapping) else None
-    is_ids = ids is not None and len(ids.shape) == 2 and np.issubdtype(ids.dtype, np.integer)
-    return rows, int(ids.shape[1]) if is_ids else 1
+    if ids is None or len(ids.shape) != 2 or not np.issubdtype(ids.dtype, np.integer):
+        return rows, 1
+    return rows, int(ids.shape[1])
 
 
 @dataclass(frozen=True)
