@@ -56,7 +56,7 @@ def weights(model: ModularModelConfig) -> dict[str, Any]:
 
     def layer(names: tuple[str, ...]) -> dict[str, Any]:
         of_blocks = {
-            _slot(names, number): {**model.blocks[name].weights(model), "norm_": _norm_weights(model)}
+            slot_of(names, number): {**model.blocks[name].weights(model), "norm_": _norm_weights(model)}
             for number, name in enumerate(names)
         }
         return jax.tree.map(lambda w: w.stacked(model.repeats), of_blocks, is_leaf=lambda w: isinstance(w, Weight))
@@ -72,7 +72,7 @@ def weights(model: ModularModelConfig) -> dict[str, Any]:
     return tree
 
 
-def _slot(names: tuple[str, ...], number: int) -> str:
+def slot_of(names: tuple[str, ...], number: int) -> str:
     """A block's key in its layer: its name, with a number where it comes twice."""
     name = names[number]
     return name if names.count(name) == 1 else f"{name}_{names[:number].count(name)}"
@@ -141,7 +141,7 @@ def _layers(
     metrics: dict[str, list[jax.Array]] = {}
     for place, (names, layer) in enumerate(zip(model.period, params, strict=True)):
         for number, name in enumerate(names):
-            own = dict(layer[_slot(names, number)])
+            own = dict(layer[slot_of(names, number)])
             y = _norm(model, own.pop("norm_"), x)
             out = model.blocks[name](model, own, y, sequences.of_block(place, number))
             x = with_sharding_constraint(x + out.value, _RESIDUAL)
@@ -261,7 +261,7 @@ def new_cache(model: ModularModelConfig, batch: int, length: int, dtype: Any = j
 
     return [
         {
-            _slot(names, number): jax.tree.map(stacked, model.blocks[name].new_cache(model, batch, length, dtype))
+            slot_of(names, number): jax.tree.map(stacked, model.blocks[name].new_cache(model, batch, length, dtype))
             for number, name in enumerate(names)
         }
         for names in model.period
@@ -291,7 +291,7 @@ def decode(
         for names, layer, kept in zip(model.period, layers, caches, strict=True):
             slots = {}
             for number, name in enumerate(names):
-                slot = _slot(names, number)
+                slot = slot_of(names, number)
                 own = dict(layer[slot])
                 y = _norm(model, own.pop("norm_"), x)
                 out, slots[slot] = model.blocks[name].decode(model, own, y, kept[slot], start, lengths)

@@ -15,7 +15,7 @@ from capibara.models.preset_files import overridden
 from capibara.toml_tables import Table
 from capibara.train.data.config import DataConfig
 
-__all__ = ["CheckpointSettings", "LogSettings", "LoraSettings", "RunConfig", "load_run"]
+__all__ = ["CheckpointSettings", "LogSettings", "LoraSettings", "RunConfig", "ScalingSettings", "load_run"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,19 @@ class LogSettings:
 
 
 @dataclass(frozen=True)
+class ScalingSettings:
+    """When work is divided anew."""
+
+    load_threshold: float = 1.5
+    """At a checkpoint, where the busiest device of the experts' axis has done so many times its even part since the
+    last one, experts are placed anew."""
+
+    def __post_init__(self) -> None:
+        if self.load_threshold < 1:
+            raise rule_error("scaling.load_threshold is 1 or more times an even part", self.load_threshold, "use 1.5")
+
+
+@dataclass(frozen=True)
 class LoraSettings:
     """Low-rank changes of the products in place of the weights themselves."""
 
@@ -73,6 +86,7 @@ class RunConfig:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     log: LogSettings = field(default_factory=LogSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
     weights: Path | None = None
     """A Hugging Face folder whose weights training starts from."""
 
@@ -88,6 +102,7 @@ class RunConfig:
             "checkpoint": toml_tables.plain(self.checkpoint),
             "log": toml_tables.plain(self.log),
             "lora": toml_tables.plain(self.lora),
+            "scaling": toml_tables.plain(self.scaling),
         }
 
 
@@ -118,6 +133,7 @@ def load_run(
         toml_tables.build(CheckpointSettings, table, "checkpoint"),
         toml_tables.build(LogSettings, table, "log"),
         toml_tables.build(LoraSettings, table, "lora"),
+        toml_tables.build(ScalingSettings, table, "scaling"),
         weights,
     )
 

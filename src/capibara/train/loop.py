@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from capibara.axes import mesh_axes_of
 from capibara.errors import CapibaraError, rule_error
 from capibara.kernels.core.dispatch import recording
 from capibara.models import step_hooks
@@ -32,6 +33,7 @@ from capibara.parallel.optimizers import make_optimizer, schedule_named
 from capibara.parallel.remat import POLICIES
 from capibara.parallel.trainer_step import FROZEN, StepOptions, counted_targets, initial_state, trainer_job
 from capibara.plan.search.space import PARAMETERS
+from capibara.train import expert_placement
 from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.batches import Batches
 from capibara.train.layouts import Chosen, choose_layout, with_choice
@@ -82,6 +84,8 @@ class LoopOptions:
     communication: str = "automatic"
     offload_activations: bool = False
     compiler_options: Mapping[str, Any] | None = None
+    load_threshold: float = math.inf
+    """Of the busiest device's part of the experts' work, in even parts; above it experts are placed anew."""
 
 
 @dataclass
@@ -155,6 +159,8 @@ class Loop:
         self._evaluate: Any = None
         self._positions: dict[int, dict[str, Any]] = {}
         self._share = (0, 1)
+        self._expert_shares: list[np.ndarray] = []
+        """Of each step since the last checkpoint, how the tokens went to the experts of each layer."""
 
     # Making the program.
 
@@ -200,9 +206,15 @@ class Loop:
             self._program = layouts_run.laid_out(job, layout, self.devices)
             with recording() as self.decisions:
                 lowered = layouts_run.lower_program(self._program)
-            self._compiled = lowered.compile(compiler_options=dict(self.options.compiler_options or {}) or None)
+            self._compiled = lowered.compile(compiler_options=self._compiler_options())
             self.compile_seconds = time.perf_counter() - started
             self.tell(f"compiled in {self.compile_seconds:.1f} s")
+
+    def _compiler_options(self) -> dict[str, Any] | None:
+        options = dict(self.options.compiler_options or {})
+        if self.settings.deterministic and self.devices[0].platform == "gpu":
+            options["xla_gpu_deterministic_ops"] = True
+        return options or None
 
     def _frozen(self, shapes: Any) -> dict[str, Any]:
         """Weights that are not trained, where the step puts them."""
@@ -489,6 +501,9 @@ class Loop:
             self.recorder.step(step, seconds, row["loss"])
         if on_step is not None:
             on_step(step, row)
+        if "expert_share" in values:
+            self._expert_shares.append(np.asarray(values["expert_share"], np.float64))
+            del self._expert_shares[:-1024]
         in_a_row = int(values.get("skipped_in_a_row", 0))
         if in_a_row:
             self.tell(f"step {step}: loss or gradient is not finite, the step was skipped ({in_a_row} in a row)")
@@ -556,12 +571,40 @@ class Loop:
             result.eval_loss = self.evaluate(evaluation, log, self._share)
         stop = preemption is not None and preemption.should_stop(self.step)
         if stop or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
+            self._place_experts()
             self.save(position, block=stop)
         elif self.checkpoints is not None and self.checkpoints.emergency_every:
             with self._phase("checkpoint"):
                 self.checkpoints.emergency_copy(self.step, self._saved_state(), self._extra(position))
         if stop:
             raise Preempted(f"asked to stop at step {self.step}, which is saved")
+
+    def _place_experts(self) -> None:
+        """Divide the experts anew over the devices that have them, where some had far more to do than others."""
+        model = getattr(getattr(self.trainable, "model", None), "config", None)
+        devices = self._experts_devices()
+        if model is None or devices < 2 or not self._expert_shares:
+            return
+        share = np.mean(self._expert_shares, axis=0)
+        self._expert_shares.clear()
+        before = expert_placement.busiest(share, devices)
+        if before <= self.options.load_threshold:
+            return
+        slots = expert_placement.moe_slots(model)
+        orders = expert_placement.new_orders(share, devices)
+        after = expert_placement.busiest(np.take_along_axis(share, orders, axis=1), devices)
+        with self._phase("checkpoint"):
+            self.params = expert_placement.reordered(self.params, slots, orders)
+            self.state |= {"optimizer": expert_placement.reordered(self.state["optimizer"], slots, orders)}
+        self.tell(
+            f"step {self.step}: the busiest of {devices} devices had {before:.2f} times an even part of the experts' "
+            f"work; experts were placed anew, for {after:.2f} times"
+        )
+
+    def _experts_devices(self) -> int:
+        assert self._program is not None
+        axes = mesh_axes_of(self._program.layout.rules.get("expert"))
+        return math.prod(self._program.mesh.shape.get(axis, 1) for axis in axes)
 
     def _saved_state(self) -> dict[str, Any]:
         """What is trained: weights that are frozen are where they were read from."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from capibara import toml_tables
 from capibara.errors import rule_error
 from capibara.models.modular import ModularCapibaraModel
@@ -92,7 +94,7 @@ def train(
             _trainable(config, model),
             settings,
             preset.optimizer,
-            LoopOptions(axes=preset.mesh.axes, devices=devices),
+            LoopOptions(axes=preset.mesh.axes, devices=devices, load_threshold=config.scaling.load_threshold),
             folder=out,
             checkpoints=checkpoints,
             watchdog=watchdog,
@@ -144,6 +146,9 @@ def train(
 
 def _trainable(config: RunConfig, model: ModularCapibaraModel) -> ModelTrainable:
     settings = config.preset.train
+    if settings.deterministic and jax.default_backend() == "gpu":
+        # The kernels' gradients of attention, ours and cuDNN's, add up in an order that changes from run to run.
+        model.config = dataclasses.replace(model.config, attention_implementation="xla")
     load = None
     if config.weights is not None:
         folder = config.weights
