@@ -63,7 +63,7 @@ def tiny_model(folder: Path, text: str = DENSE, precision: str = "float32") -> M
 
 
 def packed_batches(count: int, rows: int, length: int = LENGTH, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Batches as packed documents are: two to a row, with padding at the end of some: rows weigh differently."""
+    """Batches as packed documents are: two to a row, and padding at the end of some, so that rows weigh differently."""
     draw = np.random.default_rng(seed)
     first = length // 3
     found = []

@@ -50,6 +50,9 @@ class TrainSettings:
     """Microbatches of a step, one after another; 0 lets the planner choose."""
     remat: str = "auto"
     """What the backward pass computes again: "auto" lets the planner choose."""
+    communication: str = "automatic"
+    """How gradients are summed over the data axis: where the compiler puts the sums, or by hand in buckets, on a mesh
+    of that axis alone: "overlapped", "sequential", or "compressed" to int8 with what was rounded off sent later."""
     unroll: int = 0
     """Repeats of the pattern written out in the loop's body: 0 chooses by platform, -1 writes all of them out."""
     z_loss: float = 0.0
@@ -73,6 +76,10 @@ class TrainSettings:
             raise unknown_name("train.precision", self.precision, PRECISIONS)
         if self.remat not in REMAT:
             raise unknown_name("train.remat", self.remat, REMAT)
+        from capibara.parallel.trainer_step import COMMUNICATION
+
+        if self.communication not in COMMUNICATION:
+            raise unknown_name("train.communication", self.communication, COMMUNICATION)
         if self.accumulate and self.batch_size % self.accumulate:
             raise rule_error(
                 "train.accumulate divides train.batch_size",

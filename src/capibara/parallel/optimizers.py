@@ -113,10 +113,15 @@ def make_optimizer(
     elif name == "adafactor":
         made = optax.adafactor(learning_rate, weight_decay_rate=weight_decay or None, weight_decay_mask=is_matrix)
     elif name == "muon":
-        made = optax.contrib.muon(
-            learning_rate, adam_b1=b1, adam_b2=b2, weight_decay=weight_decay, weight_decay_mask=is_matrix,
-            muon_weight_dimension_numbers=_muon_dimensions,
-        )  # fmt: skip
+        # Its part for embeddings, head and norms, Adam, takes no mask for the decay: so it is added to both here, and
+        # the rate comes last. At a rate of 1 its own scaling is a change of sign.
+        both = optax.contrib.muon(1.0, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_muon_dimensions)
+        made = optax.chain(
+            both,
+            optax.scale(-1.0),
+            optax.add_decayed_weights(weight_decay, is_matrix),
+            optax.scale_by_learning_rate(learning_rate),
+        )
     else:
         made = optax.chain(optax.add_decayed_weights(weight_decay, is_matrix), optax.sgd(learning_rate, momentum=b1))
     return optax.chain(optax.clip_by_global_norm(clip), made) if clip else made

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from capibara.errors import unknown_name
@@ -21,8 +22,9 @@ POLICIES = ("none", "dots", "full")
 """What a scan's body keeps: everything, its matrix products without batch dimensions, or only the carry."""
 
 OFFLOAD = "offload"
-"""As "full", with what enters a layer in the host's memory until the backward pass wants it: for a body that names it
-`LAYER_INPUT` (`jax.ad_checkpoint.checkpoint_name`). A planner does not try it."""
+"""As "full", with what enters a layer in the host's memory until the backward pass wants it: what the body names
+`LAYER_INPUT` (`jax.ad_checkpoint.checkpoint_name`), or all that it carries where it names nothing so. A CPU has one
+memory, and keeps it there. A planner does not try it."""
 LAYER_INPUT = "layer_input"
 
 # Calls that only group equations: a scan inside of them is still an outermost one. Custom gradients and functions that
@@ -82,7 +84,9 @@ def _rewritten(closed: Any, policy: str) -> Any:
 def _one(equation: Any, policy: str) -> Any:
     name = equation.primitive.name
     if name == "scan":
-        return equation.replace(params={**equation.params, "jaxpr": _forgetful(equation.params["jaxpr"], policy)})
+        before, count = equation.params["num_consts"], equation.params["num_carry"]
+        body = _forgetful(equation.params["jaxpr"], policy, range(before, before + count))
+        return equation.replace(params={**equation.params, "jaxpr": body})
     if name in _TRANSPARENT:
         key = _TRANSPARENT[name]
         inner = equation.params[key]
@@ -91,7 +95,7 @@ def _one(equation: Any, policy: str) -> Any:
     return equation
 
 
-def _forgetful(body: Any, policy: str) -> Any:
+def _forgetful(body: Any, policy: str, carried: range) -> Any:
     keep: Any = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,
@@ -103,5 +107,16 @@ def _forgetful(body: Any, policy: str) -> Any:
         ),
     }[policy]
     # A scan already keeps the compiler from merging the second computation with the first.
-    slim = jax.checkpoint(core.jaxpr_as_fun(body), policy=keep, prevent_cse=False)
+    run = core.jaxpr_as_fun(body)
+    if policy == OFFLOAD and not _names_its_input(body.jaxpr):
+        unnamed = run
+
+        def run(*args: Any) -> Any:
+            return unnamed(*(checkpoint_name(x, LAYER_INPUT) if n in carried else x for n, x in enumerate(args)))
+
+    slim = jax.checkpoint(run, policy=keep, prevent_cse=False)
     return jax.make_jaxpr(slim)(*body.in_avals)
+
+
+def _names_its_input(jaxpr: Any) -> bool:
+    return any(e.primitive.name == "name" and e.params.get("name") == LAYER_INPUT for e in jaxpr.eqns)

@@ -31,6 +31,7 @@ __all__ = [
     "counted_targets",
     "initial_state",
     "param_dtype",
+    "rounded_by_chance",
     "step_function",
     "trainer_job",
 ]
@@ -254,8 +255,10 @@ def rounded_by_chance(x: jax.Array, dtype: Any, seed: jax.Array) -> jax.Array:
 
     Which way is a function of the seed (two uint32) and the element's place alone, the same on any mesh.
     """
-    if jnp.dtype(dtype) != jnp.bfloat16 or x.ndim == 0:
+    if jnp.dtype(dtype) != jnp.bfloat16:
         return x.astype(dtype)
+    if x.ndim == 0:
+        return rounded_by_chance(x[None], dtype, seed)[0]
     noise = bits_by_place(seed, x.shape) >> 16
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     # Sixteen random bits are added below the sixteen that stay: they carry as often as what is cut off is large.
@@ -310,9 +313,7 @@ def _by_hand(loss: Loss, options: StepOptions, accumulate: int) -> Callable[...,
         value, metrics = jax.tree.map(lambda x: jax.lax.psum(x * share, "data"), (value, metrics))
         gradients = jax.tree.map(lambda g: g * share.astype(g.dtype), gradients)
         if options.communication == "compressed":
-            own = jax.tree.map(lambda x: x[0], unsent)
-            gradients, own = compressed_all_reduce(gradients, "data", state=own)
-            unsent = jax.tree.map(lambda x: x[None], own)
+            gradients, unsent = compressed_all_reduce(gradients, "data", state=unsent)
         else:
             overlap = options.communication == "overlapped"
             gradients = bucketed_all_reduce(gradients, "data", overlap=overlap)

@@ -13,16 +13,18 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from capibara.axes import mesh_axes_of
 from capibara.errors import CapibaraError, rule_error
 from capibara.kernels.core.dispatch import recording
+from capibara.mesh.layout import Layout
 from capibara.models import step_hooks
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.observe.goodput import Goodput
@@ -30,7 +32,7 @@ from capibara.observe.recorder import Recorder
 from capibara.parallel import run as layouts_run
 from capibara.parallel.job import Job
 from capibara.parallel.optimizers import make_optimizer, schedule_named
-from capibara.parallel.remat import POLICIES
+from capibara.parallel.remat import OFFLOAD, POLICIES
 from capibara.parallel.trainer_step import FROZEN, StepOptions, counted_targets, initial_state, trainer_job
 from capibara.plan.search.space import PARAMETERS
 from capibara.train import expert_placement
@@ -49,6 +51,8 @@ _POSITIONS = 8192
 """Steps whose place in the data is remembered, for a state that goes back."""
 _UNROLL_AT_MOST = 64
 """Repeats of a pattern that a GPU's program writes out: beyond, compiling takes longer than it gives."""
+_SLOWEST_BFLOAT16 = 0.99
+"""The slowest decay of a moment that a bfloat16's 8 bits follow when rounded to the nearest."""
 
 
 class Diverged(CapibaraError, RuntimeError):
@@ -146,6 +150,11 @@ class Loop:
         self.step_options = StepOptions(
             settings.precision, settings.seed, self.options.communication, rate, guard=settings.skip_nonfinite > 0
         )
+        if settings.precision == "bfloat16" and max(optimizer.b1, optimizer.b2) > _SLOWEST_BFLOAT16:
+            self.tell(
+                f"optimizer.b1, b2 = {optimizer.b1}, {optimizer.b2}: a moment in bfloat16 does not move by less than "
+                f"1/256 of itself; use {_SLOWEST_BFLOAT16} at the most"
+            )
         self.devices = list(self.options.devices or jax.devices())
         self.step = 0
         self.chosen: Chosen | None = None
@@ -200,7 +209,9 @@ class Loop:
             job = self._job(batch, self._unroll(), self._data_size(self.chosen))
             layout = self.chosen.layout
             if self.options.offload_activations:
-                layout = with_choice(layout, remat="offload")
+                layout = with_choice(layout, remat=OFFLOAD)
+                if self.devices[0].platform == "cpu":
+                    self.tell("a CPU has one memory: activations stay there, and are computed again as on a chip")
             self.tell(f"compiling the step: {self.chosen.layout.name}")
             started = time.perf_counter()
             self._program = layouts_run.laid_out(job, layout, self.devices)
@@ -222,8 +233,7 @@ class Loop:
             return {}
         assert self._program is not None
         weights = self.trainable.frozen(self._program.mesh)  # type: ignore[attr-defined]
-        # A copy: the step takes its arguments' memory over, and these may be the model's own.
-        return {FROZEN: jax.tree.map(lambda x, s: jax.device_put(x, s.sharding, may_alias=False), weights, shapes)}
+        return {FROZEN: jax.tree.map(_copied, weights, shapes)}
 
     def memory_analysis(self) -> Any:
         """The compiler's count of the step's memory on a device; None where there is none."""
@@ -272,12 +282,33 @@ class Loop:
         return tuple(n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0)
 
     def _lay_out(self, batch: Any) -> Chosen:
-        axes = self.options.axes
-        by_hand = self.options.communication != "automatic"
-        size = int((axes or {}).get("data", 1)) if by_hand else 1
-        parameters = tuple(p for p in self.options.parameters if p != "full") if by_hand else self.options.parameters
-        job = self._job(batch, 1, size)
-        return choose_layout(job, self.devices, axes, parameters=parameters)
+        axes, parameters = self.options.axes, self.options.parameters
+        if self.options.communication == "automatic":
+            return choose_layout(self._job(batch, 1, 1), self.devices, axes, parameters=parameters)
+        # Summed by hand over the data axis, of parameters that every device has whole.
+        axes = axes or {"data": len(self.devices)}
+        others = [f"{name} {size}" for name, size in axes.items() if name != "data" and size > 1]
+        if others:
+            raise rule_error(
+                f'Gradients are summed by hand ("{self.options.communication}") on a mesh of the data axis alone',
+                ", ".join(others),
+                'use communication "automatic", which leaves the sums to the compiler',
+            )
+        job = self._job(batch, 1, int(axes.get("data", 1)))
+        kept = tuple(word for word in parameters if word != "full")
+        chosen = choose_layout(job, self.devices, axes, parameters=kept)
+        return replace(chosen, layout=self._with_own_unsent(job, chosen.layout))
+
+    def _with_own_unsent(self, job: Job, layout: Layout) -> Layout:
+        """Each device has what it has not sent itself, and no other's."""
+        _, args = job.build(**job.defaults())
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+        cut = layout.mesh.axes.get("data", 1) > 1
+        specs = [
+            PartitionSpec("data") if cut and any(getattr(key, "key", None) == "unsent" for key in path) else spec
+            for path, spec in zip(paths, layout.specs, strict=True)
+        ]
+        return replace(layout, specs=tuple(specs))
 
     def _started(self, shapes: Any) -> Any:
         """Parameters to start from, each made where it lies."""

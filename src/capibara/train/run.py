@@ -94,7 +94,12 @@ def train(
             _trainable(config, model),
             settings,
             preset.optimizer,
-            LoopOptions(axes=preset.mesh.axes, devices=devices, load_threshold=config.scaling.load_threshold),
+            LoopOptions(
+                axes=preset.mesh.axes,
+                devices=devices,
+                communication=settings.communication,
+                load_threshold=config.scaling.load_threshold,
+            ),
             folder=out,
             checkpoints=checkpoints,
             watchdog=watchdog,

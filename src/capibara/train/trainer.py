@@ -187,6 +187,8 @@ class TpuDistributedTrainer:
     def _communication(self, axes: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         """How gradients are summed, and what may be cut over the data axis."""
         parameters = PARAMETERS[1:] if self.optimizer_sharding else PARAMETERS[:1]
+        if self.settings.communication != "automatic":
+            return self.settings.communication, parameters
         if axes.get("data", 1) == 1:
             return "automatic", parameters
         if any(size > 1 for name, size in axes.items() if name != "data"):
