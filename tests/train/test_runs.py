@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_with_the_same_losses_to_the_last_bit(runs: Runs, k
         int(line.split("restored step ")[1].split()[0]) for line in text.splitlines() if "restored step" in line
     ]
     # A save is written beside the next steps, and done before the next save: so much can be lost of steps this short.
-    assert logged - (restored or [0])[0] < 2 * EVERY
+    assert logged - (restored or [0])[0] <= 2 * EVERY
     assert runs.losses(out) == runs.losses("alone")
     assert runs.held_out(out) == runs.held_out("alone")
 

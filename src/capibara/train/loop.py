@@ -315,8 +315,9 @@ class Loop:
         assert self._program is not None
         starting = getattr(self.trainable, "starting_params", lambda mesh: None)(self._program.mesh)
         if starting is not None:
+            # Copied first: what is moved may share the memory of the caller's own arrays, and a step takes it over.
             return jax.tree.map(
-                lambda x, s: jax.device_put(jax.numpy.asarray(x, s.dtype), s.sharding, may_alias=False),
+                lambda x, s: jax.device_put(jax.numpy.array(x, s.dtype, copy=True), s.sharding, may_alias=False),
                 starting,
                 shapes,
             )
