@@ -76,6 +76,14 @@ def rows_and_length(batch: Any) -> tuple[int, int]:
     return rows, int(ids.shape[1])
 
 
+def _copied(x: Any, wanted: Any) -> jax.Array:
+    """A copy where the step wants it, since the step takes its memory over, and this may be the caller's own array.
+
+    Copied first: what is only moved may share memory where it already lies on one of the devices.
+    """
+    return jax.device_put(jax.numpy.array(x, wanted.dtype, copy=True), wanted.sharding, may_alias=False)
+
+
 @dataclass(frozen=True)
 class LoopOptions:
     """How the step is made, beside the settings of the run."""
@@ -315,12 +323,7 @@ class Loop:
         assert self._program is not None
         starting = getattr(self.trainable, "starting_params", lambda mesh: None)(self._program.mesh)
         if starting is not None:
-            # Copied first: what is moved may share the memory of the caller's own arrays, and a step takes it over.
-            return jax.tree.map(
-                lambda x, s: jax.device_put(jax.numpy.array(x, s.dtype, copy=True), s.sharding, may_alias=False),
-                starting,
-                shapes,
-            )
+            return jax.tree.map(_copied, starting, shapes)
         return self._on_mesh(self.trainable.init, shapes, jax.random.key(self.settings.seed))
 
     def _on_mesh(self, make: Callable[..., Any], shapes: Any, *args: Any) -> Any:
