@@ -66,14 +66,14 @@ def _free() -> Path:
 
 
 def _until_killed(command: Sequence[str], folder: Path) -> tuple[int, int]:
-    """Start training, and kill it some steps after the checkpoint in its middle: (its step then, the checkpoint's)."""
+    """Start training, and kill it some steps after a checkpoint of its second half: (step, the checkpoint's)."""
     if (folder / "config.toml").exists():
         raise typer.BadParameter(f"{folder} has a run already: name another folder", param_hint="--out")
     process = subprocess.Popen(list(command), stdout=subprocess.DEVNULL)
     try:
         while process.poll() is None:
             step, kept = _progress(folder)
-            if kept and step >= max(kept + _AFTER_CHECKPOINT, _middle(folder)):
+            if kept and kept >= _middle(folder) and step >= kept + _AFTER_CHECKPOINT:
                 # Nothing in the process can see this coming, or clean up after it.
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,7 +33,7 @@ def sample_text(
     prompt = [tokenizer.bos_id] if tokenizer.bos_id is not None else tokenizer.encode("\n")
     if has_held_out:
         with held_out() as batches:
-            prompt = [int(token) for token in next(iter(batches))["inputs"][0][:_PROMPT_TOKENS]]
+            prompt = _from_the_middle(next(iter(batches)))
     room = config.preset.model.max_length - len(prompt)
     if room < 1:
         return None
@@ -43,5 +43,13 @@ def sample_text(
         here = jax.local_devices(backend="cpu")[0]
         model = ModularCapibaraModel(model.config, params=jax.device_put(params, here), precision=model.precision)
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    tokens = model.generate(prompt, max_tokens=min(max_tokens, room), temperature=0.7, seed=0, stop=stop)
+    tokens = model.generate(prompt, max_tokens=min(max_tokens, room), temperature=0.6, seed=0, stop=stop)
     return tokenizer.decode(prompt), tokenizer.decode(tokens)
+
+
+def _from_the_middle(batch: Mapping[str, Any]) -> list[int]:
+    """Some tokens of a batch's first row: from its middle, as texts often begin with a heading or a licence."""
+    row = batch["inputs"][0]
+    row = row[batch["mask"][0] != 0] if "mask" in batch and batch["mask"][0].any() else row
+    start = max(0, (len(row) - _PROMPT_TOKENS) // 2)
+    return [int(token) for token in row[start : start + _PROMPT_TOKENS]]
