@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import pytest
 
 from capibara import toml_tables
@@ -19,6 +21,7 @@ from capibara.train.config import load_run
 from capibara.train.report import summarise, write_report
 from capibara.train.report.elsewhere import planned_elsewhere
 from capibara.train.report.facts import Life, end_life, read_lives
+from capibara.train.report.sample import sample_entry
 from capibara.train.report.sections import sections
 from capibara.train.teaching import teach_plan
 
@@ -142,6 +145,45 @@ def test_the_page_needs_nothing_from_outside(resumed: Path) -> None:
     assert "&lt;b&gt;" in page
     assert "<b>\n" not in page
     assert not re.search(r"nan|None", page)
+    balance = _Balance()
+    balance.feed(page)
+    assert not balance.open
+
+
+class _Balance(HTMLParser):
+    """Every tag is closed, in order."""
+
+    void = frozenset({"meta", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.quick
+def test_a_model_that_cannot_write_says_so_and_the_run_stands(tmp_path: Path) -> None:
+    class Silent:
+        params: ClassVar[dict[str, Any]] = {}
+        config = load_run("dev", environment={}).preset.model
+
+        def generate(self, *args: Any, **options: Any) -> Any:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    run = load_run("dev", environment={})
+    with pytest.raises(IndexError):  # a model without a weight is no model: that is not hidden
+        sample_entry(run, Silent(), None, False)  # type: ignore[arg-type]
+    Silent.params = {"w": jax.numpy.zeros(2)}
+    ended = sample_entry(run, Silent(), None, False)  # type: ignore[arg-type]
+    assert ended == {"sample_refusal": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}
+    folder = _write(tmp_path / "run", [dataclasses.replace(LIFE, ended=ended)], _rows(1, 40))
+    assert "RESOURCE_EXHAUSTED" in write_report(folder, elsewhere=None).text
 
 
 @pytest.mark.quick

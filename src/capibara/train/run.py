@@ -34,7 +34,7 @@ from capibara.train.lora import LoraTrainable
 from capibara.train.preemption import Preemption
 from capibara.train.processes import gather, process_count, process_index
 from capibara.train.report.facts import begin_life, end_life, host_peak_bytes, peak_bytes
-from capibara.train.report.sample import sample_text
+from capibara.train.report.sample import sample_entry
 from capibara.train.teaching import teach_plan
 from capibara.train.trainable import ModelTrainable
 from capibara.train.watchdog import Watchdog
@@ -140,11 +140,10 @@ def train(
         loop.trainable.publish(loop.params)
         if out is not None and process_index() == 0:
             peak = peak_bytes(loop.devices)
-            sample = sample_text(
-                config, model, lambda: _batches(config, model.tokenizer, "eval"), evaluation is not None
-            )
-            end_life(out, step=result.step, peak_bytes=peak, host_peak_bytes=host_peak_bytes(), sample=sample)
+            end_life(out, step=result.step, peak_bytes=peak, host_peak_bytes=host_peak_bytes())
             teach_plan(loop, preset.name, result.history, peak)
+            held_out = evaluation is not None
+            end_life(out, **sample_entry(config, model, lambda: _batches(config, model.tokenizer, "eval"), held_out))
         report = None if goodput is None else goodput.report()
     return Trained(model, result, loop, report, out)
 

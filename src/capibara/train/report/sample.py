@@ -12,10 +12,23 @@ from capibara.models.modular import ModularCapibaraModel
 from capibara.models.tokenizer import load_tokenizer
 from capibara.train.config import RunConfig
 
-__all__ = ["sample_text"]
+__all__ = ["sample_entry", "sample_text"]
 
 _PROMPT_TOKENS = 32
 _NEW_TOKENS = 240
+
+
+def sample_entry(
+    config: RunConfig,
+    model: ModularCapibaraModel,
+    held_out: Callable[[], AbstractContextManager[Any]],
+    has_held_out: bool,
+) -> dict[str, Any]:
+    """The sample for run.json, or why there is none: what cannot be generated does not undo a run that is done."""
+    try:
+        return {"sample": sample_text(config, model, held_out, has_held_out)}
+    except (RuntimeError, NotImplementedError) as error:  # the device's memory, a block that does not decode
+        return {"sample_refusal": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
 def sample_text(

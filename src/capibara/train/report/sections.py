@@ -60,6 +60,8 @@ def sections(summary: Summary, elsewhere: Elsewhere | None) -> list[Section]:
     ]
     if elsewhere is not None:
         made.append(Section(f"On {elsewhere.where}, predicted", _elsewhere(summary, elsewhere)))
+    if last is not None and "sample_refusal" in last.ended:
+        made.append(Section("Text", [("", f"none could be written: {last.ended['sample_refusal']}")]))
     return [section for section in made if section.lines]
 
 
