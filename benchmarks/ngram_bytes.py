@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara.kernels.lab.bench import versions
 from capibara.models.tokenizer import load_tokenizer
 from capibara.train.config import load_run
 from capibara.train.data.cache import tokenised
@@ -97,7 +98,15 @@ def main() -> None:
     for row in rows:
         print(f"{row['what']:<28} {row['nats']:.3f} nats a token", file=sys.stderr)
     sizes = {"train_tokens": sum(map(len, train)), "held_out_tokens": sum(map(len, held_out))}
-    print(json.dumps({"date": date.today().isoformat(), "data": config.path, **sizes, "rows": rows}, indent=1))
+    document = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "versions": versions(),
+        "data": config.path,
+        **sizes,
+        "rows": rows,
+    }
+    print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 
 from capibara import toml_tables
 from capibara.cost.result import Estimate, Memory
+from capibara.models.tokenizer import load_tokenizer
 from capibara.plan.measured import measurements
 from capibara.plan.place import place
 from capibara.train.config import load_run
@@ -172,6 +173,7 @@ def test_a_model_that_cannot_write_says_so_and_the_run_stands(tmp_path: Path) ->
     class Silent:
         params: ClassVar[dict[str, Any]] = {}
         config = load_run("dev", environment={}).preset.model
+        tokenizer = load_tokenizer("bytes")
 
         def generate(self, *args: Any, **options: Any) -> Any:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")

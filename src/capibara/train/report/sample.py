@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from capibara.models.modular import ModularCapibaraModel
-from capibara.models.tokenizer import load_tokenizer
 from capibara.train.config import RunConfig
 
 __all__ = ["sample_entry", "sample_text"]
@@ -42,7 +41,7 @@ def sample_text(
     params = model.params
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
         return None
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = model.tokenizer
     prompt = [tokenizer.bos_id] if tokenizer.bos_id is not None else tokenizer.encode("\n")
     if has_held_out:
         with held_out() as batches:
