@@ -20,7 +20,7 @@ from capibara.plan.measured import measurements
 from capibara.plan.place import place
 from capibara.train.config import load_run
 from capibara.train.report import summarise, write_report
-from capibara.train.report.elsewhere import planned_elsewhere
+from capibara.train.report.elsewhere import Elsewhere, planned_elsewhere
 from capibara.train.report.facts import Life, end_life, read_lives
 from capibara.train.report.sample import sample_entry
 from capibara.train.report.sections import sections
@@ -246,6 +246,26 @@ def test_another_slice_is_planned_and_priced() -> None:
     assert kinds["on demand"] == pytest.approx(hours * 16 * 3.22, rel=1e-6)
 
 
+@pytest.mark.quick
+def test_figures_of_another_slice_are_said_and_so_is_why_there_are_none(resumed: Path) -> None:
+    priced = Elsewhere("v4-32", 16, "", "data 16", 4e-4, 3e-4, 6e-4, 5e6, (("on demand", 12.5), ("spot", 1e-5)))
+    lines = dict(sections(summarise(resumed), priced)[-1].lines)
+    assert sections(summarise(resumed), priced)[-1].title == "On v4-32, predicted"
+    assert lines == {
+        "step": "400 µs (300 µs to 600 µs) on 16 chips: data 16",
+        "tokens": "5,000,000 a second; this run's 81,920 in 16.4 ms",
+        "cost": "12.5 USD on demand, less than 0.01 USD spot",
+    }
+    none = Elsewhere("v4-32", 16, "it does not fit")
+    assert sections(summarise(resumed), none)[-1].lines == [("", "it does not fit")]
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_there_says_what_would() -> None:
+    large = ["model.hidden=16384", "model.layers=64", "model.blocks.mlp.ffn=65536"]
+    assert "it would with v4-" in planned_elsewhere(load_run("dev", large, environment={}).preset, 10**6).refusal
+
+
 def _estimate() -> Estimate:
     memory = Memory(2e9, 1e9, 1e11, "step", (), ())
     return Estimate(memory, 0.4, 0.3, 0.5, "matrix", 0.4, 0.0, 0.0, 1e12, 1e12, 0.4, (), (), ())
@@ -282,4 +302,8 @@ def test_a_run_on_a_known_chip_teaches_the_plan(tmp_path: Path, monkeypatch: pyt
     sent = _loop()
     sent.options.offload_activations = True
     assert teach_plan(sent, "dev", _rows(1, 40), None) is None
+    # A prediction that earlier runs corrected would be corrected twice.
+    corrected = dataclasses.replace(_estimate(), correction=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="uncorrected"):
+        teach_plan(_loop(estimate=corrected), "dev", _rows(1, 40), None)
     assert len(measurements()) == 1
