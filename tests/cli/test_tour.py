@@ -13,7 +13,7 @@ from capibara.kernels.core import op as ops
 from capibara.kernels.core.op import Op, lookup
 from capibara.kernels.core.spec import Case, Implementation
 
-REAL = (lookup("activation"), lookup("all_gather"))
+REAL = (lookup("norm"), lookup("all_gather"))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_every_op_is_run_however_little_time_there_is(registry: dict[str, Op], m
     assert [row["op"] for row in run] == list(registry)
     assert all(row["ok"] and row["error"] <= row["tolerance"] for row in run)
     emulated = [row for row in document["checks"] if row["section"] == "emulated"]
-    assert [row["op"] for row in emulated] == ["activation"]
+    assert [row["op"] for row in emulated] == ["norm"]
     left = document["left_out"]
     assert left["ops"]["time"] > 0
     assert len(run) + sum(left["ops"].values()) == sum(len(op.cases) for op in registry.values())

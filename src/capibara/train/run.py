@@ -10,6 +10,7 @@ DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
