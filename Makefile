@@ -50,9 +50,10 @@ format: $(STAMP)
 
 # A stamp is the last thing written, so an install that was cut short starts again. To run needs what to train needs;
 # what the tests and linters need comes on top, into the same environment.
+# Without compiling all of them: of these packages a run imports a part, and compiles that at its first import.
 $(RUN_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train]'
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade-strategy only-if-needed -e '.[train]'
 	@touch $@
 
 $(STAMP): $(RUN_STAMP)
