@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from capibara.errors import unknown_name
+from capibara.program.jaxprs import scan_parts
 
 __all__ = ["LAYER_INPUT", "OFFLOAD", "POLICIES", "checkpoint_scans", "outermost_scans"]
 
@@ -84,7 +85,7 @@ def _rewritten(closed: Any, policy: str) -> Any:
 def _one(equation: Any, policy: str) -> Any:
     name = equation.primitive.name
     if name == "scan":
-        before, count = equation.params["num_consts"], equation.params["num_carry"]
+        before, count = scan_parts(equation.params)
         body = _forgetful(equation.params["jaxpr"], policy, range(before, before + count))
         return equation.replace(params={**equation.params, "jaxpr": body})
     if name in _TRANSPARENT:
