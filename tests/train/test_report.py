@@ -225,6 +225,18 @@ def test_what_was_predicted_stands_beside_what_was_measured_on_real_chips_alone(
 
 
 @pytest.mark.quick
+def test_a_share_of_a_peak_is_no_more_than_all_of_it(tmp_path: Path) -> None:
+    def speed(mfu: float) -> str:
+        rows = [{**row, "mfu": mfu} for row in _rows(1, 20)]
+        folder = _write(tmp_path, [LIFE], rows)
+        assert ("<span>MFU" in write_report(folder, elsewhere=None).html.read_text(encoding="utf-8")) == (mfu <= 1)
+        return {part.title: dict(part.lines) for part in sections(summarise(folder), None)}["Speed"]["MFU"]
+
+    assert speed(0.5) == "50.0 % of the peak measured of this CPU"
+    assert speed(1.4).startswith("not known")
+
+
+@pytest.mark.quick
 def test_the_end_of_a_process_is_added_to_its_entry(tmp_path: Path) -> None:
     _write(tmp_path, [LIFE, LIFE], [])
     end_life(tmp_path, step=40, peak_bytes=None)

@@ -63,7 +63,7 @@ def _figures(summary: Summary) -> str:
     if speed is not None:
         shown.append((words.count(speed.tokens_per_second), "tokens a second"))
         shown.append((words.seconds(speed.seconds[1]), "a step, the median"))
-        if speed.mfu is not None:
+        if speed.mfu is not None and speed.mfu <= 1:
             shown.append((words.percent(speed.mfu), "MFU"))
     if summary.goodput is not None:
         shown.append((words.percent(summary.goodput.goodput), "goodput"))

@@ -133,7 +133,10 @@ def _speed(summary: Summary, last: Life | None) -> list[tuple[str, str]]:
         ("tokens", f"{words.count(speed.tokens_per_second)} a second"),
         ("step", f"{middle} (median of {speed.steps}; a tenth below {low}, a tenth above {high})"),
     ]
-    if speed.mfu is not None:
+    if speed.mfu is not None and speed.mfu > 1:
+        # A CPU's peak is measured when it is first asked for, beside whatever else runs then.
+        lines.append(("MFU", "not known: the peak of this CPU was measured while it was busy"))
+    elif speed.mfu is not None:
         of = "the peak measured of this CPU" if last is not None and last.platform == "cpu" else "the chips' peak"
         lines.append(("MFU", f"{words.percent(speed.mfu)} of {of}"))
     return lines
