@@ -176,6 +176,7 @@ class Loop:
         self._evaluate: Any = None
         self._positions: dict[int, dict[str, Any]] = {}
         self._share = (0, 1)
+        self._share_of_peak: tuple[int, float | None] | None = None
         self._expert_shares: list[np.ndarray] = []
         """Of each step since the last checkpoint, how the tokens went to the experts of each layer."""
 
@@ -565,6 +566,13 @@ class Loop:
 
     def _mfu(self, tokens_per_second: float, length: int) -> float | None:
         """The share of the devices' peak that the model's own operations are; None where either is not known."""
+        if self._share_of_peak is None or self._share_of_peak[0] != length:
+            self._share_of_peak = length, self._peak_share_of_a_token(length)
+        share = self._share_of_peak[1]
+        return None if share is None else tokens_per_second * share
+
+    def _peak_share_of_a_token(self, length: int) -> float | None:
+        """Seconds that one token would take at the devices' peak."""
         from capibara.hardware.chips import chip_for
 
         flops = self.trainable.flops_per_token(length)
@@ -577,7 +585,7 @@ class Loop:
         # A CPU's simulated devices are one host.
         hosts = {d.process_index for d in self.devices}
         chips = len(hosts) if found.platform == "cpu" else len(self.devices)
-        return tokens_per_second * flops / (peak * chips)
+        return flops / (peak * chips)
 
     def _diverged(self, step: int, in_a_row: int, batch: Any) -> Diverged:
         kept = ""
