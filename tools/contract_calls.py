@@ -581,6 +581,127 @@ def recovery_by_a_retry() -> None:
     assert len(manager.errors) == 2
 
 
+# The model and its training.
+
+
+@shows(":ModularModelConfig", ":ModularModelConfig.from_toml", ":ModularModelConfig.to_toml", of="capibara.config")
+def configs_of_models() -> None:
+    from capibara.config import ModularModelConfig
+
+    config = ModularModelConfig.from_toml("capibara/config/configs_toml/production/tpu_v4.toml")
+    assert config.parameters > 6e9
+    assert ModularModelConfig.from_toml(path="dev") == ModularModelConfig.from_toml("dev")
+    assert "[model]" in config.to_toml()
+
+
+@shows(
+    *(f":ModularCapibaraModel{name}" for name in ("", ".is_tpu_optimized", ".tpu_mesh_shape", ".tpu_memory_limit_gb")),
+    of="capibara.core",
+)
+def model_of_the_tpu_preset() -> None:
+    from capibara.config import ModularModelConfig
+    from capibara.core import ModularCapibaraModel
+
+    config = ModularModelConfig.from_toml("capibara/config/configs_toml/production/tpu_v4.toml")
+    model = ModularCapibaraModel(config)
+    assert model.is_tpu_optimized
+    assert model.tpu_mesh_shape == (4, 8)
+    assert model.tpu_memory_limit_gb == 32.0
+    assert ModularCapibaraModel(config=config).config is config
+
+
+def _tiny_model() -> Any:
+    """Of the dev preset's blocks, smaller: what a call costs here is compiling."""
+    import os
+    import tempfile
+
+    from capibara.config import ModularModelConfig
+    from capibara.core import ModularCapibaraModel
+
+    lines = ["[model]", "hidden = 32", "layers = 2", "vocab = 260", "max_length = 128", "[model.blocks.attention]"]
+    lines += ["heads = 4", "kv_heads = 4", "[model.blocks.mlp]", "ffn = 64"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "tiny.toml")
+        with open(file, "w") as opened:
+            opened.write("\n".join(lines))
+        return ModularCapibaraModel(ModularModelConfig.from_toml(file))
+
+
+@shows(
+    *(f":ModularCapibaraModel.{name}" for name in ("__call__", "params", "apply", "forward", "train_step", "generate")),
+    of="capibara.core",
+)
+def model_in_use() -> None:
+    model = _tiny_model()
+    ids = np.zeros((2, 8), np.int32)
+    assert model(ids).shape == model.forward(inputs=ids).shape == (2, 8, 260)
+    assert model.apply(params=model.params, inputs=ids).shape == (2, 8, 260)
+    result = model.train_step(batch={"inputs": ids, "targets": ids})
+    assert np.isfinite(result["loss"])
+    assert len(model.generate([1, 2, 3], max_tokens=2)) == 2
+    assert isinstance(model.generate("TPU", max_tokens=2), str)
+
+
+@shows(":TpuDistributedTrainer", ":TpuDistributedTrainer.train", of="capibara.jax.tpu_v4.training")
+def distributed_training() -> None:
+    from capibara.jax.tpu_v4.training import TpuDistributedTrainer, create_training_mesh
+
+    model = _tiny_model()
+    training_mesh = create_training_mesh(
+        total_chips=32, data_parallel_size=8, model_parallel_size=4, pipeline_parallel_size=1
+    )
+    trainer = TpuDistributedTrainer(
+        model=model,
+        mesh=training_mesh,
+        gradient_accumulation_steps=4,
+        use_gradient_checkpointing=True,
+        async_gradient_communication=True,
+        activation_offloading=True,
+        optimizer_sharding=True,
+    )
+    dataset = [np.arange(32 * 9, dtype=np.int32).reshape(32, 9) % 260]
+    result = trainer.train(dataset, epochs=10)
+    assert result.step == 10
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+    assert trainer.train(dataset=dataset, epochs=1).step == 11
+
+
+@shows("capibara.models:from_hf", "capibara.models:ModularCapibaraModel.to_hf")
+def weights_in_and_out() -> None:
+    import tempfile
+
+    from capibara.models import from_hf
+
+    model = _tiny_model()
+    with tempfile.TemporaryDirectory() as folder:
+        model.to_hf(folder)
+        again = from_hf(folder, mesh=None, dtype=None)
+    ids = np.arange(8, dtype=np.int32)[None]
+    assert np.allclose(model(ids), again(ids), atol=1e-2)  # products in bfloat16
+
+
+@shows("capibara.cli.train:train", "capibara.cli.generate:generate", "capibara.models:from_checkpoint")
+def commands() -> None:
+    import os
+    import subprocess
+    import sys
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "run")
+        small = ("train.steps=2", "train.batch_size=2", "train.sequence_length=16", "train.checkpoint_every=1")
+        settings = [word for one in small for word in ("--set", one)]
+        train = ["train", "dev", *settings, "--out", out, "--processes", "1", "--json"]
+        generate = ["generate", out, "--prompt", "The ", "--max-tokens", "2", "--temperature", "0", "--seed", "1", "--json"]
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        for words in (train, [*train, "--resume"], generate):
+            done = subprocess.run([sys.executable, "-m", "capibara", *words], env=environment, capture_output=True)
+            assert done.returncode == 0, done.stderr.decode()
+        from capibara.models import from_checkpoint
+
+        assert from_checkpoint(out).config.name == "config"
+
+
 # The kernel object.
 
 KERNELS = "capibara.core.kernels:TPUv4Kernels"
