@@ -69,7 +69,7 @@ def model_nats(folder: Path) -> tuple[float, int]:
     from capibara.models import decoder
     from capibara.parallel.trainer_step import compute_dtype
     from capibara.train.data.batches import open_batches
-    from capibara.train.restored import from_checkpoint
+    from capibara.models.restored import from_checkpoint
 
     run = load_run(folder / "config.toml", environment={})
     settings, model = run.preset.train, from_checkpoint(folder)

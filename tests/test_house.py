@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 # reads may point anywhere.
 ORDER = [
     ["_exports", "_version", "distribution", "errors", "lru", "to_come"],
-    ["precision", "task_states", "toml_tables", "user_file"],
+    ["precision", "processes", "task_states", "toml_tables", "user_file"],
     ["axes"],
     ["hardware"],
     ["kernels"],
@@ -28,7 +28,7 @@ ORDER = [
     ["program"],
     ["cost"],
     ["compile"],
-    ["parallel", "prices"],
+    ["checkpoints", "parallel", "prices"],
     ["models"],
     ["plan"],
     ["memory", "observe"],

@@ -692,9 +692,21 @@ def commands() -> None:
         small = ("train.steps=2", "train.batch_size=2", "train.sequence_length=16", "train.checkpoint_every=1")
         settings = [word for one in small for word in ("--set", one)]
         train = ["train", "dev", *settings, "--out", out, "--processes", "1", "--json"]
-        generate = ["generate", out, "--prompt", "The ", "--max-tokens", "2", "--temperature", "0", "--seed", "1", "--json"]
+        generate = [
+            "generate",
+            out,
+            "--prompt",
+            "The ",
+            "--max-tokens",
+            "2",
+            "--temperature",
+            "0",
+            "--seed",
+            "1",
+            "--json",
+        ]
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        for words in (train, [*train, "--resume"], generate):
+        for words in (train, [*train, "--resume"], [*generate, "--json"]):
             done = subprocess.run([sys.executable, "-m", "capibara", *words], env=environment, capture_output=True)
             assert done.returncode == 0, done.stderr.decode()
         from capibara.models import from_checkpoint

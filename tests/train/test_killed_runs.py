@@ -24,14 +24,14 @@ PROGRAM = """
     import jax
     folder, steps, kills = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     devices = int(sys.argv[4])
-    from capibara.train.processes import join_from_environment, process_count, process_index
+    from capibara.processes import join_from_environment, process_count, process_index
     jax.config.update("jax_num_cpu_devices", devices // int(os.environ["CAPIBARA_PROCESS_COUNT"]))
     join_from_environment()
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from capibara.observe import Goodput, Recorder
-    from capibara.train.checkpoints import Checkpoints, Keep
+    from capibara.checkpoints import Checkpoints, Keep
     from capibara.train.preemption import Preemption
 
     start, me = int(os.environ["CAPIBARA_RESTARTS"]), process_index()
@@ -213,7 +213,7 @@ def test_kill_at_any_moment_leaves_a_checkpoint_that_is_whole(tmp_path: Path, as
     code = """
         import sys
         import jax, jax.numpy as jnp
-        from capibara.train.checkpoints import Checkpoints, Keep
+        from capibara.checkpoints import Checkpoints, Keep
         target = {"a": jax.ShapeDtypeStruct((20000,), "float32"), "b": jax.ShapeDtypeStruct((3, 700), "float32")}
         with Checkpoints(sys.argv[1], keep=Keep(last=2)) as checkpoints:
             step = checkpoints.latest() or 0

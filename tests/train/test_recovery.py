@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.train.checkpoints.states import mesh_of
+from tests.checkpoints.states import mesh_of
 
 from capibara.errors import TPUError
 from capibara.models import step_hooks

@@ -27,7 +27,7 @@ def generate(
 
     For example: capibara generate runs/dev --prompt "The " --max-tokens 200
     """
-    from capibara.train.restored import load_model
+    from capibara.models.restored import load_model
 
     loaded, origin = load_model(model)
     typer.echo(f"{loaded!r} from {origin}", err=True)

@@ -44,7 +44,7 @@ def train(
             raise rule_error("--devices divides over --processes", f"{devices} over {processes}", "change one of them")
         _in_processes(processes, config, settings or [], folder, resume, devices, json)
         return
-    from capibara.train.processes import PROCESS_COUNT, join_from_environment
+    from capibara.processes import PROCESS_COUNT, join_from_environment
     from capibara.train.supervisor import RESTARTS
 
     _simulate(devices, int(os.environ.get(PROCESS_COUNT, "1")))
@@ -52,9 +52,9 @@ def train(
     # Started again by the supervisor: from what is there.
     resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
     from capibara.plan.search.plans import DoesNotFit
+    from capibara.processes import process_index
     from capibara.train.config import load_run
     from capibara.train.loop import Preempted
-    from capibara.train.processes import process_index
     from capibara.train.report import write_report
     from capibara.train.run import train as run
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from capibara.models.preset import Preset as Preset
     from capibara.models.preset import load_preset as load_preset
     from capibara.models.preset import preset_names as preset_names
+    from capibara.models.restored import from_checkpoint as from_checkpoint
+    from capibara.models.restored import load_model as load_model
     from capibara.models.tokenizer import ByteTokenizer as ByteTokenizer
     from capibara.models.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
     from capibara.models.tokenizer import Tokenizer as Tokenizer
@@ -29,6 +31,7 @@ __all__, __getattr__, __dir__ = exports(
         "config": "ModularModelConfig",
         "modular": "ModularCapibaraModel",
         "preset": "Preset load_preset preset_names",
+        "restored": "from_checkpoint load_model",
         "tokenizer": "ByteTokenizer HuggingFaceTokenizer Tokenizer load_tokenizer",
         "vqbit.layer": "VQbitLayer",
         "vqbit.state": "VQbitState",

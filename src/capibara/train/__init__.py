@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from capibara._exports import exports
 
 if TYPE_CHECKING:
-    from capibara.train.checkpoints.policy import Keep as Keep
-    from capibara.train.checkpoints.storage import Alert as Alert
-    from capibara.train.checkpoints.store import Checkpoints as Checkpoints
-    from capibara.train.checkpoints.store import Restored as Restored
+    from capibara.checkpoints.policy import Keep as Keep
+    from capibara.checkpoints.storage import Alert as Alert
+    from capibara.checkpoints.store import Checkpoints as Checkpoints
+    from capibara.checkpoints.store import Restored as Restored
+    from capibara.processes import barrier as barrier
+    from capibara.processes import gather as gather
+    from capibara.processes import join_from_environment as join_from_environment
     from capibara.train.data.batches import Batches as Batches
     from capibara.train.data.batches import open_batches as open_batches
     from capibara.train.data.config import DataConfig as DataConfig
     from capibara.train.data.wrapped import wrap_dataset as wrap_dataset
     from capibara.train.device_errors import TpuError as TpuError
     from capibara.train.preemption import Preemption as Preemption
-    from capibara.train.processes import barrier as barrier
-    from capibara.train.processes import gather as gather
-    from capibara.train.processes import join_from_environment as join_from_environment
     from capibara.train.recovery import TpuRecoveryManager as TpuRecoveryManager
     from capibara.train.recovery import current_manager as current_manager
     from capibara.train.supervisor import Supervisor as Supervisor
@@ -35,12 +35,12 @@ __all__, __getattr__, __dir__ = exports(
         "data.batches": "Batches open_batches",
         "data.config": "DataConfig",
         "data.wrapped": "wrap_dataset",
-        "checkpoints.policy": "Keep",
-        "checkpoints.storage": "Alert",
-        "checkpoints.store": "Checkpoints Restored",
+        "capibara.checkpoints.policy": "Keep",
+        "capibara.checkpoints.storage": "Alert",
+        "capibara.checkpoints.store": "Checkpoints Restored",
         "device_errors": "TpuError",
         "preemption": "Preemption",
-        "processes": "barrier gather join_from_environment",
+        "capibara.processes": "barrier gather join_from_environment",
         "recovery": "TpuRecoveryManager current_manager",
         "supervisor": "Supervisor supervise",
         "watchdog": "Watchdog",

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from capibara.axes import mesh_axes_of
+from capibara.checkpoints.store import Checkpoints
 from capibara.errors import CapibaraError, rule_error
 from capibara.kernels.core.dispatch import recording
 from capibara.mesh.layout import Layout
@@ -35,13 +36,12 @@ from capibara.parallel.optimizers import make_optimizer, schedule_named
 from capibara.parallel.remat import OFFLOAD, POLICIES
 from capibara.parallel.trainer_step import FROZEN, StepOptions, counted_targets, initial_state, trainer_job
 from capibara.plan.search.space import PARAMETERS
+from capibara.processes import process_count, process_index
 from capibara.train import expert_placement
-from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.batches import Batches
 from capibara.train.layouts import Chosen, choose_layout, with_choice
 from capibara.train.logs import MetricsLog
 from capibara.train.preemption import Preemption
-from capibara.train.processes import process_count, process_index
 from capibara.train.trainable import Trainable
 from capibara.train.watchdog import Watchdog
 

@@ -10,8 +10,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from capibara.errors import TPUError, rule_error
+from capibara.processes import _client, process_count
 from capibara.train.exit_codes import PREEMPTED
-from capibara.train.processes import _client, process_count
 
 __all__ = ["Preemption"]
 

@@ -18,16 +18,16 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from capibara.checkpoints.leaves import named_leaves, storable
+from capibara.checkpoints.shards import from_pieces, host_shards
+from capibara.checkpoints.store import Checkpoints
 from capibara.errors import CheckpointError, rule_error
 from capibara.models import step_hooks
 from capibara.models.step_hooks import StateHolder
 from capibara.observe.recorder import Recorder
-from capibara.train.checkpoints.leaves import named_leaves, storable
-from capibara.train.checkpoints.shards import from_pieces, host_shards
-from capibara.train.checkpoints.store import Checkpoints
+from capibara.processes import process_count
 from capibara.train.device_errors import Attempt, TpuError, device_status, named_device
 from capibara.train.devices_left import choose_devices, on_devices
-from capibara.train.processes import process_count
 
 __all__ = ["TpuError", "TpuRecoveryManager", "current_manager"]
 

@@ -19,21 +19,21 @@ from typing import Any
 import jax
 
 from capibara import toml_tables
+from capibara.checkpoints.policy import Keep
+from capibara.checkpoints.store import Checkpoints
 from capibara.errors import rule_error
 from capibara.models.modular import ModularCapibaraModel
 from capibara.models.tokenizer import Tokenizer, load_tokenizer
 from capibara.observe.goodput import Goodput, GoodputReport
 from capibara.observe.recorder import Recorder
 from capibara.parallel.trainer_step import param_dtype
-from capibara.train.checkpoints.policy import Keep
-from capibara.train.checkpoints.store import Checkpoints
+from capibara.processes import gather, process_count, process_index
 from capibara.train.config import RunConfig
 from capibara.train.data.batches import RowBatches, open_batches
 from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions, Result
 from capibara.train.lora import LoraTrainable
 from capibara.train.preemption import Preemption
-from capibara.train.processes import gather, process_count, process_index
 from capibara.train.report.facts import begin_life, end_life, host_peak_bytes, peak_bytes
 from capibara.train.report.sample import sample_entry
 from capibara.train.teaching import teach_plan

@@ -23,8 +23,8 @@ from types import FrameType
 from typing import IO, Any, TextIO
 
 from capibara.errors import rule_error
+from capibara.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID
 from capibara.train.exit_codes import DONE, FINAL, PREEMPTED
-from capibara.train.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID
 
 __all__ = ["RESTARTS", "Exit", "Supervisor", "supervise"]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from capibara.checkpoints.store import Checkpoints
 from capibara.errors import rule_error, say_once
 from capibara.mesh.choices import AXES
 from capibara.mesh.mesh import MeshConfig
 from capibara.models.modular import ModularCapibaraModel
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.plan.search.space import PARAMETERS
-from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions, Result, rows_and_length

@@ -59,7 +59,7 @@ class Life:
 def begin_life(folder: Path, loop: Loop, parameters: int) -> Life:
     """Write down what is known once the step is compiled and the state is there."""
     from capibara.kernels.lab.bench import versions
-    from capibara.train.processes import process_count
+    from capibara.processes import process_count
 
     assert loop.chosen is not None
     chosen, first = loop.chosen, loop.devices[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from capibara.train.checkpoints.leaves import Leaf, default_sharding, from_storable, storable
+from capibara.checkpoints.leaves import Leaf, default_sharding, from_storable, storable
 
 __all__ = ["checkpointer", "read", "save"]
 

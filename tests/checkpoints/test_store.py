@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.train.checkpoints.states import array_file, assert_same, flip_bit, mesh_of, shardings, state_on, target_on
+from tests.checkpoints.states import array_file, assert_same, flip_bit, mesh_of, shardings, state_on, target_on
 
+from capibara.checkpoints import Alert, Checkpoints, Keep, manifest
 from capibara.errors import CheckpointError
-from capibara.train.checkpoints import Alert, Checkpoints, Keep, manifest
 
 
 def folders(path: Path) -> list[str]:
@@ -53,8 +53,8 @@ def test_in_programs_of_other_device_counts(
         import jax
         count, folder = int(sys.argv[1]), sys.argv[2]
         jax.config.update("jax_num_cpu_devices", count)
-        from capibara.train.checkpoints import Checkpoints
-        from tests.train.checkpoints.states import assert_same, mesh_of, state_on, target_on
+        from capibara.checkpoints import Checkpoints
+        from tests.checkpoints.states import assert_same, mesh_of, state_on, target_on
         assert jax.device_count() == count
         mesh = mesh_of(count)
         state = state_on(mesh)
@@ -302,7 +302,7 @@ def test_a_full_disk_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 _FILLING = """
     import os, sys
     import jax, jax.numpy as jnp
-    from capibara.train.checkpoints import Checkpoints
+    from capibara.checkpoints import Checkpoints
     folder = sys.argv[1]
     limit()
     alerts = []

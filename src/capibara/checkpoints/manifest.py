@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from capibara.train.checkpoints.leaves import Leaf
+from capibara.checkpoints.leaves import Leaf
 
 __all__ = ["MANIFEST", "Damage", "Manifest", "checksums", "read", "verify", "write"]
 

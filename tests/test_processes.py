@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from capibara.train.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID, barrier, gather, join_from_environment
+from capibara.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID, barrier, gather, join_from_environment
 
 PROGRAM = """
     import os, sys, time
     import jax
     jax.config.update("jax_num_cpu_devices", 2)
-    from capibara.train.processes import MissingProcess, barrier, gather, join_from_environment
+    from capibara.processes import MissingProcess, barrier, gather, join_from_environment
     assert join_from_environment()
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from capibara.train.checkpoints import Checkpoints
+    from capibara.checkpoints import Checkpoints
 
     me, count, folder = jax.process_index(), jax.process_count(), sys.argv[1]
     for number in range(4):

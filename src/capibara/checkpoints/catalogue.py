@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capibara.train.checkpoints import manifest as manifests
-from capibara.train.checkpoints.manifest import Damage, Manifest
-from capibara.train.checkpoints.policy import Keep
-from capibara.train.checkpoints.storage import remove
+from capibara.checkpoints import manifest as manifests
+from capibara.checkpoints.manifest import Damage, Manifest
+from capibara.checkpoints.policy import Keep
+from capibara.checkpoints.storage import remove
 
 __all__ = ["Catalogue", "Saved"]
 

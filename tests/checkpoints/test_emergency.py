@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.train.checkpoints.states import assert_same, flip_bit, mesh_of, state_on, target_on
+from tests.checkpoints.states import assert_same, flip_bit, mesh_of, state_on, target_on
 
-from capibara.train.checkpoints import Checkpoints
-from capibara.train.checkpoints import emergency as copies
-from capibara.train.checkpoints.emergency import EmergencyCopies
+from capibara.checkpoints import Checkpoints
+from capibara.checkpoints import emergency as copies
+from capibara.checkpoints.emergency import EmergencyCopies
 
 X = {"x": jax.ShapeDtypeStruct((512,), jnp.float32)}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capibara.train.checkpoints.leaves import (
+from capibara.checkpoints.leaves import (
     Leaf,
     check_target,
     default_sharding,
@@ -28,9 +28,9 @@ from capibara.train.checkpoints.leaves import (
     named_leaves,
     storable,
 )
-from capibara.train.checkpoints.manifest import Damage
-from capibara.train.checkpoints.shards import Index, bounds, covered, from_pieces, host_shards
-from capibara.train.processes import gather, process_count, process_index
+from capibara.checkpoints.manifest import Damage
+from capibara.checkpoints.shards import Index, bounds, covered, from_pieces, host_shards
+from capibara.processes import gather, process_count, process_index
 
 __all__ = ["EmergencyCopies", "EmergencyCopy"]
 

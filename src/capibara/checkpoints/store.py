@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from capibara.checkpoints import arrays
+from capibara.checkpoints import manifest as manifests
+from capibara.checkpoints.catalogue import Catalogue, Saved
+from capibara.checkpoints.emergency import EmergencyCopies
+from capibara.checkpoints.leaves import check_target, describe, named_leaves
+from capibara.checkpoints.manifest import Manifest
+from capibara.checkpoints.policy import Keep
+from capibara.checkpoints.storage import Alert, is_local, storage_path, storage_reason
 from capibara.errors import CheckpointError, rule_error
-from capibara.train.checkpoints import arrays
-from capibara.train.checkpoints import manifest as manifests
-from capibara.train.checkpoints.catalogue import Catalogue, Saved
-from capibara.train.checkpoints.emergency import EmergencyCopies
-from capibara.train.checkpoints.leaves import check_target, describe, named_leaves
-from capibara.train.checkpoints.manifest import Manifest
-from capibara.train.checkpoints.policy import Keep
-from capibara.train.checkpoints.storage import Alert, is_local, storage_path, storage_reason
-from capibara.train.processes import gather, process_count, process_index
+from capibara.processes import gather, process_count, process_index
 
 __all__ = ["Checkpoints", "Restored"]
 

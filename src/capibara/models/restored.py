@@ -6,12 +6,12 @@ from pathlib import Path
 
 import jax
 
+from capibara.checkpoints.store import Checkpoints
 from capibara.errors import rule_error
 from capibara.models import decoder
 from capibara.models.modular import ModularCapibaraModel
 from capibara.models.preset import load_preset, preset_names
 from capibara.parallel.trainer_step import param_dtype
-from capibara.train.checkpoints.store import Checkpoints
 
 __all__ = ["from_checkpoint", "load_model"]
 

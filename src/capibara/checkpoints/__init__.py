@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from capibara._exports import exports
 
 if TYPE_CHECKING:
-    from capibara.train.checkpoints.policy import Keep as Keep
-    from capibara.train.checkpoints.storage import Alert as Alert
-    from capibara.train.checkpoints.store import Checkpoints as Checkpoints
-    from capibara.train.checkpoints.store import Restored as Restored
+    from capibara.checkpoints.policy import Keep as Keep
+    from capibara.checkpoints.storage import Alert as Alert
+    from capibara.checkpoints.store import Checkpoints as Checkpoints
+    from capibara.checkpoints.store import Restored as Restored
 
 __all__, __getattr__, __dir__ = exports(
     __name__,
