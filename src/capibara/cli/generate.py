@@ -32,14 +32,21 @@ def generate(
     loaded, origin = load_model(model)
     typer.echo(f"{loaded!r} from {origin}", err=True)
     tokenizer = loaded.tokenizer
-    ids = tokenizer.encode(prompt)
+    ids = loaded.encode_prompt(prompt)
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     text = tokenizer.stream()
     tokens: list[int] = []
     written = ""
     started = time.perf_counter()
     for step, _ in loaded.stream(
-        [ids], max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+        [ids],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        words=tokenizer.vocab_size,
     ):
         token = int(step[0])
         tokens.append(token)

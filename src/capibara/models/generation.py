@@ -65,11 +65,13 @@ def _checked(prompts: Sequence[Sequence[int]], max_tokens: int, model: ModularMo
 
 
 @functools.lru_cache(maxsize=32)
-def _programs(holder: _Holder, temperature: float, top_k: int, top_p: float, dtype: Any) -> tuple[Any, Any]:
+def _programs(holder: _Holder, temperature: float, top_k: int, top_p: float, words: int, dtype: Any) -> tuple[Any, Any]:
     model = holder.model
 
     def next_token(params: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = decoder.logits(model, params, x)
+        if words < model.vocab:
+            scores = jnp.where(jnp.arange(model.vocab) < words, scores, -jnp.inf)
         token = sample(scores, key, temperature, top_k, top_p)
         chance = jax.nn.log_softmax(scores, axis=-1)
         return token, jnp.take_along_axis(chance, token[:, None], axis=-1)[:, 0]
@@ -112,12 +114,14 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop: Sequence[int] = (),
+    words: int | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(tokens, their log-probabilities), one of each row a step, until all rows are done.
 
     A row that has given one of the `stop` tokens gives -1 from then on. The programs are compiled once for each padded
-    length and are kept.
+    length and are kept. `words` is how many tokens the tokenizer has: ids beyond it, which fill a vocabulary up to a
+    round number, stand for nothing and are not drawn.
     """
     longest = _checked(prompts, max_tokens, model)
     width = min(-(-longest // _PROMPT_STEP) * _PROMPT_STEP, model.max_length)
@@ -125,7 +129,9 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-    first, following = _programs(_Holder(model), float(temperature), int(top_k), float(top_p), jnp.dtype(dtype))
+    first, following = _programs(
+        _Holder(model), float(temperature), int(top_k), float(top_p), words or model.vocab, jnp.dtype(dtype)
+    )
     room = -(-(width + max_tokens) // _PROMPT_STEP) * _PROMPT_STEP
     cache = decoder.new_cache(model, len(prompts), room, dtype)
     key = jax.random.key(seed)

@@ -80,6 +80,8 @@ class ModularCapibaraModel:
         self.seed = seed
         self._params = params
         self._training: dict[str, Any] | None = None
+        self.prompt_bos = True
+        """Whether a prompt of text begins with bos, where the tokenizer has one, as training documents do."""
 
     def __repr__(self) -> str:
         name = self.config.name or "unnamed"
@@ -271,16 +273,29 @@ class ModularCapibaraModel:
         several = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int | np.integer)
         prompts: list[Any] = list(prompt) if several else [prompt]
         texts = [isinstance(one, str) for one in prompts]
-        ids: list[Any] = [self.tokenizer.encode(one) if isinstance(one, str) else list(one) for one in prompts]
+        ids: list[Any] = [self.encode_prompt(one) if isinstance(one, str) else list(one) for one in prompts]
+        words = self.tokenizer.vocab_size if any(texts) else None
         rows: list[list[int]] = [[] for _ in ids]
         for tokens, _ in self.stream(
-            ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+            ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            words=words,
         ):
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 if token >= 0:
                     row.append(token)
         out = [self.tokenizer.decode(row) if text else row for row, text in zip(rows, texts, strict=True)]
         return out if several else out[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids to go on from: bos, where documents began with it in training, and the text's."""
+        bos = self.tokenizer.bos_id
+        return [*([bos] if self.prompt_bos and bos is not None else []), *self.tokenizer.encode(text)]
 
     def stream(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, log-probabilities) of all rows, a step at a time, as `capibara.models.generation.generate` does."""

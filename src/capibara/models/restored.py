@@ -29,6 +29,8 @@ def from_checkpoint(folder: str | Path, step: int | None = None) -> ModularCapib
         )
     preset = load_preset(run / "config.toml", environment={})
     model = ModularCapibaraModel(preset.model, precision=preset.train.precision, seed=preset.train.seed)
+    data = preset.table.values.get("data", {})
+    model.prompt_bos = bool(data.get("add_bos", True))
     shapes = decoder.param_shapes(preset.model, param_dtype(preset.train.precision))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
