@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.parallel.optimizers import optimizer_named
+from capibara.parallel.optimizers import OPTIMIZERS, make_optimizer, optimizer_named
 
 # A few float32 operations on numbers of about 1: each rounds by 2**-24, and eight steps of them add up.
 _TOLERANCE = 64 * 2.0**-24
@@ -78,3 +78,17 @@ def test_one_parameter_is_done_before_the_next_ones_moments_are_read() -> None:
         for shape in ((4, 2), (3, 5))
     }
     assert max(touched[4, 2]) < min(touched[3, 5])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
+def test_decay_is_a_share_of_the_weights_times_the_rate(name: str) -> None:
+    """Of any optimizer, so that optimizer.weight_decay = 0.1 means the same when its name is changed."""
+    params = {"layers": {"up": jnp.ones((2, 128, 128))}}
+    still = jax.tree.map(jnp.zeros_like, params)
+
+    def change(weight_decay: float) -> Any:
+        optimizer = make_optimizer(name, 1e-2, weight_decay=weight_decay)
+        return optimizer.update(still, optimizer.init(params), params)[0]["layers"]["up"]
+
+    np.testing.assert_allclose(jax.jit(lambda: change(0.1) - change(0.0))(), -1e-3, rtol=1e-5)

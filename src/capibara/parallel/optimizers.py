@@ -111,7 +111,13 @@ def make_optimizer(
     elif name == "lion":
         made = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=is_matrix)
     elif name == "adafactor":
-        made = optax.adafactor(learning_rate, weight_decay_rate=weight_decay or None, weight_decay_mask=is_matrix)
+        # Its own decay is a share of the weights a step, whatever the rate is: here the rate comes last, and takes both.
+        made = optax.chain(
+            optax.adafactor(None),
+            optax.scale(-1.0),
+            optax.add_decayed_weights(weight_decay, is_matrix),
+            optax.scale_by_learning_rate(learning_rate),
+        )
     elif name == "muon":
         # Its part for embeddings, head and norms, Adam, takes no mask for the decay: so it is added to both here, and
         # the rate comes last. At a rate of 1 its own scaling is a change of sign.
