@@ -1,0 +1,52 @@
+"""`capibara.train.run.train` in this process: what it does with its settings and its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+from capibara.models.modular import ModularCapibaraModel
+from capibara.train import run as runs
+from capibara.train.config import RunConfig, load_run
+
+TINY = """
+[model]
+hidden = 16
+layers = 1
+vocab = 259
+max_length = 32
+[model.blocks.attention]
+heads = 2
+[model.blocks.mlp]
+ffn = 32
+[train]
+steps = 2
+batch_size = 2
+sequence_length = 16
+precision = "float32"
+eval_batches = 1
+checkpoint_every = 1
+[data]
+path = "text.txt"
+"""
+
+
+def tiny_run(folder: Path, *overrides: str) -> RunConfig:
+    (folder / "text.txt").write_text("all work and no play makes a dull text. " * 20)
+    (folder / "tiny.toml").write_text(TINY.replace("text.txt", str(folder / "text.txt")))
+    return load_run(folder / "tiny.toml", [f"data.cache_dir={folder / 'cache'}", *overrides], environment={})
+
+
+@pytest.mark.quick
+def test_a_deterministic_run_on_a_gpu_takes_the_attention_that_adds_up_in_one_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for asked, implementation in (("true", "xla"), ("false", None)):
+        config = tiny_run(tmp_path, f"train.deterministic={asked}")
+        model = ModularCapibaraModel(config.preset.model)
+        runs._trainable(config, model)
+        assert model.config == dataclasses.replace(config.preset.model, attention_implementation=implementation)
