@@ -50,3 +50,15 @@ def test_a_deterministic_run_on_a_gpu_takes_the_attention_that_adds_up_in_one_or
         model = ModularCapibaraModel(config.preset.model)
         runs._trainable(config, model)
         assert model.config == dataclasses.replace(config.preset.model, attention_implementation=implementation)
+
+
+def test_a_resume_that_is_refused_leaves_the_folder_to_its_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    runs.train(tiny_run(tmp_path), out, devices=jax.devices()[:1])
+    told = (out / "config.toml").read_text()
+    for change in ("model.blocks.mlp.ffn=48", "train.sequence_length=8"):
+        with pytest.raises(ValueError, match="was saved|goes on with the data"):
+            runs.train(tiny_run(tmp_path, change), out, resume=True, devices=jax.devices()[:1])
+        assert (out / "config.toml").read_text() == told
+    runs.train(tiny_run(tmp_path, "train.steps=3"), out, resume=True, devices=jax.devices()[:1])
+    assert "steps = 3" in (out / "config.toml").read_text()

@@ -115,6 +115,9 @@ def train(
         batches = stack.enter_context(_batches(config, model.tokenizer, "train", share))
         if kept is not None:
             batches.restore(kept["data"])
+        if out is not None and resume:
+            # Only now: state and data of another config are refused above, and the folder is still the old run's.
+            _write_config(out, config)
         if out is not None and process_index() == 0:
             begin_life(out, loop, preset.model.parameters)
         log = stack.enter_context(
@@ -198,11 +201,16 @@ def _claim(out: Path, config: RunConfig, resume: bool) -> None:
         )
     if resume and not there and (out / "checkpoints").exists():
         raise rule_error("A run's folder has its config.toml", f"{out} without", "name the folder of a run")
+    if not there:
+        _write_config(out, config)
+
+
+def _write_config(out: Path, config: RunConfig) -> None:
     if process_index() == 0:
         out.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(".draft")
+        draft = out / "config.draft"
         draft.write_text(toml_tables.to_toml(config.as_tables()), encoding="utf-8")
-        draft.replace(file)
+        draft.replace(out / "config.toml")
 
 
 def _batches(config: RunConfig, tokenizer: Tokenizer, split: str, share: tuple[int, int] = (0, 1)) -> RowBatches:
