@@ -117,12 +117,16 @@ class Checkpoints:
     # What is there.
 
     def steps(self) -> list[int]:
-        """Steps with a finished save, the one saved last at the end. Their files are not read.
+        """Steps with a finished save, the one saved last at the end. Their files are not read, but a save that a
+        restore of this object found damaged is none: its step is to be saved again.
 
         It is process 0's view, which every process gets: what each of them would see could differ by a moment.
         """
         self.wait()
-        mine = [entry.step for entry in reversed(self._catalogue.saved()[0])] if process_index() == 0 else []
+        mine: list[int] = []
+        if process_index() == 0:
+            saved = reversed(self._catalogue.saved()[0])
+            mine = [entry.step for entry in saved if entry.name not in self._rejected]
         return list(gather("checkpoints/steps", mine, self.timeout)[0])
 
     def latest(self) -> int | None:
