@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,28 @@ def test_the_model_is_the_same_with_its_experts_elsewhere() -> None:
     np.testing.assert_allclose(
         np.take_along_axis(np.asarray(more["expert_share"]), orders, axis=1), other["expert_share"], atol=1e-6
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
+def test_what_an_optimizer_keeps_of_experts_goes_with_them(name: str) -> None:
+    """Adafactor keeps means over rows and over columns of a matrix of 128 and more."""
+    model = dataclasses.replace(
+        MODEL, hidden=128, blocks={**MODEL.blocks, "moe": {"experts": 8, "top_k": 2, "ffn": 128}}
+    )
+    params = decoder.init(model, jax.random.key(0))
+    slots, orders = moe_slots(model), np.stack([np.roll(np.arange(8), 3), np.arange(8)[::-1]])
+    optimizer = make_optimizer(name, 1e-2)
+
+    @jax.jit
+    def state_after(params):
+        return optimizer.update(params, optimizer.init(params), params)[1]  # any gradients do
+
+    moved = reordered(state_after(params), slots, orders)
+    wanted = state_after(reordered(params, slots, orders))
+    assert jax.tree.structure(moved) == jax.tree.structure(wanted)
+    for ours, theirs in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.quick

@@ -18,8 +18,9 @@ from capibara.models.config import ModularModelConfig
 
 __all__ = ["busiest", "moe_slots", "new_orders", "reordered"]
 
-_EXPERT_AXIS = {"router": -1, "gate": -3, "up": -3, "down": -3}
-"""Of a mixture's weights, the axis that counts the experts."""
+_EXPERT_AXIS = {"router": -1, "gate": 1, "up": 1, "down": 1}
+"""Of a mixture's weights, stacked over the repeats, the axis that counts the experts: also where an optimizer keeps
+means over a later one, as Adafactor does."""
 
 
 def moe_slots(model: ModularModelConfig) -> list[tuple[int, str]]:
@@ -81,8 +82,9 @@ def reordered(tree: Any, slots: Sequence[tuple[int, str]], orders: np.ndarray) -
             for at in range(len(keys) - 3):
                 inside = keys[at] == "layers" and (keys[at + 1], keys[at + 2]) == slot
                 axis = _EXPERT_AXIS.get(str(keys[-1])) if inside and len(keys) == at + 4 else None
-                if axis is not None and x.ndim > 1:
-                    return _taken(x, order, x.ndim + axis)
+                # Means over the experts themselves have no such axis, and stay.
+                if axis is not None and x.ndim > 1 and x.shape[axis] == orders.shape[1]:
+                    return _taken(x, order, axis % x.ndim)
         return x
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
