@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.train.tiny_runs import packed_batches, run_loop, tiny_model
 from capibara.mesh import create_training_mesh, training_mesh_config
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.parallel.run import lower_program
+from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.loop import Diverged
 from capibara.train.trainer import TpuDistributedTrainer
 
@@ -257,6 +259,25 @@ def test_a_capibara_model_is_updated_and_a_second_call_goes_on(tmp_path: Path) -
     assert (first.step, second.step) == (2, 4)
     assert jax.tree.leaves(model.params)[0] is jax.tree.leaves(trainer.params)[0]
     assert model(np.zeros((1, 4), np.int32)).shape == (1, 4, 64)
+
+
+def test_a_second_call_ends_with_its_epoch_where_batches_do_not() -> None:
+    batches = wrap_dataset(toy_batches(2), tokens=False)  # again and again, as those of files
+    trainer = trained(batches)
+    assert trainer.train(batches, epochs=2).step == 6
+
+
+def test_after_an_error_the_weights_so_far_are_there() -> None:
+    trainer = trained()
+    before = np.asarray(trainer.trainable._params["head"])
+
+    def failing() -> Iterator[Any]:
+        yield from toy_batches(1)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train(failing())
+    assert not np.array_equal(np.asarray(trainer.trainable._params["head"]), before)
 
 
 def test_a_run_moves_from_32_devices_to_8_and_back(tmp_path: Path) -> None:

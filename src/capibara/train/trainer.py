@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,11 @@ class TpuDistributedTrainer:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise rule_error("epochs is a whole number from 1 up", repr(epochs), "use epochs=1")
         batches = wrap_dataset(dataset, epochs=epochs, tokens=self._is_capibara)
-        steps = len(dataset) * epochs if isinstance(dataset, Sized) else None
+        steps = batches.steps(epochs)
         with contextlib.ExitStack() as stack:
             keep = None
             if self.checkpoint_folder is not None:
                 keep = stack.enter_context(Checkpoints(self.checkpoint_folder))
-            limit = _ENDLESS
             if self.loop is None:
                 first = batches.peek()
                 loop = self._loop(first, steps, keep)
@@ -138,11 +137,16 @@ class TpuDistributedTrainer:
                     batches.restore(kept["data"])
                 limit = steps or _ENDLESS
                 self.loop = loop
+            else:
+                # Batches of files never end by themselves.
+                limit = _ENDLESS if steps is None else self.loop.step + steps
             self.loop.checkpoints = keep
             log = stack.enter_context(MetricsLog(None, tell=self.tell))
-            result = self.loop.run(batches, until=limit, log=log)
-        self.trainable.publish(self.loop.params)
-        return result
+            try:
+                return self.loop.run(batches, until=limit, log=log)
+            finally:
+                # After an error too: the step has taken over the memory of what was published before.
+                self.trainable.publish(self.loop.params)
 
     def _loop(self, first: Any, steps: int | None, keep: Checkpoints | None) -> Loop:
         axes = None if self.mesh is None else self._axes()
