@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.parallel.optimizers import OPTIMIZERS, make_optimizer, optimizer_named
+from capibara.models import ModularModelConfig, decoder
+from capibara.parallel.optimizers import OPTIMIZERS, _muon_dimensions, make_optimizer, optimizer_named
 
 # A few float32 operations on numbers of about 1: each rounds by 2**-24, and eight steps of them add up.
 _TOLERANCE = 64 * 2.0**-24
@@ -92,3 +93,37 @@ def test_decay_is_a_share_of_the_weights_times_the_rate(name: str) -> None:
         return optimizer.update(still, optimizer.init(params), params)[0]["layers"]["up"]
 
     np.testing.assert_allclose(jax.jit(lambda: change(0.1) - change(0.0))(), -1e-3, rtol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_biases_norms_and_a_state_spaces_decays_do_not_decay(name: str) -> None:
+    model = ModularModelConfig(
+        hidden=16,
+        layers=2,
+        vocab=32,
+        pattern="attention+ssm",
+        blocks={"attention": {"heads": 2, "bias": True, "qk_norm": True}, "ssm": {"form": "selective", "state": 4}},
+    )
+    params = decoder.param_shapes(model)
+    ones = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
+
+    @jax.jit
+    def changes() -> Any:
+        optimizer = make_optimizer(name, 1.0, weight_decay=0.1)
+        return optimizer.update(jax.tree.map(jnp.zeros_like, ones), optimizer.init(ones), ones)[0]
+
+    layer = {
+        slot: {key: p for key, p in block.items() if key != "norm_"} for slot, block in changes()["layers"][0].items()
+    }
+    decayed = {slot: {key for key, p in block.items() if jnp.any(p != 0)} for slot, block in layer.items()}
+    assert decayed == {
+        "attention": {"query", "key", "value", "out"},
+        "ssm": {"gate", "in", "conv", "out", "mix", "step"},
+    }
+    turned = {jax.tree_util.keystr(path[-1:], simple=True) for path, p in _paths(_muon_dimensions(ones))}
+    assert turned == {"query", "key", "value", "out", "gate", "in", "mix", "step"}
+
+
+def _paths(dimensions: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves_with_path(dimensions, is_leaf=lambda node: hasattr(node, "output_axis"))

@@ -93,15 +93,15 @@ def make_optimizer(
 ) -> Any:
     """optax's optimizer of this name; `learning_rate` is a number or a schedule of the step.
 
-    Weight decay is taken off weights of two dimensions and more a layer, not off norms and biases. With `clip` the
-    gradients' global norm is at most that.
+    Weight decay is taken off weights of two dimensions and more a layer, not off norms, biases and the decays of a
+    state space. With `clip` the gradients' global norm is at most that.
     """
     import optax
 
     def is_matrix(params: Any) -> Any:
         # A scan's weights are stacked on a leading axis, so a norm's scale has two dimensions there.
         return jax.tree_util.tree_map_with_path(
-            lambda path, p: p.ndim - any(getattr(key, "key", None) == "layers" for key in path) > 1, params
+            lambda path, p: not _is_offset(path) and p.ndim - ("layers" in _names(path)) > 1, params
         )
 
     if name not in OPTIMIZERS:
@@ -133,16 +133,27 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(clip), made) if clip else made
 
 
+def _names(path: Any) -> list[Any]:
+    return [getattr(key, "key", None) for key in path]
+
+
+def _is_offset(path: Any) -> bool:
+    """Biases, of heads too, which have two dimensions; and the logarithms of a state space's decays."""
+    name = str(_names(path)[-1])
+    return name == "decay" or name.endswith("bias")
+
+
 def _muon_dimensions(params: Any) -> Any:
     """Which dimensions of a weight Muon orthogonalises: a layer's matrices, apart from embedding and head.
 
+    The taps of a convolution are no matrix: each channel has its own.
     A weight of three dimensions a layer is heads in or out: the two of the heads are one side of the matrix.
     """
     from optax.contrib import MuonDimensionNumbers
 
     def of(path: Any, p: Any) -> Any:
-        names = [getattr(key, "key", None) for key in path]
-        if "layers" not in names or p.ndim < 3:
+        names = _names(path)
+        if "layers" not in names or p.ndim < 3 or _is_offset(path) or str(names[-1]).endswith("conv"):
             return None
         if p.ndim == 3:
             return MuonDimensionNumbers(reduction_axis=1, output_axis=2)
