@@ -53,17 +53,26 @@ class MetricsLog:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        rows = read_metrics(path)
-        kept = [row for row in rows if row["step"] <= step]
-        draft = path.with_suffix(".draft")
-        draft.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        os.replace(draft, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._path = folder / "metrics.jsonl"
+        self._open(step)
         if tensorboard:
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def _open(self, step: int) -> None:
+        """Go on with the lines up to this step."""
+        kept = [row for row in read_metrics(self._path) if row["step"] <= step]
+        draft = self._path.with_suffix(".draft")
+        draft.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        os.replace(draft, self._path)
+        self._file = open(self._path, "a", encoding="utf-8")
+
+    def rewind(self, step: int) -> None:
+        """The state went back to this step: lines of later ones go, as they do when a process is started again."""
+        if self._file is not None:
+            self._file.close()
+            self._open(step)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One step's metrics, or an evaluation's ("eval_loss")."""

@@ -418,11 +418,13 @@ class Loop:
                 try:
                     metrics = step_hooks.guarded(self, functools.partial(self._one_step, batch, self.step))
                 except _Rewound:
+                    if pending is not None and pending[0] <= self.step:
+                        self._arrived(pending, last, log, result, on_step)
+                    result.history[:] = [row for row in result.history if row["step"] <= self.step]
+                    log.rewind(self.step)
                     upcoming, pending = self._resumed(batches), None
                     last = time.perf_counter()
                     continue
-                for value in metrics.values():
-                    value.copy_to_host_async()
                 # The device has its next batch before it wants it; what was drawn for that is not yet trained on.
                 position = self._positions[self.step] = batches.state()
                 self._positions.pop(self.step - _POSITIONS, None)
@@ -447,15 +449,26 @@ class Loop:
         return result
 
     def _one_step(self, batch: Any, after: int) -> dict[str, Any]:
-        """The step after this one. A guard that runs it again after putting an earlier state back is told so."""
-        if self.step != after:
+        """The step after this one. A guard that runs it again from an earlier state, or elsewhere, is told so."""
+        if self.step != after or (step_hooks.is_guarded() and self._moved()):
             raise _Rewound
         self.params, self.state, metrics = self._compiled(self.params, self.state, batch)
         if step_hooks.is_guarded():
-            # A device's error has to come up inside of the guard.
-            jax.block_until_ready(metrics)
+            # A device's error has to come up inside of the guard; and what the step gave outlives the device.
+            metrics = jax.device_get(metrics)
+        else:
+            for value in metrics.values():
+                value.copy_to_host_async()
         self.step += 1
         return dict(metrics)
+
+    def _state_devices(self) -> set[Any]:
+        return set(jax.tree.leaves(self.params)[0].sharding.device_set)
+
+    def _moved(self) -> bool:
+        """Whether the state was put on other devices than the program's."""
+        assert self._program is not None
+        return self._state_devices() != set(self._program.mesh.devices.flat)
 
     # A recovery manager takes the state and puts it back, on the devices that are left.
 
@@ -482,9 +495,8 @@ class Loop:
         drawn = next(batches, None)
         if drawn is None:
             return None
-        devices = sorted({d for leaf in jax.tree.leaves(self.params) for d in leaf.devices()}, key=lambda d: d.id)
-        if devices != sorted(self.devices, key=lambda d: d.id):
-            self._move_to(devices, drawn)
+        if self._moved():
+            self._move_to(sorted(self._state_devices(), key=lambda d: d.id), drawn)
         self.tell(f"went back to step {self.step}")
         return drawn, self.place(drawn, self._share)
 

@@ -1,0 +1,71 @@
+"""The loop between steps: where it goes on after a device was lost, and what it has told by then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.models.preset import OptimizerSettings, TrainSettings
+from capibara.train import recovery
+from capibara.train.data.wrapped import wrap_dataset
+from capibara.train.logs import MetricsLog, read_metrics
+from capibara.train.loop import Loop, LoopOptions
+from capibara.train.trainable import LossTrainable
+
+STEPS = 6
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def _run(folder: Path) -> tuple[Loop, list[float]]:
+    draw = np.random.default_rng(0)
+    batches = [
+        {"x": draw.normal(size=(4, 8)).astype(np.float32), "y": np.zeros((4, 4), np.float32)} for _ in range(STEPS)
+    ]
+    loop = Loop(
+        LossTrainable(_loss, {"w": np.ones((8, 4), np.float32)}),
+        TrainSettings(steps=STEPS, batch_size=4, precision="float32", remat="none", accumulate=1),
+        OptimizerSettings(warmup_steps=0),
+        LoopOptions(axes={"data": 2}, devices=jax.devices()[:2]),
+    )
+    loop.prepare(batches[0])
+    with MetricsLog(folder) as log:
+        result = loop.run(wrap_dataset(batches, tokens=False), until=STEPS, log=log)
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [row["step"] for row in result.history] == list(range(1, STEPS + 1))
+    return loop, [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_a_lost_device_costs_no_step_and_each_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, donated: bool
+) -> None:
+    """Whether the step had taken the state over when the device was lost, or had not begun."""
+    _, alone = _run(tmp_path / "alone")
+    run_step, calls = Loop._one_step, iter(range(100))
+
+    def failing(self: Loop, batch: Any, after: int) -> Any:
+        fails = next(calls) == 3
+        if fails and donated:
+            run_step(self, batch, after)
+            self.step -= 1
+            jax.tree.map(lambda x: x.delete(), self.params)
+        if fails:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: lost device 1")
+        return run_step(self, batch, after)
+
+    monkeypatch.setattr(Loop, "_one_step", failing)
+    monkeypatch.setattr(recovery, "choose_devices", lambda in_use, **_: list(in_use)[:1])
+    manager = recovery.TpuRecoveryManager(backoff_seconds=0, checkpoint_frequency=2)
+    with manager.recovery_context():
+        loop, losses = _run(tmp_path / "lost")
+    assert len(manager.errors) == 1
+    assert len(loop.devices) == 1
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
