@@ -8,6 +8,7 @@ They are used when all processes of the program have a whole file of the same st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -132,11 +133,12 @@ class EmergencyCopies:
             os.replace(draft, path)
             self._prune(step)
         except OSError as error:
-            draft.unlink(missing_ok=True)
             self._failures.append(
                 f"the emergency copy of step {step} could not be written to {self.folder}: {error.strerror or error}; "
                 f"the one before it and the checkpoints are as they were"
             )
+            with contextlib.suppress(OSError):  # what kept it from being written keeps it from being removed
+                draft.unlink()
 
     def _prune(self, step: int) -> None:
         """Keep the last generations; after going back to an earlier step, later copies are of what did not happen."""
