@@ -12,6 +12,7 @@ import pytest
 
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.train import recovery
+from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog, read_metrics
 from capibara.train.loop import Loop, LoopOptions
@@ -24,17 +25,24 @@ def _loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
 
 
-def _run(folder: Path) -> tuple[Loop, list[float]]:
+def _batches() -> list[dict[str, np.ndarray]]:
     draw = np.random.default_rng(0)
-    batches = [
-        {"x": draw.normal(size=(4, 8)).astype(np.float32), "y": np.zeros((4, 4), np.float32)} for _ in range(STEPS)
-    ]
-    loop = Loop(
-        LossTrainable(_loss, {"w": np.ones((8, 4), np.float32)}),
-        TrainSettings(steps=STEPS, batch_size=4, precision="float32", remat="none", accumulate=1),
+    return [{"x": draw.normal(size=(4, 8)).astype(np.float32), "y": np.zeros((4, 4), np.float32)} for _ in range(STEPS)]
+
+
+def _loop(loss: Any = _loss, devices: int = 2, settings: dict[str, Any] | None = None, **more: Any) -> Loop:
+    defaults = {"steps": STEPS, "batch_size": 4, "precision": "float32", "remat": "none", "accumulate": 1}
+    return Loop(
+        LossTrainable(loss, {"w": np.ones((8, 4), np.float32)}),
+        TrainSettings(**{**defaults, **(settings or {})}),
         OptimizerSettings(warmup_steps=0),
-        LoopOptions(axes={"data": 2}, devices=jax.devices()[:2]),
+        LoopOptions(axes={"data": devices}, devices=jax.devices()[:devices]),
+        **more,
     )
+
+
+def _run(folder: Path) -> tuple[Loop, list[float]]:
+    batches, loop = _batches(), _loop()
     loop.prepare(batches[0])
     with MetricsLog(folder) as log:
         result = loop.run(wrap_dataset(batches, tokens=False), until=STEPS, log=log)
@@ -69,3 +77,38 @@ def test_a_lost_device_costs_no_step_and_each_is_told_once(
     assert len(manager.errors) == 1
     assert len(loop.devices) == 1
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
+
+
+def test_history_has_numbers_and_the_file_has_all() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return _loss(params, batch), {"share": jnp.ones((2, 3)), "error": jnp.float32(2)}
+
+    rows: list[Any] = []
+    loop = _loop(loss, devices=1)
+    loop.prepare(_batches()[0])
+    with MetricsLog(None) as log:
+        batches = wrap_dataset(_batches(), tokens=False)
+        result = loop.run(batches, until=2, log=log, on_step=lambda step, row: rows.append(row))
+    assert rows[0]["share"] == [[1.0] * 3] * 2
+    assert result.history[0]["error"] == 2
+    assert "share" not in result.history[0]
+
+
+def test_emergency_copies_come_when_they_are_due_and_their_alerts_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "a_file"
+    full.write_text("")
+    copies, told = [], []
+    real = Checkpoints.emergency_copy
+    monkeypatch.setattr(
+        Checkpoints, "emergency_copy", lambda self, step, *args: (copies.append(step), real(self, step, *args))[1]
+    )
+    with Checkpoints(tmp_path / "kept", emergency_folder=full / "below", emergency_every=2) as checkpoints:
+        settings = {"eval_every": 3, "checkpoint_every": 0}
+        loop = _loop(devices=1, settings=settings, checkpoints=checkpoints, tell=told.append)
+        loop.prepare(_batches()[0])
+        with MetricsLog(None) as log:
+            loop.run(wrap_dataset(_batches(), tokens=False), until=5, log=log)
+    assert copies == [2, 4]
+    assert any("the emergency copy of step 2 could not be written" in text for text in told)

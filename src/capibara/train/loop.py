@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Result:
     eval_loss: float | None = None
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
-    """A row a step of this process, as in metrics.jsonl; the last hundred thousand."""
+    """The numbers of each step of this process that metrics.jsonl has; the last hundred thousand."""
 
 
 class Loop:
@@ -542,9 +542,10 @@ class Loop:
         seconds = now - last
         row = self._row(step, values, seconds)
         log.write(row)
-        result.history.append(row)
-        del result.history[:-100_000]
+        # Numbers alone: the shares of 128 experts in 48 layers would be gigabytes in the end.
         result.metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        result.history.append(result.metrics)
+        del result.history[:-100_000]
         if self.recorder is not None:
             self.recorder.step(step, seconds, row["loss"])
         if on_step is not None:
@@ -628,9 +629,11 @@ class Loop:
         if stop or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
             self._place_experts()
             self.save(position, block=stop)
-        elif self.checkpoints is not None and self.checkpoints.emergency_every:
+        elif self.checkpoints is not None and self.step % (self.checkpoints.emergency_every or self.step + 1) == 0:
             with self._phase("checkpoint"):
-                self.checkpoints.emergency_copy(self.step, self._saved_state(), self._extra(position))
+                self._tell_alerts(
+                    self.checkpoints.emergency_copy(self.step, self._saved_state(), self._extra(position))
+                )
         if stop:
             raise Preempted(f"asked to stop at step {self.step}, which is saved")
 
@@ -674,10 +677,13 @@ class Loop:
         if self.checkpoints is None or self.step == 0 or self.checkpoints.latest() == self.step:
             return
         with self._phase("checkpoint"):
-            for alert in self.checkpoints.save(self.step, self._saved_state(), self._extra(position), block=block):
-                self.tell(str(alert))
-                if self.recorder is not None:
-                    self.recorder.alert(str(alert), self.step)
+            self._tell_alerts(self.checkpoints.save(self.step, self._saved_state(), self._extra(position), block=block))
+
+    def _tell_alerts(self, alerts: Iterable[Any]) -> None:
+        for alert in alerts:
+            self.tell(str(alert))
+            if self.recorder is not None:
+                self.recorder.alert(str(alert), self.step)
 
     def _loss_params(self) -> Any:
         return (self.params, self.state[FROZEN]) if FROZEN in self.state else self.params
