@@ -67,9 +67,9 @@ def model_nats(folder: Path) -> tuple[float, int]:
     import jax
 
     from capibara.models import decoder
+    from capibara.models.restored import from_checkpoint
     from capibara.parallel.trainer_step import compute_dtype
     from capibara.train.data.batches import open_batches
-    from capibara.models.restored import from_checkpoint
 
     run = load_run(folder / "config.toml", environment={})
     settings, model = run.preset.train, from_checkpoint(folder)

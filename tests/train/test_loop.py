@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from capibara.train.checkpoints.store import Checkpoints
 
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.train import recovery
-from capibara.train.checkpoints.store import Checkpoints
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog, read_metrics
 from capibara.train.loop import Loop, LoopOptions
