@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from capibara.train.checkpoints.store import Checkpoints
 
+from capibara.checkpoints.store import Checkpoints
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.train import recovery
 from capibara.train.data.wrapped import wrap_dataset

@@ -57,7 +57,7 @@ def test_a_resume_that_is_refused_leaves_the_folder_to_its_run(tmp_path: Path) -
     runs.train(tiny_run(tmp_path), out, devices=jax.devices()[:1])
     told = (out / "config.toml").read_text()
     for change in ("model.blocks.mlp.ffn=48", "train.sequence_length=8"):
-        with pytest.raises(ValueError, match="was saved|goes on with the data"):
+        with pytest.raises(ValueError, match=r"was saved|goes on with the data"):
             runs.train(tiny_run(tmp_path, change), out, resume=True, devices=jax.devices()[:1])
         assert (out / "config.toml").read_text() == told
     runs.train(tiny_run(tmp_path, "train.steps=3"), out, resume=True, devices=jax.devices()[:1])

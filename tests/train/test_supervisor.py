@@ -13,18 +13,20 @@ from pathlib import Path
 
 import pytest
 
+import capibara
 from capibara.train.supervisor import Supervisor, supervise
 
-BEGIN = """
+BEGIN = f"""
     import os, signal, sys, time
+    sys.path.append({str(Path(capibara.__file__).parents[1])!r})  # -S leaves out what is installed
     me, count = int(os.environ["CAPIBARA_PROCESS_ID"]), int(os.environ["CAPIBARA_PROCESS_COUNT"])
     start = int(os.environ["CAPIBARA_RESTARTS"])
     folder = sys.argv[1]
     def mark(name, text=""):
-        with open(os.path.join(folder, f"{name}.{me}.{start}"), "w") as file:
+        with open(os.path.join(folder, f"{{name}}.{{me}}.{{start}}"), "w") as file:
             file.write(text or str(os.getpid()))
     def wait_for(name, of):
-        while not os.path.exists(os.path.join(folder, f"{name}.{of}.{start}")):
+        while not os.path.exists(os.path.join(folder, f"{{name}}.{{of}}.{{start}}")):
             time.sleep(0.02)
 """
 

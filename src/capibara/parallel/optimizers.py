@@ -111,7 +111,7 @@ def make_optimizer(
     elif name == "lion":
         made = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=is_matrix)
     elif name == "adafactor":
-        # Its own decay is a share of the weights a step, whatever the rate is: here the rate comes last, and takes both.
+        # Its own decay is a share of the weights a step, whatever the rate: here the rate comes last, and takes both.
         made = optax.chain(
             optax.adafactor(None),
             optax.scale(-1.0),

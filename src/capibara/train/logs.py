@@ -66,7 +66,7 @@ class MetricsLog:
         draft = self._path.with_suffix(".draft")
         draft.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         os.replace(draft, self._path)
-        self._file = open(self._path, "a", encoding="utf-8")
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def rewind(self, step: int) -> None:
         """The state went back to this step: lines of later ones go, as they do when a process is started again."""
