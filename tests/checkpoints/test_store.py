@@ -457,3 +457,15 @@ def test_after_step_saves_when_it_is_due(tmp_path: Path) -> None:
         assert checkpoints.steps() == [4, 8]
         restored = checkpoints.restore({"x": jax.ShapeDtypeStruct((), jnp.float32)})
         assert (restored.step, restored.emergency, restored.extra) == (10, True, {"at": 10})
+
+
+def test_a_run_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
+    target = {"x": jax.ShapeDtypeStruct((4,), "float32")}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, {"x": jnp.zeros(4)}, block=True)
+    (tmp_path / "step_00000005" / "capibara.json").unlink()  # written last: the save did not come to it
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="the beginning of the run is restored instead"):
+            assert checkpoints.restore_latest(target) is None
+        checkpoints.save(5, {"x": jnp.ones(4)}, block=True)
+        assert checkpoints.restore(target).state["x"].tolist() == [1, 1, 1, 1]

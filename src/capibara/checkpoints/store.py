@@ -342,12 +342,16 @@ class Checkpoints:
         return Restored(chosen.step, _rebuilt(target, state), dict(chosen.manifest.extra), where)
 
     def restore_latest(self, target: Any) -> Restored | None:
-        """`restore(target)`, or None in a run that has saved nothing yet. Saves that are all damaged are an error."""
+        """`restore(target)`, or None in a run that has saved nothing yet. Saves that are all damaged are an error.
+
+        A run that was killed in its first save has saved nothing: one folder, whose manifest was still to come.
+        """
         try:
             return self.restore(target)
         except CheckpointError as error:
-            if error.damaged:
+            if len(error.damaged) > 1 or any("did not finish" not in text for text in error.damaged.values()):
                 raise
+            self._warn(error.damaged, "the beginning of the run")
             return None
 
     def _choose(self, step: int | None) -> tuple[Saved | None, dict[str, str]]:
