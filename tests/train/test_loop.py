@@ -112,3 +112,15 @@ def test_emergency_copies_come_when_they_are_due_and_their_alerts_are_told(
             loop.run(wrap_dataset(_batches(), tokens=False), until=5, log=log)
     assert copies == [2, 4]
     assert any("the emergency copy of step 2 could not be written" in text for text in told)
+
+
+def test_an_evaluation_that_fails_at_the_end_costs_no_step(tmp_path: Path) -> None:
+    def evaluation() -> Any:
+        raise OSError("the held-out file is gone")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        loop = _loop(devices=1, settings={"checkpoint_every": 0}, checkpoints=checkpoints)
+        loop.prepare(_batches()[0])
+        with MetricsLog(None) as log, pytest.raises(OSError, match="held-out"):
+            loop.run(wrap_dataset(_batches(), tokens=False), until=3, log=log, evaluation=evaluation)
+        assert checkpoints.latest() == 3

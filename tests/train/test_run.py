@@ -62,3 +62,11 @@ def test_a_resume_that_is_refused_leaves_the_folder_to_its_run(tmp_path: Path) -
         assert (out / "config.toml").read_text() == told
     runs.train(tiny_run(tmp_path, "train.steps=3"), out, resume=True, devices=jax.devices()[:1])
     assert "steps = 3" in (out / "config.toml").read_text()
+
+
+def test_held_out_data_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    steps: list[int] = []
+    config = tiny_run(tmp_path, f"data.held_out={tmp_path / 'not_there.txt'}")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"not_there\.txt"):
+        runs.train(config, devices=jax.devices()[:1], on_step=lambda step, row: steps.append(step))
+    assert not steps

@@ -443,9 +443,10 @@ class Loop:
             self._arrived(pending, last, log, result, on_step)
         result.step = self.step
         result.seconds = time.perf_counter() - started
+        # Saved before it is evaluated: an evaluation that fails costs no step.
+        self.save(batches.state(), block=True)
         if evaluation is not None and (result.eval_loss is None or self.step % max(1, self.settings.eval_every)):
             result.eval_loss = self.evaluate(evaluation, log, share)
-        self.save(batches.state(), block=True)
         return result
 
     def _one_step(self, batch: Any, after: int) -> dict[str, Any]:

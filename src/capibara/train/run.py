@@ -132,6 +132,8 @@ def train(
         evaluation = None
         if config.data.held_out_share or isinstance(config.data.held_out, str):
             evaluation = lambda: _batches(config, model.tokenizer, "eval", share)  # noqa: E731
+            with evaluation():  # so that data that cannot be read is refused now, and tokenised before the first step
+                pass
         result = loop.run(
             batches,
             until=settings.steps,
