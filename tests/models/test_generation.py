@@ -1,10 +1,43 @@
-"""Text from a decoder."""
+"""Text from a decoder: which tokens may be drawn, and which numbers of drawing are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
 from capibara.models import ModularCapibaraModel, load_preset
+from capibara.models.generation import sample
+
+SHARES = np.array([0.5, 0.3, 0.15, 0.05])
+
+
+def _drawn(**options: float) -> set[int]:
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(SHARES)), (512, 4))
+    return set(np.asarray(sample(logits, jax.random.key(0), 1.0, **options)).tolist())
+
+
+@pytest.mark.quick
+def test_top_k_and_top_p_leave_the_likeliest() -> None:
+    assert _drawn() == {0, 1, 2, 3}
+    assert _drawn(top_k=2) == {0, 1}
+    assert _drawn(top_p=0.9) == {0, 1, 2}
+    assert _drawn(top_p=0.0) == {0}
+    assert _drawn(top_k=3, top_p=0.8) == {0, 1}  # of the three that are left 0.5 / 0.95 and 0.3 / 0.95
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [({"temperature": -1.0}, "temperature is 0 or more"), ({"top_k": -1}, "top_k is 0"), ({"top_p": 1.5}, "top_p is")],
+)
+def test_numbers_that_mean_nothing_are_refused(option: dict[str, float], rule: str) -> None:
+    model = ModularCapibaraModel(load_preset("dev").model)
+    with pytest.raises(ValueError, match=rule):
+        model.generate([1, 2], max_tokens=1, **option)
 
 
 def test_ids_that_the_tokenizer_has_not_are_never_drawn() -> None:

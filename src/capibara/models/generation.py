@@ -64,6 +64,17 @@ def _checked(prompts: Sequence[Sequence[int]], max_tokens: int, model: ModularMo
     return longest
 
 
+def _check_drawing(temperature: float, top_k: int, top_p: float) -> None:
+    if not temperature >= 0:
+        raise rule_error(
+            "temperature is 0 or more", temperature, "use 0 for the likeliest token, 1 for the model's odds"
+        )
+    if top_k < 0:
+        raise rule_error("top_k is 0 or more", top_k, "use 0 to draw from all tokens")
+    if not 0 <= top_p <= 1:
+        raise rule_error("top_p is from 0 to 1", top_p, "use 1 to draw from all tokens")
+
+
 @functools.lru_cache(maxsize=32)
 def _programs(holder: _Holder, temperature: float, top_k: int, top_p: float, words: int, dtype: Any) -> tuple[Any, Any]:
     model = holder.model
@@ -124,6 +135,7 @@ def generate(
     round number, stand for nothing and are not drawn.
     """
     longest = _checked(prompts, max_tokens, model)
+    _check_drawing(temperature, top_k, top_p)
     width = min(-(-longest // _PROMPT_STEP) * _PROMPT_STEP, model.max_length)
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
