@@ -41,7 +41,8 @@ def _targets(model: ModularModelConfig, lora: LoraSettings) -> Iterator[tuple[in
                     found = True
                     yield number, slot, name, inputs, layer[slot][name]
     for target in lora.targets:
-        if target not in names and not found:
+        # The default names all usual ones, and a model may be without some of them.
+        if target not in names and (not found or target not in LoraSettings.targets):
             raise unknown_name("target of lora", target, sorted(names))
 
 

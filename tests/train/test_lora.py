@@ -1,0 +1,63 @@
+"""LoRA: what is trained is what is merged, the weights stay, and targets are held to the model's products."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.train.tiny_runs import packed_batches, tiny_model
+
+from capibara.models import decoder
+from capibara.models.preset import OptimizerSettings, TrainSettings
+from capibara.train.config import LoraSettings
+from capibara.train.data.wrapped import wrap_dataset
+from capibara.train.logs import MetricsLog
+from capibara.train.loop import Loop, LoopOptions
+from capibara.train.lora import LoraTrainable, adapter_weights
+
+
+def test_the_merged_model_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    model, batches = tiny_model(tmp_path), packed_batches(3, 4)
+    before = jax.tree.map(np.asarray, model.params)
+    lora = LoraSettings(rank=2, alpha=8.0)
+    trainable = LoraTrainable(model, lora, "float32")
+    loop = Loop(
+        trainable,
+        TrainSettings(steps=3, batch_size=4, precision="float32", remat="none", accumulate=1),
+        OptimizerSettings(learning_rate=0.1, warmup_steps=0),
+        LoopOptions(axes={"data": 1}, devices=jax.devices()[:1]),
+    )
+    loop.prepare(batches[0])
+    with MetricsLog(None) as log:
+        result = loop.run(wrap_dataset(batches), until=3, log=log)
+    trained = jax.jit(trainable.loss())(loop._loss_params(), batches[0], None)[0]
+
+    @jax.jit
+    def loss(params: Any) -> jax.Array:
+        return decoder.loss(model.config, params, batches[0], dtype=jnp.float32)[0]
+
+    # The factors begin as no change, and learn.
+    assert result.history[0]["loss"] == pytest.approx(float(loss(before)), rel=1e-6)
+    assert abs(float(trained) - float(loss(before))) > 1e-2
+    trainable.publish(loop.params)
+    assert float(loss(model.params)) == pytest.approx(float(trained), rel=1e-5)
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, jax.tree.map(np.asarray, model.params))
+    assert not changed["embed"]
+    assert {name for block in changed["layers"][0].values() for name, moved in block.items() if moved is True} == set(
+        lora.targets
+    )
+
+
+@pytest.mark.quick
+def test_a_target_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    config = tiny_model(tmp_path).config
+    with pytest.raises(ValueError, match="target of lora 'valeu'. Did you mean 'value'"):
+        adapter_weights(config, LoraSettings(rank=2, targets=("query", "valeu")))
+    with pytest.raises(ValueError, match="target of lora 'in'"):
+        adapter_weights(config, LoraSettings(rank=2, targets=("query", "in")))
+    layer = adapter_weights(config, LoraSettings(rank=2, targets=("query",)))[0]
+    assert {name for block in layer.values() for name in block} == {"query_lora_down", "query_lora_up"}
