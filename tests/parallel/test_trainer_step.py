@@ -107,6 +107,7 @@ def test_targets_that_count() -> None:
     both = {**batch, "segment_ids": segments}
     assert float(counted_targets(both)) == (batch["mask"] * segments).sum()
     assert float(counted_targets((np.zeros((5, 2)),))) == 5
+    assert float(counted_targets({"image": np.zeros((3, 2)), "mask": np.ones((3, 2))})) == 3  # a loss of one's own
 
 
 def test_accumulate_divides_the_rows() -> None:

@@ -268,7 +268,7 @@ def rounded_by_chance(x: jax.Array, dtype: Any, seed: jax.Array) -> jax.Array:
 
 def counted_targets(batch: Any) -> jax.Array:
     """How many targets of the batch count; its rows where it does not say."""
-    if isinstance(batch, Mapping) and ("mask" in batch or "segment_ids" in batch):
+    if isinstance(batch, Mapping) and "targets" in batch and ("mask" in batch or "segment_ids" in batch):
         counts = jnp.ones(batch["targets"].shape, bool)
         for name in ("mask", "segment_ids"):
             if name in batch:
