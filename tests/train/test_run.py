@@ -11,6 +11,7 @@ import pytest
 from capibara.models.modular import ModularCapibaraModel
 from capibara.train import run as runs
 from capibara.train.config import RunConfig, load_run
+from capibara.train.watchdog import Watchdog
 
 TINY = """
 [model]
@@ -70,3 +71,20 @@ def test_held_out_data_that_is_not_there_is_refused_before_the_first_step(tmp_pa
     with pytest.raises((ValueError, FileNotFoundError), match=r"not_there\.txt"):
         runs.train(config, devices=jax.devices()[:1], on_step=lambda step, row: steps.append(step))
     assert not steps
+
+
+def test_tokenising_and_compiling_may_take_longer_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, float] = {}
+    beat = Watchdog.beat
+
+    def noted(self: Watchdog, step: int, phase: str = "step", allow: float | None = None) -> None:
+        limits[phase] = self.timeout if allow is None else allow
+        beat(self, step, phase, allow)
+
+    monkeypatch.setattr(Watchdog, "beat", noted)
+    runs.train(
+        tiny_run(tmp_path, "log.hang_seconds=100", "data.held_out=0.5"), tmp_path / "run", devices=jax.devices()[:1]
+    )
+    assert limits["step"] == limits["evaluation"] == limits["checkpoint"] == 100
+    assert limits["compile"] == 3600
+    assert limits["data"] == 24 * 3600

@@ -55,6 +55,10 @@ _SLOWEST_BFLOAT16 = 0.99
 """The slowest decay of a moment that a bfloat16's 8 bits follow when rounded to the nearest."""
 
 
+_COMPILE_SECONDS = 3600.0
+"""What planning and compiling a large step may take, where log.hang_seconds is less: nobody waits for it in vain."""
+
+
 class Diverged(CapibaraError, RuntimeError):
     """Too many steps in a row whose loss or gradient is not finite; the batch is kept for another try."""
 
@@ -337,7 +341,8 @@ class Loop:
 
     def _phase(self, name: str, **step: int) -> contextlib.AbstractContextManager[Any]:
         if self.watchdog is not None:
-            self.watchdog.beat(self.step, name)
+            allow = _COMPILE_SECONDS if name == "compile" else 0.0
+            self.watchdog.beat(self.step, name, allow=max(allow, self.watchdog.timeout))
         if self.recorder is not None:
             self.recorder.phase(name)
         return contextlib.nullcontext() if self.goodput is None else self.goodput.phase(name, **step)

@@ -42,6 +42,9 @@ from capibara.train.watchdog import Watchdog
 
 __all__ = ["Trained", "train"]
 
+_TOKENISE_SECONDS = 24 * 3600.0
+"""What making tokens of all text may take, once, whatever log.hang_seconds is."""
+
 
 @dataclass
 class Trained:
@@ -108,6 +111,8 @@ def train(
             goodput=goodput,
             tell=tell,
         )
+        if watchdog is not None:
+            watchdog.beat(0, "data", allow=max(_TOKENISE_SECONDS, watchdog.timeout))
         with _batches(config, model.tokenizer, "train") as whole:
             kept = loop.prepare(whole.peek(), restored=resume)
         # Which rows this process reads is known once the batch has been laid out.
@@ -132,6 +137,8 @@ def train(
         evaluation = None
         if config.data.held_out_share or isinstance(config.data.held_out, str):
             evaluation = lambda: _batches(config, model.tokenizer, "eval", share)  # noqa: E731
+            if watchdog is not None:
+                watchdog.beat(loop.step, "data", allow=max(_TOKENISE_SECONDS, watchdog.timeout))
             with evaluation():  # so that data that cannot be read is refused now, and tokenised before the first step
                 pass
         result = loop.run(
