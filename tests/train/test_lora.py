@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.train.tiny_runs import packed_batches, tiny_model
+from tests.train.tiny_runs import DENSE, packed_batches, tiny_model
 
 from capibara.models import decoder
 from capibara.models.preset import OptimizerSettings, TrainSettings
@@ -18,6 +18,7 @@ from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions
 from capibara.train.lora import LoraTrainable, adapter_weights
+from capibara.train.restored import from_checkpoint
 
 
 def test_the_merged_model_is_the_one_that_was_trained(tmp_path: Path) -> None:
@@ -53,9 +54,17 @@ def test_the_merged_model_is_the_one_that_was_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_the_folder_of_a_run_says_that_it_has_the_factors_alone(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(DENSE + "[lora]\nrank = 2\n")
+    with pytest.raises(ValueError, match=r"rank 2 .*to_hf"):
+        from_checkpoint(tmp_path)
+
+
+@pytest.mark.quick
 def test_a_target_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
     config = tiny_model(tmp_path).config
-    with pytest.raises(ValueError, match="target of lora 'valeu'. Did you mean 'value'"):
+    with pytest.raises(ValueError, match=r"target of lora 'valeu'\. Did you mean 'value'"):
         adapter_weights(config, LoraSettings(rank=2, targets=("query", "valeu")))
     with pytest.raises(ValueError, match="target of lora 'in'"):
         adapter_weights(config, LoraSettings(rank=2, targets=("query", "in")))

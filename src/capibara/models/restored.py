@@ -28,6 +28,12 @@ def from_checkpoint(folder: str | Path, step: int | None = None) -> ModularCapib
             "name what --out of `capibara train` was",
         )
     preset = load_preset(run / "config.toml", environment={})
+    if rank := preset.table.values.get("lora", {}).get("rank", 0):
+        raise rule_error(
+            "A folder that a model is read from has all of its weights",
+            f"{folder} with the factors of rank {rank} that LoRA trained beside them",
+            "write the whole model in Python: capibara.train.run.train(config, folder, resume=True).model.to_hf(...)",
+        )
     model = ModularCapibaraModel(preset.model, precision=preset.train.precision, seed=preset.train.seed)
     data = preset.table.values.get("data", {})
     model.prompt_bos = bool(data.get("add_bos", True))
