@@ -13,12 +13,12 @@ from tests.train.tiny_runs import DENSE, packed_batches, tiny_model
 
 from capibara.models import decoder
 from capibara.models.preset import OptimizerSettings, TrainSettings
+from capibara.models.restored import from_checkpoint
 from capibara.train.config import LoraSettings
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions
 from capibara.train.lora import LoraTrainable, adapter_weights
-from capibara.train.restored import from_checkpoint
 
 
 def test_the_merged_model_is_the_one_that_was_trained(tmp_path: Path) -> None:
