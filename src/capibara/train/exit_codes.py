@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["BAD_INPUT", "DOES_NOT_FIT", "DONE", "FINAL", "HUNG", "LOWERED_ONLY", "PREEMPTED"]
+__all__ = ["BAD_INPUT", "DOES_NOT_FIT", "DONE", "FAILED", "FINAL", "HUNG", "LOWERED_ONLY", "PREEMPTED"]
 
 DONE = 0
+FAILED = 1
 BAD_INPUT = 2
 DOES_NOT_FIT = 3
 LOWERED_ONLY = 4

@@ -20,13 +20,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Any, TextIO
+from typing import IO, Any, Protocol, TextIO
 
-from capibara.errors import rule_error
+from capibara.errors import TPUError, rule_error
 from capibara.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID
-from capibara.train.exit_codes import DONE, FINAL, PREEMPTED
+from capibara.train.exit_codes import DONE, FAILED, FINAL, PREEMPTED
 
-__all__ = ["RESTARTS", "Exit", "Supervisor", "supervise"]
+__all__ = [
+    "RESTARTS",
+    "Exit",
+    "Lines",
+    "LocalProcess",
+    "Place",
+    "PlaceFailed",
+    "Printer",
+    "Running",
+    "Supervisor",
+    "ThisMachine",
+    "free_port",
+    "supervise",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +47,12 @@ RESTARTS = "CAPIBARA_RESTARTS"
 """How often the program was started before, for the processes to see."""
 
 # Runs before the command, in its process: if the supervisor is killed, the kernel kills this process too (Linux). In a
-# fresh interpreter and not between fork and exec, where another thread's lock would stay locked for ever.
+# fresh interpreter and not between fork and exec, where another thread's lock would stay locked for ever. Signals that
+# whoever started the supervisor keeps from itself (Ray's workers have no Ctrl-C) reach the command all the same.
 _TIED = """
-import os, sys
+import os, signal, sys
 parent = int(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
 if sys.platform == "linux":
     import ctypes
     ctypes.CDLL(None).prctl(1, 9)
@@ -69,18 +84,60 @@ class Exit:
         return f"process {self.process} ended after {self.seconds:.1f} s: {how}"
 
 
-class _Process:
-    """One running process, its output and its end."""
+class PlaceFailed(TPUError):
+    """The place could not start the program this time: a start that failed, as if a process had died."""
+
+
+class Lines(Protocol):
+    """Takes the lines that a process prints."""
+
+    def line(self, process: int, line: bytes, error: bool) -> None: ...
+
+
+class Running(Protocol):
+    """A process of the program, wherever it runs."""
+
+    def follow(self, ends: queue.Queue[Exit]) -> None:
+        """Wait for its end and report it. In a thread of its own."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and to what it started. Called in a signal's handler too: it takes no lock."""
+
+
+class Place(Protocol):
+    """Where the processes of a program run."""
+
+    def open(self, processes: int) -> str:
+        """Make room for one start of the program; the coordinator's address, host:port."""
+
+    def start(
+        self, number: int, start: int, command: Sequence[str], environment: Mapping[str, str], printer: Printer
+    ) -> Running:
+        """Start a process, with these variables added to its environment."""
+
+    def close(self) -> None:
+        """After each start, however it ended: nothing of it is left."""
+
+
+class LocalProcess:
+    """One running process of this machine, its output and its end."""
 
     def __init__(
-        self, number: int, start: int, command: Sequence[str], environment: Mapping[str, str], printer: _Printer
+        self,
+        number: int,
+        start: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        printer: Lines,
+        folder: str | None = None,
     ) -> None:
         self.number, self.start = number, start
         self._began = time.monotonic()
         tied = [sys.executable, "-S", "-E", "-c", _TIED, str(os.getpid()), *command]
         self.popen = subprocess.Popen(
             tied,
-            env=dict(environment),
+            env={**os.environ, **environment},
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -112,7 +169,22 @@ class _Process:
             os.killpg(self.popen.pid, number)
 
 
-class _Printer:
+class ThisMachine:
+    """The processes run here."""
+
+    def open(self, processes: int) -> str:
+        return f"127.0.0.1:{free_port('127.0.0.1')}"
+
+    def start(
+        self, number: int, start: int, command: Sequence[str], environment: Mapping[str, str], printer: Printer
+    ) -> LocalProcess:
+        return LocalProcess(number, start, command, environment, printer)
+
+    def close(self) -> None:
+        pass
+
+
+class Printer:
     """Whole lines of several processes, each with its process's number."""
 
     def __init__(self, output: TextIO, errors: TextIO, processes: int, plain: bool) -> None:
@@ -157,6 +229,7 @@ class Supervisor:
       errors: the same for standard error, and for what the supervisor says; by default `output` if that is given.
       plain: process 0's standard output goes to `output` as it is, and nothing else does: for a command that prints
         a document there.
+      place: where the processes run, by default on this machine.
     """
 
     def __init__(
@@ -174,6 +247,7 @@ class Supervisor:
         output: TextIO | None = None,
         errors: TextIO | None = None,
         plain: bool = False,
+        place: Place | None = None,
     ) -> None:
         if isinstance(command, str) or not command:
             raise rule_error("A command is a list of words", repr(command), 'write ["python", "train.py"]')
@@ -191,8 +265,11 @@ class Supervisor:
         self.environment = dict(environment or {})
         self.exits: list[Exit] = []
         """How every process ended, over all starts."""
-        self._printer = _Printer(output or sys.stdout, errors or output or sys.stderr, processes, plain)
-        self._running: list[_Process] = []
+        self.starts = 0
+        """How often the program was started."""
+        self._place = place or ThisMachine()
+        self._printer = Printer(output or sys.stdout, errors or output or sys.stderr, processes, plain)
+        self._running: list[Running] = []
         self._told = 0
         self._told_at: float | None = None
         self._woken = threading.Event()
@@ -207,6 +284,7 @@ class Supervisor:
             in_a_row = 0
             for start in range(sys.maxsize):
                 began = time.monotonic()
+                self.starts = start + 1
                 code = self._one_start(start)
                 if code in FINAL or self._told:
                     return code
@@ -246,12 +324,11 @@ class Supervisor:
     def _one_start(self, start: int) -> int:
         """All processes once, from start to end; the code of the one that decided it."""
         ends: queue.Queue[Exit] = queue.Queue()
-        coordinator = f"127.0.0.1:{_free_port()}"
         threads = []
         try:
+            coordinator = self._place.open(self.processes)
             for number in range(self.processes):
                 environment = {
-                    **os.environ,
                     **self.environment,
                     PROCESS_ID: str(number),
                     PROCESS_COUNT: str(self.processes),
@@ -259,7 +336,7 @@ class Supervisor:
                     RESTARTS: str(start),
                 }
                 command = self.command + (self.restart_words if start else [])
-                process = _Process(number, start, command, environment, self._printer)
+                process = self._place.start(number, start, command, environment, self._printer)
                 self._running.append(process)
                 threads.append(threading.Thread(target=process.follow, args=(ends,), daemon=True))
                 threads[-1].start()
@@ -267,11 +344,15 @@ class Supervisor:
                 for process in self._running:
                     process.signal(self._told)
             return self._until_all_ended(ends)
+        except PlaceFailed as failure:
+            self._printer.say(str(failure))
+            return FAILED
         finally:
             self._kill()  # what the processes left behind in their groups, too
             for thread in threads:
                 thread.join()
             self._running = []
+            self._place.close()
 
     def _until_all_ended(self, ends: queue.Queue[Exit]) -> int:
         decided: Exit | None = None
@@ -314,7 +395,8 @@ def supervise(command: Sequence[str], processes: int = 1, **options: Any) -> int
     return Supervisor(command, processes, **options).run()
 
 
-def _free_port() -> int:
+def free_port(host: str) -> int:
+    """A port of this machine that nobody listens on at this address."""
     with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
+        opened.bind((host, 0))
         return int(opened.getsockname()[1])

@@ -1,0 +1,26 @@
+"""Programs on many machines: `capibara launch`.
+
+Names load when they are first used: importing this package imports neither jax nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from capibara._exports import exports
+
+if TYPE_CHECKING:
+    from capibara.fleet.jobset import jobset_manifest as jobset_manifest
+    from capibara.fleet.launch import ENGINES as ENGINES
+    from capibara.fleet.launch import Launched as Launched
+    from capibara.fleet.launch import launch as launch
+    from capibara.fleet.sky import sky_task as sky_task
+
+__all__, __getattr__, __dir__ = exports(
+    __name__,
+    {
+        "jobset": "jobset_manifest",
+        "launch": "ENGINES Launched launch",
+        "sky": "sky_task",
+    },
+)
