@@ -1,4 +1,4 @@
-"""Programs on many machines: `capibara launch`.
+"""Programs on many machines: `capibara.fleet.launch.launch`, and the files that it writes for other engines.
 
 Names load when they are first used: importing this package imports neither jax nor Ray.
 """
@@ -11,16 +11,12 @@ from capibara._exports import exports
 
 if TYPE_CHECKING:
     from capibara.fleet.jobset import jobset_manifest as jobset_manifest
-    from capibara.fleet.launch import ENGINES as ENGINES
-    from capibara.fleet.launch import Launched as Launched
-    from capibara.fleet.launch import launch as launch
     from capibara.fleet.sky import sky_task as sky_task
 
 __all__, __getattr__, __dir__ = exports(
     __name__,
     {
         "jobset": "jobset_manifest",
-        "launch": "ENGINES Launched launch",
         "sky": "sky_task",
     },
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -216,6 +217,7 @@ def cluster(
     """
     ray = _ray()
     address = address or os.environ.get("RAY_ADDRESS")
+    before = signal.getsignal(signal.SIGTERM)  # Ray takes it, and does not give it back
     try:
         if address is None:
             ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="WARNING")
@@ -232,6 +234,8 @@ def cluster(
     finally:
         workers.release()
         ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _check_it_fits(processes: int, resources: Mapping[str, float], there: Mapping[str, float]) -> None:
