@@ -44,6 +44,15 @@ SKY = table(
     },
     name=TEXT,
     workdir=TEXT,
+    file_mounts={
+        "type": "object",
+        "additionalProperties": table(
+            {
+                "source": {"type": "string", "pattern": "^(gs|s3)://"},
+                "mode": {"enum": ["MOUNT", "COPY", "MOUNT_CACHED"]},
+            }
+        ),
+    },
     envs={"type": "object", "patternProperties": {VARIABLE: TEXT}, "additionalProperties": False},
     setup=TEXT,
     run=TEXT,
@@ -60,6 +69,7 @@ _CONTAINER = table(
     command=rows(TEXT),
     env=rows(_ENV),
     ports=rows(table({"containerPort": {"type": "integer", "minimum": 1, "maximum": 65535}})),
+    volumeMounts=rows(table({"name": NAME, "mountPath": {"type": "string", "pattern": "^/"}})),
     resources=table({"limits": table({"google.com/tpu": {"type": "integer", "minimum": 1}})}),
 )
 _POD = table(
@@ -67,6 +77,17 @@ _POD = table(
     restartPolicy={"enum": ["Never"]},  # with a pod failure policy
     terminationGracePeriodSeconds=COUNT,
     nodeSelector={"type": "object", "additionalProperties": TEXT},
+    volumes=rows(
+        table(
+            {
+                "name": NAME,
+                "csi": table(
+                    {"driver": {"const": "gcsfuse.csi.storage.gke.io"}},
+                    volumeAttributes=table({"bucketName": TEXT}, mountOptions=TEXT),
+                ),
+            }
+        )
+    ),
 )
 _POD_RULE = {
     "oneOf": [
@@ -77,7 +98,8 @@ _POD_RULE = {
                     {
                         "operator": {"enum": ["In", "NotIn"]},
                         "values": {**rows({"type": "integer", "minimum": 1, "maximum": 255}), "uniqueItems": True},
-                    }
+                    },
+                    containerName=NAME,
                 ),
             }
         ),
@@ -90,7 +112,11 @@ _POD_RULE = {
     ]
 }
 _JOB = table(
-    {"template": table({"spec": _POD})},
+    {
+        "template": table(
+            {"spec": _POD}, metadata=table({"annotations": {"type": "object", "additionalProperties": TEXT}})
+        )
+    },
     completionMode={"enum": ["Indexed"]},  # JobSet's own default, and what gives JOB_COMPLETION_INDEX
     completions={"type": "integer", "minimum": 1},
     parallelism={"type": "integer", "minimum": 1},

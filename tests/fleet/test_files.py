@@ -150,6 +150,22 @@ def test_the_options_of_a_job_set_and_its_processes() -> None:
 
 
 @pytest.mark.quick
+def test_a_bucket_is_a_folder_of_every_host() -> None:
+    task = read_back(sky_task(TRAIN, "v4-64", bucket="gs://my-runs/", name="mine"), SKY)
+    assert task["file_mounts"] == {"/bucket": {"source": "gs://my-runs", "mode": "MOUNT"}}
+    assert task["name"] == "mine"
+    manifest = read_back(jobset_manifest(TRAIN, "v4-64", image="image", bucket="gs://my-runs"), JOBSET)
+    template = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    assert template["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
+    (volume,) = template["spec"]["volumes"]
+    assert volume["csi"]["volumeAttributes"]["bucketName"] == "my-runs"
+    assert template["spec"]["containers"][0]["volumeMounts"] == [{"name": volume["name"], "mountPath": "/bucket"}]
+    for bucket in ("my-runs", "gs://my-runs/folder", "gs://", "s3://my-runs"):
+        with pytest.raises(ValueError, match=r"A bucket is gs://NAME\."):
+            jobset_manifest(TRAIN, "v4-64", image="image", bucket=bucket)
+
+
+@pytest.mark.quick
 def test_how_a_job_set_takes_the_exit_codes() -> None:
     """The message is the Job controller's; its pod failure policy has to end the job for JobSet to see a code."""
     spec = jobset_manifest(TRAIN, "v4-64", image="image")["spec"]

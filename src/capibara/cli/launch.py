@@ -45,6 +45,9 @@ def launch(
         str | None, typer.Option(metavar="LINE", help="sky: what installs the command; pip on this folder by default.")
     ] = None,
     spot: Annotated[bool, typer.Option("--spot", help="sky, jobset: machines that may be taken away.")] = False,
+    bucket: Annotated[
+        str | None, typer.Option(metavar="gs://NAME", help="sky, jobset: what every worker has as /bucket.")
+    ] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="sky, jobset: of the run; capibara.")] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="sky, jobset: the file; NAME.ENGINE.yaml.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; the workers' lines go to standard error.")] = False,
@@ -74,6 +77,7 @@ def launch(
         image=image,
         setup=setup,
         spot=spot or None,
+        bucket=bucket,
         name=name,
         out=out,
     )

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capibara.errors import rule_error
+from capibara.fleet.bucket import MOUNT, check_bucket
 from capibara.fleet.tpu_hosts import COORDINATOR_PORT, slice_of_hosts
 from capibara.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID
 from capibara.train.exit_codes import DONE, FINAL, PREEMPTED
@@ -29,6 +30,7 @@ _ACCELERATORS = {
     "tpu_7x": "tpu7x",
 }
 _WORKERS = "workers"
+_CONTAINER = "capibara"
 _LONGEST_HOST_NAME = 63
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _MISTAKES = sorted(FINAL - {DONE, PREEMPTED})  # codes of a mistake: another start gives the same
@@ -45,6 +47,7 @@ def jobset_manifest(
     max_restarts: int = 3,
     grace_seconds: int = 300,
     spot: bool = False,
+    bucket: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The manifest as data.
@@ -59,6 +62,7 @@ def jobset_manifest(
         that would come again (2, 3, 4) end it at once.
       grace_seconds: between SIGTERM and the end of a pod: time to save.
       spot: on spot nodes.
+      bucket: "gs://name", which every pod has as /bucket, by the Cloud Storage FUSE driver of the cluster.
       environment: variables for every process.
     """
     wanted = slice_of_hosts(on, processes, slices)
@@ -82,7 +86,7 @@ def jobset_manifest(
         PROCESS_COUNT: str(hosts * slices),
         COORDINATOR: f"{name}-{_WORKERS}-0-0.{name}:{COORDINATOR_PORT}",
     }
-    pod = {
+    pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace_seconds,
         "nodeSelector": {
@@ -92,7 +96,7 @@ def jobset_manifest(
         },
         "containers": [
             {
-                "name": "capibara",
+                "name": _CONTAINER,
                 "image": image,
                 "command": ["/bin/sh", "-c", _script(command, hosts)],
                 "env": [
@@ -105,6 +109,14 @@ def jobset_manifest(
             }
         ],
     }
+    template: dict[str, Any] = {"spec": pod}
+    if bucket is not None:
+        attributes = {"bucketName": check_bucket(bucket, ("gs",)), "mountOptions": "implicit-dirs"}
+        driver = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}
+        pod["volumes"] = [{"name": "bucket", "csi": driver}]
+        pod["containers"][0]["volumeMounts"] = [{"name": "bucket", "mountPath": MOUNT}]
+        template = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}, "spec": pod}
+    codes = {"containerName": _CONTAINER, "operator": "In", "values": [*_MISTAKES, PREEMPTED]}
     job = {
         "completionMode": "Indexed",
         "completions": hosts,
@@ -112,11 +124,11 @@ def jobset_manifest(
         "backoffLimit": 0,  # a host cannot be replaced alone: the job fails, and the set is restarted
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [*_MISTAKES, PREEMPTED]}},
+                {"action": "FailJob", "onExitCodes": codes},
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": {"spec": pod},
+        "template": template,
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

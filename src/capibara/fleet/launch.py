@@ -27,9 +27,10 @@ _OPTIONS = {
     "ray": (
         "processes", "max_restarts", "grace_seconds", "environment", "address", "workdir", "cpus", "gpus", "tpus",
     ),
-    "sky": ("processes", "max_restarts", "environment", "on", "name", "setup", "spot", "out"),
+    "sky": ("processes", "max_restarts", "environment", "on", "name", "setup", "spot", "bucket", "out"),
     "jobset": (
-        "processes", "max_restarts", "grace_seconds", "environment", "on", "name", "image", "slices", "spot", "out",
+        "processes", "max_restarts", "grace_seconds", "environment", "on", "name", "image", "slices", "spot", "bucket",
+        "out",
     ),
 }  # fmt: skip
 ENGINES = tuple(_OPTIONS)

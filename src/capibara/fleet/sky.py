@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capibara.errors import rule_error
+from capibara.fleet.bucket import MOUNT, check_bucket
 from capibara.fleet.tpu_hosts import COORDINATOR_PORT, slice_of_hosts
 from capibara.processes import COORDINATOR, PROCESS_COUNT, PROCESS_ID
 from capibara.train.exit_codes import PREEMPTED
@@ -60,6 +61,7 @@ def sky_task(
     max_restarts: int = 3,
     spot: bool = False,
     setup: str | None = None,
+    bucket: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The task as data.
@@ -70,6 +72,7 @@ def sky_task(
       processes: machines, for GPUs; a slice has its own number.
       max_restarts: after errors. After a preemption, exit code 42 or a machine that is taken away, always.
       setup: a shell line that installs what the command needs; by default the checkout that is the working folder.
+      bucket: "gs://name" or "s3://name", which every host has as /bucket.
       environment: variables for every process.
     """
     machines = sky_machines(on, processes)
@@ -84,6 +87,9 @@ def sky_task(
             "job_recovery": {"max_restarts_on_errors": max_restarts, "recover_on_exit_codes": [PREEMPTED]},
         },
     }
+    if bucket is not None:
+        check_bucket(bucket, ("gs", "s3"))
+        task["file_mounts"] = {MOUNT: {"source": bucket.rstrip("/"), "mode": "MOUNT"}}
     if environment:
         task["envs"] = dict(environment)
     task["setup"] = (setup or f"pip install '.[train,{machines.extra}]'") + "\n"
