@@ -895,3 +895,27 @@ def ops_and_layouts() -> None:
     spec = PartitionSpec("data", "model")
     placed = jax.device_put(SQUARE, NamedSharding(mesh, spec))
     assert validate_sharding(array=placed, mesh=mesh, spec=spec) is placed
+
+
+@shows("capibara.cli.launch:launch")
+def launches() -> None:
+    import contextlib
+    import io
+    import json
+    import os
+    import sys
+    import tempfile
+
+    from capibara.cli.launch import launch
+
+    train = ["capibara", "train", "llama-7b"]
+    with tempfile.TemporaryDirectory() as folder:
+        for engine, image in (("sky", None), ("jobset", "image")):
+            with contextlib.redirect_stdout(io.StringIO()) as shown:
+                out = os.path.join(folder, engine)
+                launch(command=train, engine=engine, on="v4-64", image=image, out=out, json=True)
+            assert json.loads(shown.getvalue())["processes"] == 8
+            assert os.path.getsize(out)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        launch(command=[sys.executable, "-S", "-c", ""], engine="processes", processes=2, json=True)
+    assert json.loads(shown.getvalue())["starts"] == 1

@@ -271,7 +271,8 @@ def test_the_documented_count_does_not_shrink_by_accident() -> None:
 def test_documented_names_are_the_documents_own() -> None:
     """They start at a door: a name that follows the code into a room is no longer what the documents say."""
     sections = tomllib.loads((ROOT / "docs" / "contract.toml").read_text(encoding="utf-8"))["section"]
-    paths = [entry["path"] for section in sections for entry in section["entries"] if "path" in entry]
+    theirs = [section for section in sections if section["title"] != "Commands and names of our own"]
+    paths = [entry["path"] for section in theirs for entry in section["entries"] if "path" in entry]
     doors = ("capibara.jax", "capibara.core", "capibara.config", "capibara.vq", "vishwamai")
     assert len(paths) > 200
     assert not [path for path in paths if not path.startswith(doors)]
