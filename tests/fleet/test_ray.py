@@ -116,7 +116,9 @@ def test_a_signal_is_passed_on_and_the_code_comes_back(place: RayCluster, tmp_pa
     assert _pids(tmp_path, "told") == [number, number]
 
 
-def test_a_lost_worker_and_a_folder_that_is_not_there(place: RayCluster, tmp_path: Path) -> None:
+def test_a_lost_worker_and_a_folder_that_is_not_there(
+    place: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = io.StringIO()
     lost = """
         mark("started")
@@ -134,14 +136,26 @@ def test_a_lost_worker_and_a_folder_that_is_not_there(place: RayCluster, tmp_pat
     assert "worker 0 is lost: " in output.getvalue()
     assert not any(map(is_running, _pids(tmp_path, "started")))
 
-    place._folder = str(tmp_path / "none")
-    try:
-        nowhere = Supervisor(["true"], 2, place=place, max_restarts=1, backoff_seconds=0.01, output=output)
-        assert nowhere.run() == 1
-    finally:
-        place._folder = os.getcwd()
+    monkeypatch.setattr(place, "_folder", str(tmp_path / "none"))
+    nowhere = Supervisor(["true"], 2, place=place, max_restarts=1, backoff_seconds=0.01, output=output)
+    assert nowhere.run() == 1
     assert nowhere.starts == 2
     assert f"there is no folder {tmp_path / 'none'}" in output.getvalue()
+
+
+def test_a_wait_for_resources_ends(place: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    greedy = RayCluster({"CPU": 10_000}, os.getcwd(), wait_seconds=0.5)
+    try:
+        assert Supervisor(["true"], 2, place=greedy, max_restarts=0, output=output).run() == 1
+        assert "2 workers of 10000 CPU were not free within 0.5 s" in output.getvalue()
+        monkeypatch.setattr(greedy, "_wait_seconds", 60.0)
+        teller = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+        teller.start()
+        assert Supervisor(["true"], 2, place=greedy, output=output).run() == 128 + signal.SIGTERM
+        assert "told to stop while waiting" in output.getvalue()
+    finally:
+        greedy.release()
 
 
 def test_more_than_the_machine_has_is_refused() -> None:

@@ -7,6 +7,7 @@ TPUs and GPUs only; on CPUs each of its workers trains a model of its own, and n
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -18,11 +19,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from capibara.distribution import NAME
-from capibara.errors import CapibaraError, rule_error
+from capibara.errors import CapibaraError, rule_error, say_once
 from capibara.train.exit_codes import FAILED
 from capibara.train.supervisor import Exit, LocalProcess, PlaceFailed, Printer, free_port
 
 __all__ = ["RayCluster", "cluster"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
 _LINES_A_POLL = 1000
@@ -152,17 +155,12 @@ class RayCluster:
         self._group: Any = None
         self._actors: list[Any] = []
 
-    def open(self, processes: int) -> str:
+    def open(self, processes: int, stop: threading.Event) -> str:
         ray = _ray()
         try:
             if self._group is None:
                 self._group = ray.util.placement_group([self._resources] * processes, strategy="PACK")
-            if not self._group.wait(self._wait_seconds):
-                needed = ", ".join(f"{share:g} {name}" for name, share in self._resources.items())
-                raise PlaceFailed(
-                    f"{processes} workers of {needed} each were not free within {self._wait_seconds:g} s; the cluster "
-                    f"has {_totals(ray.cluster_resources())}, of which {_totals(ray.available_resources())} are free"
-                )
+            self._wait(ray, processes, stop)
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
             worker = ray.remote(_Worker)
             self._actors = [
@@ -179,6 +177,22 @@ class RayCluster:
         except ray.exceptions.RayError as error:
             raise PlaceFailed(f"Ray did not start the workers: {_first_line(error)}") from error
 
+    def _wait(self, ray: Any, processes: int, stop: threading.Event) -> None:
+        """Until the resources are there. In pieces of a second, so that a signal ends it."""
+        needed = (
+            f"{processes} workers of {' and '.join(f'{share:g} {name}' for name, share in self._resources.items())}"
+        )
+        began = time.monotonic()
+        while not self._group.wait(1):
+            if stop.is_set():
+                raise PlaceFailed(f"told to stop while waiting for {needed}")
+            say_once(logger, id(self), "waiting for %s; the cluster has %s", needed, _totals(ray.cluster_resources()))
+            if time.monotonic() - began > self._wait_seconds:
+                raise PlaceFailed(
+                    f"{needed} were not free within {self._wait_seconds:g} s; the cluster has "
+                    f"{_totals(ray.cluster_resources())}, of which {_totals(ray.available_resources())} are free"
+                )
+
     def start(
         self, number: int, start: int, command: Sequence[str], environment: Mapping[str, str], printer: Printer
     ) -> _RayProcess:
@@ -193,9 +207,11 @@ class RayCluster:
 
     def close(self) -> None:
         ray = _ray()
+        # What the commands started and left behind. A machine that is gone does not answer.
+        killed = [actor.signal.remote(signal.SIGKILL) for actor in self._actors]
+        if killed:
+            ray.wait(killed, num_returns=len(killed), timeout=5)
         for actor in self._actors:
-            with suppress(ray.exceptions.RayError):  # its machine may be gone
-                ray.get(actor.signal.remote(9), timeout=5)  # what the command started and left behind
             ray.kill(actor)
         self._actors = []
 
@@ -213,7 +229,7 @@ def cluster(
     """A `RayCluster` on a cluster that is there, or on one of this machine alone, which ends with it.
 
     Args:
-      address: "auto", host:port or ray://host:port; without it RAY_ADDRESS, and without that a new cluster here.
+      address: "auto" or host:port; without it RAY_ADDRESS, and without that a new cluster here.
     """
     ray = _ray()
     address = address or os.environ.get("RAY_ADDRESS")

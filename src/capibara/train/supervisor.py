@@ -107,8 +107,8 @@ class Running(Protocol):
 class Place(Protocol):
     """Where the processes of a program run."""
 
-    def open(self, processes: int) -> str:
-        """Make room for one start of the program; the coordinator's address, host:port."""
+    def open(self, processes: int, stop: threading.Event) -> str:
+        """Make room for one start of the program; the coordinator's address, host:port. `stop` ends a wait for it."""
 
     def start(
         self, number: int, start: int, command: Sequence[str], environment: Mapping[str, str], printer: Printer
@@ -172,7 +172,7 @@ class LocalProcess:
 class ThisMachine:
     """The processes run here."""
 
-    def open(self, processes: int) -> str:
+    def open(self, processes: int, stop: threading.Event) -> str:
         return f"127.0.0.1:{free_port('127.0.0.1')}"
 
     def start(
@@ -326,7 +326,7 @@ class Supervisor:
         ends: queue.Queue[Exit] = queue.Queue()
         threads = []
         try:
-            coordinator = self._place.open(self.processes)
+            coordinator = self._place.open(self.processes, self._woken)
             for number in range(self.processes):
                 environment = {
                     **self.environment,
@@ -346,7 +346,7 @@ class Supervisor:
             return self._until_all_ended(ends)
         except PlaceFailed as failure:
             self._printer.say(str(failure))
-            return FAILED
+            return 128 + self._told if self._told else FAILED
         finally:
             self._kill()  # what the processes left behind in their groups, too
             for thread in threads:

@@ -1,83 +1,14 @@
-"""The files for SkyPilot and for GKE: their schemas, what they say of a slice, and their shell lines run for real."""
+"""A JobSet: its schema, what it says of a slice, its shell lines run for real, and what it does with exit codes."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from typing import Any
 
-import jsonschema
 import pytest
-import yaml
-from tests.fleet.schemas import JOBSET, SKY
+from tests.fleet.documents import SHOW, TRAIN, read_back, run_shell
+from tests.fleet.schemas import JOBSET
 
-from capibara.fleet import jobset_manifest, sky_task
-from capibara.fleet.yaml_text import yaml_text
-
-TRAIN = ["capibara", "train", "llama-7b", "--set", "data.path=a b"]
-SHOW = [
-    sys.executable, "-S", "-c",
-    "import os, sys; print(*(os.environ['CAPIBARA_' + n] for n in ('PROCESS_ID', 'PROCESS_COUNT', 'COORDINATOR')),"
-    " *sys.argv[1:], sep='|')", "$HOME $(A) $$ 'q'",
-]  # fmt: skip
-
-
-def read_back(data: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    document = yaml.safe_load(yaml_text(data))
-    assert document == data
-    jsonschema.validate(document, schema)
-    return document
-
-
-def run_shell(shell: str, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [shell, "-c", script],
-        env={"PATH": os.environ["PATH"], **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("on", "accelerators", "hosts"),
-    [("v4-64", "tpu-v4-64", 8), ("v4-8", "tpu-v4-8", 1), ("v5e-16", "tpu-v5litepod-16", 4), ("v6e-8", "tpu-v6e-8", 1)],
-)
-def test_a_task_for_a_slice(on: str, accelerators: str, hosts: int) -> None:
-    task = read_back(sky_task(TRAIN, on), SKY)
-    # One node of SkyPilot's: it runs the task on all hosts of it.
-    assert task["num_nodes"] == 1
-    assert task["resources"]["accelerators"] == accelerators
-    assert task["resources"]["infra"] == "gcp"
-    assert f'"$SKYPILOT_NUM_NODES" -ne {hosts} ' in task["run"]
-    assert task["run"].endswith("exec capibara train llama-7b --set 'data.path=a b' --resume\n")
-    assert task["setup"] == "pip install '.[train,tpu]'\n"
-
-
-@pytest.mark.quick
-def test_a_task_for_gpus_and_its_options() -> None:
-    task = read_back(
-        sky_task(
-            SHOW, "H100:8", name="mine", processes=4, max_restarts=7, spot=True, setup="true", environment={"A": "1"}
-        ),
-        SKY,
-    )
-    assert (task["name"], task["num_nodes"], task["setup"], task["envs"]) == ("mine", 4, "true\n", {"A": "1"})
-    assert task["resources"] == {
-        "accelerators": "H100:8",
-        "use_spot": True,
-        "job_recovery": {"max_restarts_on_errors": 7, "recover_on_exit_codes": [42]},
-    }
-    assert sky_task(TRAIN, "H100:8")["setup"] == "pip install '.[train,cuda]'\n"
-    hosts = {"SKYPILOT_NODE_RANK": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"}
-    ran = run_shell("bash", task["run"], SKYPILOT_NUM_NODES="4", **hosts)
-    assert ran.stdout == f"2|4|10.0.0.1:8476|{SHOW[-1]}\n", ran.stderr
-    alone = run_shell("bash", task["run"], SKYPILOT_NUM_NODES="1", **hosts)
-    assert alone.returncode == 2
-    assert "is for 4 hosts" in alone.stderr
+from capibara.fleet import jobset_manifest
 
 
 @pytest.mark.quick
@@ -151,9 +82,6 @@ def test_the_options_of_a_job_set_and_its_processes() -> None:
 
 @pytest.mark.quick
 def test_a_bucket_is_a_folder_of_every_host() -> None:
-    task = read_back(sky_task(TRAIN, "v4-64", bucket="gs://my-runs/", name="mine"), SKY)
-    assert task["file_mounts"] == {"/bucket": {"source": "gs://my-runs", "mode": "MOUNT"}}
-    assert task["name"] == "mine"
     manifest = read_back(jobset_manifest(TRAIN, "v4-64", image="image", bucket="gs://my-runs"), JOBSET)
     template = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     assert template["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
@@ -188,19 +116,12 @@ def test_how_a_job_set_takes_the_exit_codes() -> None:
 
 @pytest.mark.quick
 def test_bad_input() -> None:
-    for write in (sky_task, lambda *words, **options: jobset_manifest(*words, image="image", **options)):
-        with pytest.raises(ValueError, match="Unknown TPU slice 'w4-64'"):
-            write(TRAIN, "w4-64")
-        with pytest.raises(ValueError, match=r"use v4-32 .* or v4-64"):
-            write(TRAIN, "v4-48")
-        with pytest.raises(ValueError, match=r"hosts of 4 chips: 8 hosts .*--processes 8"):
-            write(TRAIN, "v4-64", processes=32)
-    with pytest.raises(ValueError, match="a GPU at least"):
-        sky_task(TRAIN, "H100:0")
-    with pytest.raises(ValueError, match="by the size in their name"):
-        sky_task(TRAIN, "v4:4x4x16")
-    with pytest.raises(ValueError, match="--engine jobset"):
-        sky_task(TRAIN, "tpu7x-32")
+    with pytest.raises(ValueError, match="Unknown TPU slice 'w4-64'"):
+        jobset_manifest(TRAIN, "w4-64", image="image")
+    with pytest.raises(ValueError, match=r"use v4-32 .* or v4-64"):
+        jobset_manifest(TRAIN, "v4-48", image="image")
+    with pytest.raises(ValueError, match=r"hosts of 4 chips: 16 hosts .*--processes 16"):
+        jobset_manifest(TRAIN, "v4-64", image="image", slices=2, processes=8)
     with pytest.raises(ValueError, match="TPUs that GKE has"):
         jobset_manifest(TRAIN, "v2-32", image="image")
     with pytest.raises(ValueError, match="several hosts each"):
