@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import os
 import signal
 import subprocess
@@ -141,6 +142,28 @@ def test_a_lost_worker_and_a_folder_that_is_not_there(
     assert nowhere.run() == 1
     assert nowhere.starts == 2
     assert f"there is no folder {tmp_path / 'none'}" in output.getvalue()
+
+
+def test_a_cluster_that_is_there_is_joined_and_stays(place: RayCluster, tmp_path: Path) -> None:
+    import ray
+
+    def reserved() -> int:
+        return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+
+    before = reserved()
+    (tmp_path / "work").mkdir()
+    words = ["--address", ray.get_runtime_context().gcs_address, "--processes", "2", "--cpus", "0.25"]
+    words += ["--workdir", str(tmp_path / "work"), "--env", "MINE=x", "--json"]
+    code = 'print("in", os.getcwd(), os.environ["MINE"]); sys.exit(42)'
+    ran = subprocess.run(
+        [sys.executable, "-m", "capibara", "launch", "--engine", "ray", *words, "--", *command(tmp_path, code)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 42, ran.stderr
+    document = json.loads(ran.stdout)
+    assert (document["processes"], document["starts"], document["error"]["exit_code"]) == (2, 1, 42)
+    assert f"[1] in {tmp_path / 'work'} x" in ran.stderr
+    assert eventually(lambda: reserved() == before)  # its share of the cluster is given back
 
 
 def test_a_wait_for_resources_ends(place: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
