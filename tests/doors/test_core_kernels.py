@@ -287,6 +287,5 @@ def test_mistakes_and_what_is_not_there() -> None:
     assert not hasattr(kernels, "fast_sort")
     with pytest.raises(AttributeError, match=r"'fast_sort' in this version; it has .*optimized_matmul, einsum"):
         kernels.fast_sort()
-    assert not hasattr(capibara.core, "ModularCapibaraModel")
     assert copy.deepcopy(kernels).settings == kernels.settings
     assert repr(kernels).startswith("TPUv4Kernels(precision='bfloat16', optimization_level='balanced'")

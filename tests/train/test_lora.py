@@ -14,11 +14,12 @@ from tests.train.tiny_runs import DENSE, packed_batches, tiny_model
 from capibara.models import decoder
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.models.restored import from_checkpoint
-from capibara.train.config import LoraSettings
+from capibara.train.config import LoraSettings, load_run
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions
 from capibara.train.lora import LoraTrainable, adapter_weights
+from capibara.train.run import train
 
 
 def test_the_merged_model_is_the_one_that_was_trained(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_the_merged_model_is_the_one_that_was_trained(tmp_path: Path) -> None:
 def test_the_folder_of_a_run_says_that_it_has_the_factors_alone(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(DENSE + "[lora]\nrank = 2\n")
-    with pytest.raises(ValueError, match=r"rank 2 .*to_hf"):
+    with pytest.raises(ValueError, match=r"rank 2 and no merged/.*--resume"):
         from_checkpoint(tmp_path)
 
 
@@ -70,3 +71,18 @@ def test_a_target_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
         adapter_weights(config, LoraSettings(rank=2, targets=("query", "in")))
     layer = adapter_weights(config, LoraSettings(rank=2, targets=("query",)))[0]
     assert {name for block in layer.values() for name in block} == {"query_lora_down", "query_lora_up"}
+
+
+def test_a_run_from_a_folder_leaves_its_whole_model(tmp_path: Path) -> None:
+    """As the command does it: weights in, factors trained, the merged model out and read again."""
+    base = tiny_model(tmp_path)
+    base.to_hf(tmp_path / "base")
+    ids = tmp_path / "ids.npy"
+    np.save(ids, (np.arange(600) * 7 % 50 + 5).astype(np.uint16))
+    sets = ["train.steps=3", "train.batch_size=2", "train.sequence_length=8", "train.precision=float32", "lora.rank=2"]
+    config = load_run(tmp_path / "base", [f"data.path={ids}", "data.pack=stream", *sets])
+    trained = train(config, tmp_path / "run", devices=jax.devices()[:1])
+    again = from_checkpoint(tmp_path / "run")
+    for ours, theirs in zip(jax.tree.leaves(trained.model.params), jax.tree.leaves(again.params), strict=True):
+        assert np.array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+    assert not np.array_equal(again.params["layers"][0]["mlp"]["up"], base.params["layers"][0]["mlp"]["up"])

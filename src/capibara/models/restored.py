@@ -29,11 +29,7 @@ def from_checkpoint(folder: str | Path, step: int | None = None) -> ModularCapib
         )
     preset = load_preset(run / "config.toml", environment={})
     if rank := preset.table.values.get("lora", {}).get("rank", 0):
-        raise rule_error(
-            "A folder that a model is read from has all of its weights",
-            f"{folder} with the factors of rank {rank} that LoRA trained beside them",
-            "write the whole model in Python: capibara.train.run.train(config, folder, resume=True).model.to_hf(...)",
-        )
+        return _merged(run, rank, step)
     model = ModularCapibaraModel(preset.model, precision=preset.train.precision, seed=preset.train.seed)
     data = preset.table.values.get("data", {})
     model.prompt_bos = bool(data.get("add_bos", True))
@@ -43,6 +39,20 @@ def from_checkpoint(folder: str | Path, step: int | None = None) -> ModularCapib
     with Checkpoints(run / "checkpoints") as checkpoints:
         model.params = checkpoints.restore({"params": target}, step, partial=True).state["params"]
     return model
+
+
+def _merged(run: Path, rank: int, step: int | None) -> ModularCapibaraModel:
+    """The model that a LoRA run wrote at its end, its changes added to the weights that it started from."""
+    from capibara.models.weights import from_hf
+
+    folder = run / "merged"
+    if step is not None or not (folder / "config.json").is_file():
+        raise rule_error(
+            "A LoRA run has its whole model in merged/ once it is done, and the factors alone in its checkpoints",
+            f"{run} with factors of rank {rank} and " + ("no merged/" if step is None else f"step {step} asked for"),
+            "finish it with capibara train --resume",
+        )
+    return from_hf(folder)
 
 
 def load_model(name: str | Path) -> tuple[ModularCapibaraModel, str]:

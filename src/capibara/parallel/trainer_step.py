@@ -311,7 +311,7 @@ def _by_hand(loss: Loss, options: StepOptions, accumulate: int) -> Callable[...,
         value, metrics, gradients = _accumulated(loss, accumulate, params, batch, key)
         share = weight / jnp.maximum(jax.lax.psum(weight, "data"), 1)
         value, metrics = jax.tree.map(lambda x: jax.lax.psum(x * share, "data"), (value, metrics))
-        gradients = jax.tree.map(lambda g: g * share.astype(g.dtype), gradients)
+        gradients = jax.tree.map(lambda g: (g.astype(jnp.float32) * share).astype(g.dtype), gradients)
         if options.communication == "compressed":
             gradients, unsent = compressed_all_reduce(gradients, "data", state=unsent)
         else:

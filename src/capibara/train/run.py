@@ -4,6 +4,7 @@ DIR/config.toml      everything the run was told
 DIR/run.json         what it knew while it ran: devices, layout, kernels, predictions; an entry a process
 DIR/metrics.jsonl    a line a step
 DIR/checkpoints/     and the data's position in each
+DIR/merged/          of a LoRA run, the model with its changes added, as a Hugging Face folder
 DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
 """
 
@@ -151,6 +152,8 @@ def train(
             share=share,
         )
         loop.trainable.publish(loop.params)
+        if out is not None and config.lora.rank:
+            model.to_hf(out / "merged", overwrite=True)
         if out is not None and process_index() == 0:
             peak = peak_bytes(loop.devices)
             end_life(out, step=result.step, peak_bytes=peak, host_peak_bytes=host_peak_bytes())

@@ -26,7 +26,8 @@ def sample_entry(
     """The sample for run.json, or why there is none: what cannot be generated does not undo a run that is done."""
     try:
         return {"sample": sample_text(config, model, held_out, has_held_out)}
-    except (RuntimeError, NotImplementedError) as error:  # the device's memory, a block that does not decode
+    # The device's memory, a block that does not decode, tokens of files whose tokenizer is another.
+    except (RuntimeError, NotImplementedError, ValueError) as error:
         return {"sample_refusal": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
