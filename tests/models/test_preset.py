@@ -108,6 +108,7 @@ IN_THE_STEP = {
 }
 OF_A_RUN = {
     "steps", "seed", "unroll", "checkpoint_every", "eval_every", "eval_batches", "skip_nonfinite", "deterministic",
+    "communication",
 }  # fmt: skip
 
 

@@ -49,8 +49,8 @@ class TpuDistributedTrainer:
       loss: `loss(module, batch)` of a module that is not a capibara model.
       precision: "mixed", "bfloat16" or "float32"; the model's own by default.
       optimizer: an `OptimizerSettings`; AdamW by default.
-      settings: a `TrainSettings` for the rest: z_loss, seed, skip_nonfinite, unroll, checkpoint_every. What the arguments
-        here and the dataset say (precision, steps, batch, accumulation, recomputation) is not read from it.
+      settings: a `TrainSettings` for the rest: z_loss, seed, skip_nonfinite, unroll, checkpoint_every. What the other
+        arguments and the dataset say (precision, steps, batch, accumulation, recomputation) is not read from it.
       checkpoint_folder: keep checkpoints there every `settings.checkpoint_every` steps, and go on from the last.
       tell: gets lines of text about the run.
     """
