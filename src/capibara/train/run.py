@@ -229,7 +229,7 @@ def _batches(config: RunConfig, tokenizer: Tokenizer, split: str, share: tuple[i
     settings = config.preset.train
     return open_batches(
         config.data,
-        tokenizer=tokenizer if config.data.tokenizer == config.preset.model.tokenizer else None,
+        tokenizer=tokenizer,
         batch_size=settings.batch_size,
         sequence_length=settings.sequence_length,
         seed=settings.seed,
