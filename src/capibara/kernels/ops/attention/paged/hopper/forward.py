@@ -266,7 +266,7 @@ def _kernel(
                 if per_tile == 1:
                     row = row * 0
                 else:
-                    row = lax.shift_right_logical(row, jnp.full_like(row, int(math.log2(n.group))))
+                    row = lax.shift_right_logical(row, int(math.log2(n.group)))
                 row = row + position
                 seen = key <= row
                 return seen if window is None else seen & (key > row - window)
