@@ -89,10 +89,7 @@ class Moe(Block):
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
-        # Layers that are written out one after another read slices of stacked weights, and XLA copies a slice for every
-        # kernel that reads it. Behind a barrier it is copied once, and already narrow.
-        wide = {name: params[name].astype(x.dtype) for name in ("gate", "up", "down")}
-        routed = {"router": params["router"], **jax.lax.optimization_barrier(wide)}
+        routed = {name: params[name] for name in ("router", "gate", "up", "down")}
         noisy = self.jitter > 0 and sequences.key is not None
         options: dict[str, Any] = {
             "top_k": self.top_k,
