@@ -332,3 +332,25 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts() -> None:
             params, state, metrics = step(after, new, batch_of())
             assert int(metrics["skipped_in_a_row"]) == 0
             assert int(state["skipped"]) == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("not_finite", ["gradient", "loss"])
+def test_either_of_loss_and_gradient_is_enough_to_skip(not_finite: str) -> None:
+    """The square root has no slope at 0; a loss may be infinite where its slope is 1."""
+
+    def pull(p: Any, batch: Any, key: Any) -> Any:
+        x = p["w"].sum()
+        return (jnp.sqrt(x) if not_finite == "gradient" else x + batch["x"].sum()), {}
+
+    batch = {"x": jnp.full((1,), jnp.inf)}
+    params = {"w": jnp.zeros((2,))}
+    value, slope = jax.value_and_grad(lambda p: pull(p, batch, None)[0])(params)
+    assert bool(jnp.isfinite(value)) == (not_finite == "gradient")
+    assert bool(jnp.isfinite(slope["w"]).all()) == (not_finite == "loss")
+    optimizer = make_optimizer("sgd", 0.1)
+    after, state, metrics = jax.jit(step_function(pull, optimizer, FLOAT32))(
+        params, initial_state(optimizer, params, FLOAT32), batch
+    )
+    assert not np.asarray(after["w"]).any()
+    assert int(metrics["skipped_in_a_row"]) == int(state["skipped"]) == 1

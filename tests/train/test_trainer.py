@@ -13,9 +13,11 @@ import pytest
 from tests.train.tiny_runs import packed_batches, run_loop, tiny_model
 
 from capibara.mesh import create_training_mesh, training_mesh_config
+from capibara.models import decoder
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.parallel.run import lower_program
 from capibara.train.data.wrapped import wrap_dataset
+from capibara.train.logs import MetricsLog
 from capibara.train.loop import Diverged
 from capibara.train.trainer import TpuDistributedTrainer
 
@@ -298,16 +300,28 @@ def test_a_run_moves_from_32_devices_to_8_and_back(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_z_loss_is_added(tmp_path: Path) -> None:
-    """z_loss times the mean square of log(sum of exponentials), over the targets that count."""
+def test_z_loss_is_minimised_and_is_no_part_of_the_loss_that_is_told(tmp_path: Path) -> None:
+    """The metric is the cross-entropy alone, in training and evaluation; the gradient is of both."""
     (batch,) = packed_batches(1, 8)
     model = tiny_model(tmp_path)
-    _, without = run_loop(tiny_model(tmp_path), [batch])
-    _, with_it = run_loop(tiny_model(tmp_path), [batch], settings={"z_loss": 0.1})
-    scores = model(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
-    squares = np.asarray(jax.nn.logsumexp(scores, -1)) ** 2
-    expected = 0.1 * (squares * batch["mask"]).sum() / batch["mask"].sum()
-    assert with_it.history[0]["loss"] - without.history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+    _, without = run_loop(model, [batch])
+    loop, with_it = run_loop(tiny_model(tmp_path), [batch], settings={"z_loss": 0.1, "eval_batches": 1})
+    assert with_it.history[0]["loss"] == pytest.approx(without.history[0]["loss"], rel=1e-6)
+
+    def both(params: Any) -> jax.Array:
+        scores = model.apply(params, batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+        highest = jax.nn.logsumexp(scores, -1)
+        picked = jnp.take_along_axis(scores, batch["targets"][..., None], -1)[..., 0]
+        return ((highest - picked + 0.1 * highest**2) * batch["mask"]).sum() / batch["mask"].sum()
+
+    slopes = jax.jit(jax.grad(both))(tiny_model(tmp_path).params)
+    norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(slopes)))
+    assert with_it.history[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert norm > 1.05 * without.history[0]["grad_norm"]
+    with MetricsLog(None) as log:
+        held_out = loop.evaluate(lambda: wrap_dataset([batch]), log)
+    plain = decoder.loss(model.config, loop.params, batch, dtype=jnp.float32)[0]
+    assert held_out == pytest.approx(float(plain), rel=1e-5)
 
 
 # The guard against NaN.

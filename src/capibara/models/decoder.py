@@ -259,10 +259,13 @@ def loss(
         targets = jnp.where(batch["mask"] != 0, targets, IGNORED)
     if "segment_ids" in batch:
         targets = jnp.where(batch["segment_ids"] != 0, targets, IGNORED)
-    entropy = cross_entropy(
-        x, _head(model, params, x.dtype), targets, z_loss=z_loss, softcap=model.softcap, ignore_index=IGNORED
-    )
-    return entropy + extra, {"loss": entropy, **metrics}
+    head = _head(model, params, x.dtype)
+    options: dict[str, Any] = {"softcap": model.softcap, "ignore_index": IGNORED}
+    if not z_loss:
+        entropy = cross_entropy(x, head, targets, **options)
+        return entropy + extra, {"loss": entropy, **metrics}
+    total, of_z = cross_entropy(x, head, targets, z_loss=z_loss, return_z_loss=True, **options)
+    return total + extra, {"loss": total - of_z, **metrics}
 
 
 def make_loss(model: ModularModelConfig, **options: Any) -> Callable[[Any, Any], jax.Array]:
