@@ -23,7 +23,7 @@ def teach_plan(loop: Loop, name: str, rows: Sequence[Mapping[str, Any]], peak_by
     None, and nothing is kept: where devices only stand for other chips, where nothing was planned or the step is not
     the planned one (activations sent to the host), or after too few steps.
     """
-    chosen = loop.chosen
+    chosen = loop.compiled.chosen
     if chosen is None or chosen.simulated or chosen.estimate is None or loop.options.offload_activations:
         return None
     speed = speed_of([dict(row) for row in rows])
