@@ -160,6 +160,7 @@ def trainer_job(
     key = jax.eval_shape(lambda: jax.random.key(0))
     metrics = jax.eval_shape(loss, params if frozen is None else (params, frozen), batch, key)[1]
     share = metrics.get(EXPERT_SHARE)
+    share = share if share is not None and len(share.shape) == 2 else None  # a user's own metric of that name
     state = jax.eval_shape(
         lambda p, f: initial_state(optimizer, p, options, data_size, f, expert_share=share), params, frozen
     )

@@ -159,20 +159,24 @@ class Loop:
         """The newest state, if there is one."""
         params, state, _ = self.compiled.program.arguments
         trained = {name: shape for name, shape in state.items() if name != FROZEN}
-        found = checkpoints.restore_latest({"params": params, "state": trained}, renewed=(f"state/{UNSENT}",))
+        renewed = [f"state/{name}" for name in (UNSENT, EXPERT_SHARE)]
+        found = checkpoints.restore_latest({"params": params, "state": trained}, renewed=renewed)
         if found is None:
             return None
         self.params, self.state, self.step = found.state["params"], found.state["state"], found.step
         self.tell(f"restored step {found.step} from {found.source}")
-        unsent = jax.tree.leaves(self.state.get(UNSENT, ()), is_leaf=lambda x: x is None)
-        if any(x is None for x in unsent):
-            self.tell(
-                "what devices had not sent of their gradients, a rounding error of one step, begins at nothing: the "
-                "checkpoint has none for a data axis of this size"
+        for name in (UNSENT, EXPERT_SHARE):
+            if all(leaf is not None for leaf in jax.tree.leaves(self.state.get(name, ()), is_leaf=lambda x: x is None)):
+                continue
+            self.state[name] = self.compiled.on_mesh(
+                lambda shapes=trained[name]: jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes),
+                trained[name],
             )
-            self.state[UNSENT] = self.compiled.on_mesh(
-                lambda: jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), trained[UNSENT]), trained[UNSENT]
-            )
+            if name == UNSENT:
+                self.tell(
+                    "what devices had not sent of their gradients, a rounding error of one step, begins at nothing: "
+                    "the checkpoint has none for a data axis of this size"
+                )
         return dict(found.extra)
 
     def _compile(self, batch: Any) -> None:
@@ -380,7 +384,7 @@ class Loop:
             "seconds": seconds,
         }
         for name, value in values.items():
-            if name == EXPERT_SHARE:
+            if name == EXPERT_SHARE and name in self.state:
                 # The busiest expert's part of its layer's tokens, in even parts. All of them, 128 experts in 48 layers,
                 # are a line of their own at each checkpoint.
                 row["expert_load_max"] = float(np.max(value)) * value.shape[-1]
@@ -459,10 +463,11 @@ class Loop:
         """
         if EXPERT_SHARE not in self.state:
             return
-        used = np.asarray(jax.device_get(self.state[EXPERT_SHARE]), np.float64)
+        used = np.asarray(self.state[EXPERT_SHARE], np.float64)
         share = used / np.maximum(used.sum(axis=1, keepdims=True), 1e-9)
         log.write({"step": self.step, "expert_share": share.tolist()})
-        self.state |= {EXPERT_SHARE: self.state[EXPERT_SHARE] * 0}
+        counted = self.state[EXPERT_SHARE]
+        self.state |= {EXPERT_SHARE: jax.numpy.zeros_like(counted, device=counted.sharding)}
         model = getattr(getattr(self.trainable, "model", None), "config", None)
         devices = self.compiled.expert_devices
         if model is None or devices < 2:
