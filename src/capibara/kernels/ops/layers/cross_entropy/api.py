@@ -108,7 +108,11 @@ def cross_entropy(
     block_size: int | None = None,
     return_z_loss: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> (
+    Float[Array, ""]
+    | Float[Array, "*tokens"]
+    | tuple[Float[Array, ""] | Float[Array, "*tokens"], Float[Array, ""] | Float[Array, "*tokens"]]
+):
     """The softmax cross-entropy of the logits hidden @ weights, whose logits are never all in memory.
 
     Forward and backward go over the vocabulary in chunks. Logits, sums and the result are float32. On a mesh the
