@@ -225,7 +225,7 @@ def weighted_sum(
     return jnp.where(token_weights == 0, 0, token_weights * losses).sum(), _z_part(dict(params), token_weights, lse)
 
 
-def _z_part(params: Params, token_weights: jax.Array, lse: jax.Array) -> jax.Array | None:
+def _z_part(params: Params, token_weights: jax.Array, lse: Any) -> jax.Array | None:
     """It is told, and not minimised by itself: it has no gradient of its own."""
     if not params.get("return_lse"):
         return None
