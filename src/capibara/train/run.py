@@ -209,7 +209,7 @@ def _local(folder: str | Path) -> Path:
         raise rule_error(
             "A run's folder is a folder of this machine, where its metrics are written line by line",
             folder,
-            "name one by --out, and copy it, or mount the bucket (gcsfuse) and name the folder there",
+            "mount the bucket, as `capibara launch --bucket` does, and name the folder there",
         )
     return Path(folder)
 
