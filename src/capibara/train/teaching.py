@@ -24,7 +24,7 @@ def teach_plan(loop: Loop, name: str, rows: Sequence[Mapping[str, Any]], peak_by
     the planned one (activations sent to the host), or after too few steps.
     """
     chosen = loop.compiled.chosen
-    if chosen is None or chosen.simulated or chosen.estimate is None or loop.options.offload_activations:
+    if chosen.simulated or chosen.estimate is None or loop.options.offload_activations:
         return None
     speed = speed_of([dict(row) for row in rows])
     if speed is None or speed.steps < _LEAST_STEPS:
