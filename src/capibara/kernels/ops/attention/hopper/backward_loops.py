@@ -373,8 +373,8 @@ class Pairs:
 
         @pl.when(walk.read(2) != 0)
         def _() -> None:
-            for block in blocks:
-                masking.zero_unseen(block, seen)
+            columns = range(0, blocks[0].shape[1], 64)
+            masking.zero_unseen([block.at[:, c : c + 64] for block in blocks for c in columns], seen)
 
     def probabilities(self, s: Any, lse: Any) -> tuple[Any, Any]:
         """From products of keys and queries: the probabilities, and the soft cap's slope where there is one."""
