@@ -110,28 +110,30 @@ class Tiles:
         placed = [(part * self.of.part_width, *panel) for part in range(self.of.parts) for panel in self.part(part)]
         return [(Panel(first + panel.first, panel.width), ref) for first, panel, ref in placed]
 
-    def _copies(self, array: Any, at: tuple[Any, ...], parts: Sequence[Any]) -> list[tuple[Any, Any]]:
+    def _copies(self, array: Any, at: tuple[Any, ...], part: Any, first_column: Any) -> list[tuple[Any, Any]]:
         # Where columns begin is a value of the kernel: if it were known, they would have to end inside the array.
-        zero = at[0] * 0
-        copies = []
-        for part in parts:
-            for panel, (rows, _) in zip(self.panels, self.refs, strict=True):
-                first = zero + (part * self.of.part_width + panel.first)
-                copies.append((array.at[(*at, pl.ds(first, panel.width))], rows.at[part]))
-        return copies
+        start = at[0] * 0 + first_column + part * self.of.part_width
+        pairs = zip(self.panels, self.refs, strict=True)
+        return [(array.at[(*at, pl.ds(start + p.first, p.width))], rows.at[part]) for p, (rows, _) in pairs]
 
     def fetch(self, array: Any, at: tuple[Any, ...], arrived: Any) -> None:
         """Copy rows of an array to a single tile. `at` is where they lie, but for the columns."""
-        for source, panel in self._copies(array, at, range(self.of.parts)):
-            plgpu.copy_gmem_to_smem(source, panel, arrived)
+        for part in range(self.of.parts):
+            for source, panel in self._copies(array, at, part, 0):
+                plgpu.copy_gmem_to_smem(source, panel, arrived)
 
     def store(self, value: Any, part: Any = 0) -> None:
-        """What a warpgroup has in registers, [rows, part_width]."""
+        """What a warpgroup has in registers, [rows, part_width], to a part of a single tile."""
         for panel, ref in self.part(part):
             ref[...] = value[:, panel.columns]
 
-    def send(self, array: Any, at: tuple[Any, ...], part: Any = 0, **how: Any) -> None:
-        for target, panel in self._copies(array, at, [part]):
+    def store_whole(self, value: Any) -> None:
+        for panel, ref in self.whole():
+            ref[...] = value[:, panel.columns]
+
+    def send(self, array: Any, at: tuple[Any, ...], part: Any = 0, first_column: Any = 0, **how: Any) -> None:
+        """Copy a part of a single tile to rows of an array, whose columns there begin at `first_column`."""
+        for target, panel in self._copies(array, at, part, first_column):
             plgpu.copy_smem_to_gmem(panel, target, **how)
 
 
