@@ -463,6 +463,13 @@ def _fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str,
     walk.fetch(copy)
 
 
+def _swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int, Any]:
+    """What is multiplied by panels of a head, by the width of the panel: both sides of a product are swizzled alike."""
+    widths = sorted({panel.width for panel in head.panels(dtype)})
+    swizzles = {width: swizzled(dtype, width * jnp.dtype(dtype).itemsize) for width in widths}
+    return {width: plgpu.SMEM(shape, dtype, transforms=swizzle) for width, swizzle in swizzles.items()}
+
+
 NARROW_TILE = 2 * WGMMA_ROWS
 
 
@@ -472,14 +479,14 @@ def narrow_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: L
         "k": head.scratch((2,), WGMMA_ROWS, dtype),
         "v": head.scratch((2,), WGMMA_ROWS, dtype),
         # Two of them: a warpgroup writes the next step's while the other still reads this one's.
-        "ds": plgpu.SMEM((2, 2, WGMMA_ROWS, block_q), dtype, transforms=swizzled(dtype)),
+        "ds": _swizzled_for(head, (2, 2, WGMMA_ROWS, block_q), dtype),
         "dq": head.scratch((2 // head.parts,), 64, jnp.float32),
     }
 
 
 def narrow_columns(config: HopperGradConfig, head_dim: int) -> Columns:
     """How the warpgroups share a step's dq: 64 rows each, or half of the columns each."""
-    return Columns(head_dim, parts=1 if config.block_q == 128 else 2)
+    return Columns(head_dim, parts=1 if config.block_q == 128 else 2, two_widths=True)
 
 
 def narrow_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
@@ -548,7 +555,8 @@ def _narrow_compute(
             return (ds if slope is None else ds * slope).astype(dtype)
 
         ds = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, block_q), jnp.float32))
-        smem["ds"][half, warpgroup] = ds
+        for ref in smem["ds"].values():
+            ref[half, warpgroup] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["both_here"])
         plgpu.wgmma_wait(0)  # dv: this step's d_out may go
@@ -558,10 +566,9 @@ def _narrow_compute(
 
         def d_queries(dq_ref: Any) -> Any:
             for tile in range(2):
-                tile_ds, tile_keys = smem["ds"].at[half, tile], smem["k"].at(tile + zeros[2])
-                if by_rows:
-                    tile_ds = tile_ds.at[:, pl.ds(warpgroup * 64, 64)]
-                multiply(dq_ref, tile_ds.transpose((1, 0)), tile_keys.part(0 if by_rows else warpgroup))
+                my_rows = pl.ds(warpgroup * 64 if by_rows else 0, 64)
+                tile_ds = {w: ref.at[half, tile, :, my_rows].transpose((1, 0)) for w, ref in smem["ds"].items()}
+                multiply(dq_ref, tile_ds, smem["k"].at(tile + zeros[2]).part(0 if by_rows else warpgroup))
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WGMMA_ROWS, block_q), 0, jnp.float32), LAYOUT)
             return dq_ref[...]
@@ -612,14 +619,14 @@ def wide_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lin
         # One of each; the first index is where a product's own zero goes.
         "all_keys": head.scratch((1,), WIDE_TILE, dtype),
         "all_values": head.scratch((1,), WIDE_TILE, dtype),
-        "ds": plgpu.SMEM((2, WIDE_TILE, block_q), dtype, transforms=swizzled(dtype)),
+        "ds": _swizzled_for(head, (2, WIDE_TILE, block_q), dtype),
         "dq": Columns(DQ_COLUMNS).scratch((2, pieces), block_q, jnp.float32),
     }
 
 
 def wide_columns(head_dim: int) -> Columns:
     """A half for each warpgroup."""
-    return Columns(head_dim, parts=2)
+    return Columns(head_dim, parts=2, two_widths=True)
 
 
 def wide_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
@@ -671,7 +678,7 @@ def _wide_compute(
         first_row = visit.first_row
         q, do = smem["q"].at(slot), smem["do"].at(slot)
         zeros = plan.hidden_zeros(head.width, done, 3)
-        my_ds = smem["ds"].at[warpgroup + zeros[2]]
+        my_ds = {width: ref.at[warpgroup + zeros[2]] for width, ref in smem["ds"].items()}
 
         def scores(dp_ref: Any) -> Any:
             plgpu.barrier_wait(smem["q_arrived"].at[slot])
@@ -691,11 +698,13 @@ def _wide_compute(
             return (ds if slope is None else ds * slope).astype(dtype)
 
         ds = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((WIDE_TILE, block_q), jnp.float32))
-        my_ds[...] = ds
+        for ref in my_ds.values():
+            ref[...] = ds
         plgpu.commit_smem()
 
         def d_queries(dq_ref: Any) -> Any:
-            multiply(dq_ref, my_ds.transpose((1, 0)), all_keys.at(zeros[2]).part(warpgroup))
+            transposed = {width: ref.transpose((1, 0)) for width, ref in my_ds.items()}
+            multiply(dq_ref, transposed, all_keys.at(zeros[2]).part(warpgroup))
             my_queries = q.part(warpgroup)
             multiply(dk_ref, ds, my_queries)
             # The next step's scores start from zero; cleared here, under the products in flight.
@@ -706,8 +715,12 @@ def _wide_compute(
         plgpu.barrier_arrive(smem["do_drained"].at[slot])
         rows = walk.dq_at(visit.member, pl.ds(first_row, block_q))
         pieces = smem["dq"].refs[0][0].shape[1]
-        for number, column in enumerate(range(0, half_dim, DQ_COLUMNS)):
-            piece = smem["dq"].at(warpgroup, number % pieces)
+        columns = range(0, half_dim, DQ_COLUMNS)
+        # In turn, over the end of a step too.
+        before = lax.rem(done, pieces) * (len(columns) % pieces) if len(columns) % pieces else 0
+        for number, column in enumerate(columns):
+            turn = number % pieces if len(columns) % pieces == 0 else lax.rem(before + number, pieces)
+            piece = smem["dq"].at(warpgroup, turn)
             plgpu.wait_smem_to_gmem(pieces - 1, wait_read_only=True)
             piece.store(dq[:, column : column + DQ_COLUMNS])
             plgpu.commit_smem()

@@ -45,11 +45,13 @@ class Panel:
 class Columns:
     """The columns of a head, in `parts` that are alike, so that a warpgroup may have one by its number.
 
-    `width` is what they take in shared memory, registers and products: at the least `head_dim`.
+    `width` is what they take in shared memory, registers and products: at the least `head_dim`. What is left beside
+    the widest panels is made of one or more panels alike if there may be no more than `two_widths`.
     """
 
     head_dim: int
     parts: int = 1
+    two_widths: bool = False
 
     @property
     def width(self) -> int:
@@ -62,12 +64,16 @@ class Columns:
     def panels(self, dtype: Any) -> tuple[Panel, ...]:
         """Those of a part: as many of the widest as there is room for, and what is left in narrower ones."""
         made, first = [], 0
-        for swizzle in SWIZZLES:
-            width = swizzle // jnp.dtype(dtype).itemsize
+        for width in self._widths(jnp.dtype(dtype).itemsize):
             while self.part_width - first >= width:
                 made.append(Panel(first, width))
                 first += width
         return tuple(made)
+
+    def _widths(self, itemsize: int) -> list[int]:
+        widths = [swizzle // itemsize for swizzle in SWIZZLES]
+        left = self.part_width % widths[0]
+        return [widths[0], next(w for w in widths if left % w == 0)] if self.two_widths else widths
 
     def copies(self, dtype: Any) -> int:
         """How many copies make a tile: each is an arrival."""
@@ -138,10 +144,15 @@ class Tiles:
 
 
 def multiply(acc: Any, left: Any, panels: Sequence[tuple[Panel, Any]]) -> None:
-    """acc[:, columns] += left @ panel, for panels that make up the columns of `acc`."""
+    """acc[:, columns] += left @ panel, for panels that make up the columns of `acc`.
+
+    What is on the left is in registers, or in shared memory once for every width of a panel, in a dictionary: both
+    sides of a product are swizzled alike.
+    """
     for panel, right in panels:
         whole = panel.width == acc.shape[1]
-        plgpu.wgmma(acc if whole else acc.at[:, panel.columns], left, right)
+        a = left[panel.width] if isinstance(left, dict) else left
+        plgpu.wgmma(acc if whole else acc.at[:, panel.columns], a, right)
 
 
 def contract(acc: Any, left: Sequence[tuple[Panel, Any]], right: Sequence[tuple[Panel, Any]]) -> None:
