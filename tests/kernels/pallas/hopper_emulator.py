@@ -107,7 +107,8 @@ class Ref:
             start, size = p
             inside = start >= 0 and start + size <= n
             assert inside or clip, f"{start}:{start + size} of {n}, and nothing clips it"
-            assert inside or clip == "rows" or size != n, "an axis of a single tile has no place in a TMA descriptor to be clipped by"
+            # By tiles, an axis of a single one has no place in a TMA descriptor.
+            assert inside or clip == "rows" or size != n, f"{start}:{start + size} of a single tile"
             first, last = min(max(start, 0), n), min(max(start + size, 0), n)
             source.append(slice(first, last))
             target.append(slice(first - start, last - start))

@@ -9,7 +9,7 @@ Steps of queries that see none of the keys are never fetched: by position they a
 operands (block mask, segments, mask) out of a table. Keys that nobody sees have no effect and get zeros, NaN included,
 where they have none in the forward pass.
 
-Here is what XLA prepares, and the launch; the kernels, one for head_dim up to 128 and one for 256, are in
+Here is what XLA prepares, and the launch; the kernels, one for head_dim up to 128 and one for more, are in
 backward_loops.py.
 """
 
@@ -46,7 +46,6 @@ from capibara.kernels.ops.attention.hopper.calls import (
     HEADS_TOGETHER,
     TILES_TOGETHER,
     best_order,
-    pads_copies,
 )
 from capibara.kernels.ops.attention.hopper.masking import (
     DEAD,
@@ -57,7 +56,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     pad_to,
     pad_to_blocks,
 )
-from capibara.kernels.ops.attention.hopper.panels import aligned
+from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, aligned
 from capibara.kernels.ops.attention.masking import both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
@@ -73,6 +72,11 @@ def _block_q(head_dim: int) -> int:
     return 128 if head_dim <= 64 else 64
 
 
+def _columns(call: Call, config: HopperGradConfig) -> Columns:
+    q, k = call.need("q"), call.need("k")
+    return _loop(q.shape[-1]).columns(config, q.shape[-1], q.dtype, (q.shape[2], k.shape[2]))
+
+
 def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
     """Whether every tile of the kernel lies inside one block of the caller's block mask."""
     return block_size[0] % block_q == 0 and block_size[1] % tile == 0
@@ -86,7 +90,7 @@ def _fits(call: Call, config: HopperGradConfig) -> bool:
     # A mask of one row for all queries is counted like one of pairs.
     mask_words = config.block_q // WORD if mask is not None or cut else 0
     lines = Lines(call["q_segments"] is not None, bool(call.params["dropout_rate"]), mask_words)
-    return smem_bytes(loop.scratch(config, q.shape[-1], q.dtype, lines)) <= SMEM_BYTES
+    return smem_bytes(loop.scratch(config, _columns(call, config), q.dtype, lines)) <= SMEM_BYTES
 
 
 def candidates(call: Call) -> Sequence[HopperGradConfig]:
@@ -106,17 +110,19 @@ def default_config(call: Call) -> HopperGradConfig:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
-    8k on, by 1 to 11 %, at 256, and by 8 to 15 % with the forward pass where it pads copies. Very long calls go in two
-    parts, which take half of the memory that cuDNN wants beside the gradients. With a window no comparison was made:
-    programs skip what lies outside."""
-    q = call.need("q")
-    if call.params["window"] is not None:
+    8k on, by 1 to 11 %, and at 256. With a window it was ahead by 23 %: programs skip what lies outside. Very long
+    calls go in two parts, which take half of the memory that cuDNN wants beside the gradients.
+
+    Where columns come in panels it was ahead at 64 (14 %) and, with causality, at 112 and 128 (9 and 16 %); it was
+    behind at 80 and 96 (3 to 14 %), at 128 without causality (11 %), and by 5 to 20 % from 176 on."""
+    length, head_dim = call.need("q").shape[2:]
+    if call.params["window"] is not None or head_dim == 64:
         return AHEAD_OF_CUDNN
-    if pads_copies(call) or q.shape[-1] == 256:
+    if not 112 <= head_dim <= 128:
         return BEHIND_CUDNN
-    if q.shape[-1] == 64:
-        return AHEAD_OF_CUDNN
-    return AHEAD_OF_CUDNN if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else BEHIND_CUDNN
+    if not call.params["causal"] and not isinstance(_columns(call, default_config(call)), WholeColumns):
+        return BEHIND_CUDNN
+    return AHEAD_OF_CUDNN if length <= 4096 or length >= VERY_LONG else BEHIND_CUDNN
 
 
 def refuses(call: Call) -> str | None:

@@ -1,4 +1,4 @@
-"""The two kernels of Hopper's attention backward, for head_dim up to 128 and for 256, and the walk that they share.
+"""The two kernels of Hopper's attention backward, for head_dim up to 128 and for more, and the walk that they share.
 
 A program has a tile of keys of one key head and visits the steps of queries that see them, of every query head that
 shares the key head. A third warpgroup streams the steps by TMA. Scores are computed transposed, keys by queries, so
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,12 +25,13 @@ from capibara.errors import rule_error
 from capibara.kernels.ops.attention.hopper import masking
 from capibara.kernels.ops.attention.hopper.calls import HEADS_TOGETHER, check_order
 from capibara.kernels.ops.attention.hopper.masking import LAYOUT, Tile
-from capibara.kernels.ops.attention.hopper.panels import Columns, contract, multiply
+from capibara.kernels.ops.attention.hopper.panels import Columns, columns_of, contract, multiply
 from capibara.kernels.pallas import hopper
 from capibara.kernels.pallas.hopper import HIDDEN_STEPS, LOG2E, load, swizzled
 
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
 WGMMA_ROWS = 64  # keys of a warpgroup's tile of scores
+LEAST_WHOLE = 2 * WGMMA_ROWS  # rows of arrays whose columns come whole: room for both warpgroups
 WORD = 32  # queries a word of the packed mask
 COUNTS = 3  # the table's first entries: how many steps are whole, how many are live, whether there are unseen keys
 DQ_COLUMNS = 16  # of the wide kernel's dq that leave at a time
@@ -464,8 +465,8 @@ def _fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str,
 
 
 def _swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int, Any]:
-    """What is multiplied by panels of a head, by the width of the panel: both sides of a product are swizzled alike."""
-    widths = sorted({panel.width for panel in head.panels(dtype)})
+    """What is multiplied by panels of a head, by the panel's swizzle: both sides of a product are swizzled alike."""
+    widths = sorted({panel.swizzled for panel in head.panels(dtype)})
     swizzles = {width: swizzled(dtype, width * jnp.dtype(dtype).itemsize) for width in widths}
     return {width: plgpu.SMEM(shape, dtype, transforms=swizzle) for width, swizzle in swizzles.items()}
 
@@ -473,32 +474,32 @@ def _swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int
 NARROW_TILE = 2 * WGMMA_ROWS
 
 
-def narrow_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines) -> dict[str, Any]:
-    block_q, head = config.block_q, narrow_columns(config, head_dim)
+def narrow_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines) -> dict[str, Any]:
     return _ring_scratch(config, head, dtype, lines, NARROW_TILE, key_tiles=2) | {
         "k": head.scratch((2,), WGMMA_ROWS, dtype),
         "v": head.scratch((2,), WGMMA_ROWS, dtype),
         # Two of them: a warpgroup writes the next step's while the other still reads this one's.
-        "ds": _swizzled_for(head, (2, 2, WGMMA_ROWS, block_q), dtype),
-        "dq": head.scratch((2 // head.parts,), 64, jnp.float32),
+        "ds": _swizzled_for(head, (2, 2, WGMMA_ROWS, config.block_q), dtype),
+        "dq": head.narrowed(head.part_width).scratch((2,), 64, jnp.float32),
     }
 
 
-def narrow_columns(config: HopperGradConfig, head_dim: int) -> Columns:
+def narrow_parts(config: HopperGradConfig) -> int:
     """How the warpgroups share a step's dq: 64 rows each, or half of the columns each."""
-    return Columns(head_dim, parts=1 if config.block_q == 128 else 2, two_widths=True)
+    return 1 if config.block_q == 128 else 2
 
 
 def narrow_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
-    """head_dim 64 and 128: two warpgroups of 64 keys each.
+    """head_dim up to 128: two warpgroups of 64 keys each.
 
     Only the gradient of the queries needs both warpgroups' scores, which they share through shared memory.
     """
     refs = dict(zip(names, args, strict=True))
-    head = narrow_columns(plan.config, refs["q"].shape[-1])
+    head = NARROW.columns(plan.config, refs["q"].shape[-1], refs["q"].dtype, (plan.length, plan.keys))
 
     def run_warpgroups(allocated: dict[str, Any]) -> None:
-        smem = allocated | {name: head.tiles(allocated[name]) for name in ("q", "do", "k", "v", "dq")}
+        smem = allocated | {name: head.tiles(allocated[name]) for name in ("q", "do", "k", "v")}
+        smem["dq"] = head.narrowed(head.part_width).tiles(allocated["dq"])
         walk = Walk(plan, refs)
         warpgroup, first_key = walk.warpgroup, walk.first_key
         pairs = Pairs(walk, refs, smem)
@@ -517,7 +518,7 @@ def narrow_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
         def _() -> None:
             _narrow_compute(plan, head, refs, smem, walk, pairs)
 
-    specs = narrow_scratch(plan.config, refs["q"].shape[-1], refs["q"].dtype, Lines.of(refs, plan.config))
+    specs = narrow_scratch(plan.config, head, refs["q"].dtype, Lines.of(refs, plan.config))
     pl.run_scoped(run_warpgroups, specs, collective_axes="warpgroup")
 
 
@@ -566,9 +567,12 @@ def _narrow_compute(
 
         def d_queries(dq_ref: Any) -> Any:
             for tile in range(2):
-                my_rows = pl.ds(warpgroup * 64 if by_rows else 0, 64)
-                tile_ds = {w: ref.at[half, tile, :, my_rows].transpose((1, 0)) for w, ref in smem["ds"].items()}
-                multiply(dq_ref, tile_ds, smem["k"].at(tile + zeros[2]).part(0 if by_rows else warpgroup))
+                tile_ds = {width: ref.at[half, tile] for width, ref in smem["ds"].items()}
+                if by_rows:
+                    tile_ds = {width: ref.at[:, pl.ds(warpgroup * 64, 64)] for width, ref in tile_ds.items()}
+                transposed = {width: ref.transpose((1, 0)) for width, ref in tile_ds.items()}
+                my_part = head.place(0 if by_rows else warpgroup)
+                multiply(dq_ref, transposed, smem["k"].at(tile + zeros[2]).part(my_part))
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WGMMA_ROWS, block_q), 0, jnp.float32), LAYOUT)
             return dq_ref[...]
@@ -576,11 +580,13 @@ def _narrow_compute(
         dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((64, head.part_width), jnp.float32))
         plgpu.barrier_arrive(smem["q_drained"].at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        my_dq, my_part = smem["dq"].at(warpgroup if by_rows else 0), 0 if by_rows else warpgroup
-        my_dq.store(dq, my_part)
+        my_dq = smem["dq"].at(warpgroup)
+        my_dq.store(dq)
         plgpu.commit_smem()
-        rows = pl.ds(first_row + warpgroup * 64 if by_rows else first_row, 64)
-        my_dq.send(refs["dq"], walk.dq_at(visit.member, rows), my_part, reduction_op="add")
+        rows, first_column = pl.ds(first_row, 64), warpgroup * head.part_width
+        if by_rows:
+            rows, first_column = pl.ds(first_row + warpgroup * 64, 64), 0
+        my_dq.send(refs["dq"], walk.dq_at(visit.member, rows), first_column, reduction_op="add")
 
     def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
         walk.compute(
@@ -594,9 +600,8 @@ def _narrow_compute(
         v_smem.store_whole(dv.astype(dtype))
         plgpu.commit_smem()
         at = walk.keys_at(pl.ds(my_first_key, WGMMA_ROWS))
-        for part in range(head.parts):
-            k_smem.send(refs["dk"], at, part)
-            v_smem.send(refs["dv"], at, part)
+        k_smem.send(refs["dk"], at)
+        v_smem.send(refs["dv"], at)
         plgpu.wait_smem_to_gmem(0)
 
     plgpu.barrier_wait(smem["kv_arrived"])
@@ -610,38 +615,32 @@ def _narrow_compute(
 WIDE_TILE = WGMMA_ROWS
 
 
-def wide_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines) -> dict[str, Any]:
+def wide_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines) -> dict[str, Any]:
     block_q = config.block_q
     # How many pieces of dq a warpgroup has on their way: lines beyond the plain form's leave room for one.
     pieces = 2 if lines == Lines(False, False, 0) else 1
-    head = wide_columns(head_dim)
     return _ring_scratch(config, head, dtype, lines, WIDE_TILE, key_tiles=1) | {
         # One of each; the first index is where a product's own zero goes.
         "all_keys": head.scratch((1,), WIDE_TILE, dtype),
         "all_values": head.scratch((1,), WIDE_TILE, dtype),
         "ds": _swizzled_for(head, (2, WIDE_TILE, block_q), dtype),
-        "dq": Columns(DQ_COLUMNS).scratch((2, pieces), block_q, jnp.float32),
+        "dq": head.narrowed(DQ_COLUMNS).scratch((2, pieces), block_q, jnp.float32),
     }
 
 
-def wide_columns(head_dim: int) -> Columns:
-    """A half for each warpgroup."""
-    return Columns(head_dim, parts=2, two_widths=True)
-
-
 def wide_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
-    """head_dim 256: two warpgroups share 64 keys.
+    """head_dim from 129 to 256: two warpgroups share 64 keys.
 
     The gradients of 64 keys and values would fill one warpgroup's registers at this width, so each warpgroup makes one
     half of the columns of every gradient. Both compute all of the scores: two products more than five, and in exchange
     the warpgroups never wait for each other, and probabilities stay in registers.
     """
     refs = dict(zip(names, args, strict=True))
-    head = wide_columns(refs["q"].shape[-1])
+    head = WIDE.columns(plan.config, refs["q"].shape[-1], refs["q"].dtype, (plan.length, plan.keys))
 
     def run_warpgroups(allocated: dict[str, Any]) -> None:
         smem = allocated | {name: head.tiles(allocated[name]) for name in ("q", "do", "all_keys", "all_values")}
-        smem["dq"] = Columns(DQ_COLUMNS).tiles(allocated["dq"])
+        smem["dq"] = head.narrowed(DQ_COLUMNS).tiles(allocated["dq"])
         walk = Walk(plan, refs)
         warpgroup, first_key = walk.warpgroup, walk.first_key
         pairs = Pairs(walk, refs, smem)
@@ -659,7 +658,7 @@ def wide_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
         def _() -> None:
             _wide_compute(plan, head, refs, smem, walk, pairs)
 
-    specs = wide_scratch(plan.config, refs["q"].shape[-1], refs["q"].dtype, Lines.of(refs, plan.config))
+    specs = wide_scratch(plan.config, head, refs["q"].dtype, Lines.of(refs, plan.config))
     pl.run_scoped(run_warpgroups, specs, collective_axes="warpgroup")
 
 
@@ -671,6 +670,7 @@ def _wide_compute(
     all_keys, all_values = smem["all_keys"], smem["all_values"]
     k_smem, v_smem = all_keys.at(0), all_values.at(0)
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    my_part = head.place(warpgroup)
 
     def step(visit: Visit, masked: bool, dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
         done = visit.done
@@ -693,7 +693,7 @@ def _wide_compute(
             p = pairs.dropped(p, first_key, slot)
             p16 = pairs.weights(p).astype(dtype)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-            multiply(dv_ref, p16, do.part(warpgroup))
+            multiply(dv_ref, p16, do.part(my_part))
             ds = pairs.d_scores(p, dp, load(smem["delta"].at[slot], LAYOUT.reduce(0)))
             return (ds if slope is None else ds * slope).astype(dtype)
 
@@ -704,8 +704,8 @@ def _wide_compute(
 
         def d_queries(dq_ref: Any) -> Any:
             transposed = {width: ref.transpose((1, 0)) for width, ref in my_ds.items()}
-            multiply(dq_ref, transposed, all_keys.at(zeros[2]).part(warpgroup))
-            my_queries = q.part(warpgroup)
+            multiply(dq_ref, transposed, all_keys.at(zeros[2]).part(my_part))
+            my_queries = q.part(my_part)
             multiply(dk_ref, ds, my_queries)
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WIDE_TILE, block_q), 0, jnp.float32), LAYOUT)
@@ -714,7 +714,7 @@ def _wide_compute(
         dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((block_q, half_dim), jnp.float32))
         plgpu.barrier_arrive(smem["do_drained"].at[slot])
         rows = walk.dq_at(visit.member, pl.ds(first_row, block_q))
-        pieces = smem["dq"].refs[0][0].shape[1]
+        pieces = smem["dq"].lead[1]
         columns = range(0, half_dim, DQ_COLUMNS)
         # In turn, over the end of a step too.
         before = lax.rem(done, pieces) * (len(columns) % pieces) if len(columns) % pieces else 0
@@ -728,20 +728,27 @@ def _wide_compute(
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["q_drained"].at[slot])
 
+    def meet() -> None:
+        plgpu.barrier_arrive(smem["both_here"])
+        plgpu.barrier_wait(smem["both_here"])
+
     def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
         walk.compute(
             first_key, WIDE_TILE, lambda visit, masked: step(visit, masked, dk_ref, dv_ref, s_ref), pairs.masks
         )
         dk, dv = dk_ref[...] * plan.scale, pairs.d_values(dv_ref[...])
-        # The other warpgroup's last products read all of the keys and values.
-        plgpu.barrier_arrive(smem["both_here"])
-        plgpu.barrier_wait(smem["both_here"])
-        k_smem.store(dk.astype(dtype), warpgroup)
-        v_smem.store(dv.astype(dtype), warpgroup)
+        meet()  # the other warpgroup's last products read all of the keys and values
+        k_smem.store(dk.astype(dtype), my_part)
+        v_smem.store(dv.astype(dtype), my_part)
         plgpu.commit_smem()
-        at = walk.keys_at(pl.ds(first_key, WIDE_TILE))
-        k_smem.send(refs["dk"], at, warpgroup)
-        v_smem.send(refs["dv"], at, warpgroup)
+        meet()
+        # A copy takes whole tiles of rows, so one warpgroup sends the keys and the other the values.
+        for sender, source, target in ((0, k_smem, refs["dk"]), (1, v_smem, refs["dv"])):
+
+            @pl.when(warpgroup == sender)
+            def _(source: Any = source, target: Any = target) -> None:
+                source.send(target, walk.keys_at(pl.ds(first_key, WIDE_TILE)))
+
         plgpu.wait_smem_to_gmem(0)
 
     plgpu.barrier_wait(smem["kv_arrived"])
@@ -753,11 +760,18 @@ def _wide_compute(
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One of the two: the keys of a program, its scratch, and its kernel."""
+    """One of the two: the keys of a program, the parts of its columns, its scratch, and its kernel."""
 
     tile: int
-    scratch: Callable[[HopperGradConfig, int, Any, Lines], dict[str, Any]]
+    parts: Callable[[HopperGradConfig], int]
+    scratch: Callable[[HopperGradConfig, Columns, Any, Lines], dict[str, Any]]
     kernel: Callable[..., None]
 
+    def columns(self, config: HopperGradConfig, head_dim: int, dtype: Any, lengths: Sequence[int]) -> Columns:
+        """Of a call with `lengths` of queries and of keys."""
+        rows = [(length, LEAST_WHOLE) for length in lengths]
+        return columns_of(head_dim, dtype, rows, self.parts(config), two_widths=True)
 
-NARROW, WIDE = Loop(NARROW_TILE, narrow_scratch, narrow_kernel), Loop(WIDE_TILE, wide_scratch, wide_kernel)
+
+NARROW = Loop(NARROW_TILE, narrow_parts, narrow_scratch, narrow_kernel)
+WIDE = Loop(WIDE_TILE, lambda _: 2, wide_scratch, wide_kernel)  # a half of the columns for each warpgroup

@@ -8,8 +8,8 @@ most work start first. What a call does not ask for leaves no trace in its progr
 tracing.
 
 Blocks that no query of the program can see are never fetched: by position they are left out of a range, by the
-operands (block mask, segments, mask) out of a table (see masking). Lengths and head sizes that the tiles do not divide
-are padded with zeros, and cut again.
+operands (block mask, segments, mask) out of a table (see masking). Lengths and head sizes may be any: copies end where
+the arrays do (see panels).
 
 Keys that nobody sees: what lies in them has no effect, NaN included, when position or the segments or the mask rule
 them out for every query of the head, or the block mask does in whole tiles (128 queries by a block of keys). A value
@@ -39,7 +39,6 @@ from capibara.kernels.ops.attention.hopper.calls import (
     LENGTH_AXIS,
     best_order,
     check_order,
-    pads_copies,
     refuses,
 )
 from capibara.kernels.ops.attention.hopper.masking import (
@@ -57,7 +56,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     some_and_every,
     zero_unseen,
 )
-from capibara.kernels.ops.attention.hopper.panels import Columns, aligned, contract, multiply
+from capibara.kernels.ops.attention.hopper.panels import Columns, aligned, columns_of, contract, multiply
 from capibara.kernels.ops.attention.masking import FAR, Window, both, expand_blocks, span
 from capibara.kernels.pallas import hopper, prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, multiprocessors, smem_bytes, swizzled
@@ -115,11 +114,11 @@ class HopperConfig:
 
 
 def scratch(
-    config: HopperConfig, head_dim: int, dtype: Any, pair_dtypes: Mapping[str, Any], with_lse: bool
+    config: HopperConfig, head: Columns, dtype: Any, pair_dtypes: Mapping[str, Any], with_lse: bool
 ) -> dict[str, Any]:
     """A program's shared memory; `pair_dtypes` are those of the PAIR_TILES that it has."""
     block_q, block_k, num_stages = config.block_q, config.block_k, config.stages
-    head, copies = Columns(head_dim), Columns(head_dim).copies(dtype)
+    copies = head.copies(dtype)
     refs: dict[str, Any] = {
         "q": head.scratch((2,), block_q, dtype),  # the output's too, if alone
         "k": head.scratch((num_stages,), block_k, dtype),
@@ -153,7 +152,8 @@ def pair_swizzle(block_k: int, dtype: Any) -> int:
 @functools.lru_cache(maxsize=4096)
 def fits(config: HopperConfig, head_dim: int, dtype: Any, pair_dtypes: tuple[tuple[str, Any], ...]) -> bool:
     # With a log-sum-exp, whether the call returns one or not: tuned configs serve both.
-    refs = scratch(config, head_dim, dtype, dict(pair_dtypes), with_lse=True)
+    # Columns that come whole take as much as those that come in panels.
+    refs = scratch(config, Columns(head_dim), dtype, dict(pair_dtypes), with_lse=True)
     return smem_bytes(refs, REDUCTION_BYTES) <= SMEM_BYTES and config.registers(head_dim) <= MOST_REGISTERS
 
 
@@ -222,9 +222,10 @@ def default_config(call: Call) -> HopperConfig:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """Where no tuned case is near. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
-    and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Where it
-    pads copies it was behind by 22 to 50 % at five shapes of six (head sizes 80, 96, 192; lengths 577, 1500)."""
-    if pads_copies(call):
+    and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Head
+    sizes and lengths that come in panels (72 to 240, 700 to 4096) were ahead by 4 to 47 %, and by 73 % at one; smaller
+    heads than 64 were not timed."""
+    if call.need("q").shape[-1] < 64:
         return BEHIND_CUDNN
     if not call.params["causal"] and call.params["window"] is None:
         return AHEAD_OF_CUDNN if call.need("k").shape[2] <= 4096 else BEHIND_CUDNN
@@ -271,6 +272,10 @@ class Plan:
             place[name] = number - rest * self.sizes[name]
             number = rest
         return place["batch"], place["head"], place["tile"]
+
+    def columns(self, head_dim: int, dtype: Any) -> Columns:
+        lengths = (self.grid.rows, self.config.tile), (self.grid.band.columns, self.config.block_k)
+        return columns_of(head_dim, dtype, lengths)
 
     def at(self, batch: Any, head: Any, rows: Any) -> tuple[Any, ...]:
         """Rows of one head in an operand that lies as the queries do."""
@@ -399,7 +404,8 @@ def _kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
     refs = dict(zip(names, args, strict=True))
     q = refs["q"]
     pair_dtypes = {name: refs[name].dtype for name in PAIR_TILES if name in refs}
-    head, specs = Columns(q.shape[-1]), scratch(plan.config, q.shape[-1], q.dtype, pair_dtypes, "lse" in refs)
+    head = plan.columns(q.shape[-1], q.dtype)
+    specs = scratch(plan.config, head, q.dtype, pair_dtypes, "lse" in refs)
 
     def run_warpgroups(*allocated: Any) -> None:
         smem = dict(zip(specs, allocated, strict=True))

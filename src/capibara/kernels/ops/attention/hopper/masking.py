@@ -240,7 +240,9 @@ def zero_unseen(panels: Sequence[Any], seen: Callable[[int, int, Any], Any]) -> 
     for start in range(0, panels[0].shape[0], 64):
         rows = seen(start, 64, LAYOUT.reduce(1))
         for panel in panels:
-            piece = panel.at[start : start + 64]
-            x = load(piece, LAYOUT, optimized=True)
-            piece[...] = jnp.where(lax.broadcast_in_dim(rows, x.shape, [0]), x, jnp.zeros_like(x))
+            width = min(panel.shape[1], 64)  # at a time: few registers are free
+            for column in range(0, panel.shape[1], width):
+                piece = panel.at[start : start + 64, column : column + width]
+                x = load(piece, LAYOUT, optimized=True)
+                piece[...] = jnp.where(lax.broadcast_in_dim(rows, x.shape, [0]), x, jnp.zeros_like(x))
     plgpu.commit_smem()
