@@ -110,19 +110,15 @@ def default_config(call: Call) -> HopperGradConfig:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
-    8k on, by 1 to 11 %, and at 256. With a window it was ahead by 23 %: programs skip what lies outside. Very long
-    calls go in two parts, which take half of the memory that cuDNN wants beside the gradients.
-
-    Where columns come in panels it was ahead at 64 (14 %) and, with causality, at 112 and 128 (9 and 16 %); it was
-    behind at 80 and 96 (3 to 14 %), at 128 without causality (11 %), and by 5 to 20 % from 176 on."""
+    8k on, by 1 to 11 %, and at 256. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes
+    from 72 to 240, and level at 112, but with a window, where programs skip what lies outside, ahead by 23 %. Very long
+    calls go in two parts, which take half of the memory that cuDNN wants beside the gradients."""
     length, head_dim = call.need("q").shape[2:]
-    if call.params["window"] is not None or head_dim == 64:
+    if call.params["window"] is not None:
         return AHEAD_OF_CUDNN
-    if not 112 <= head_dim <= 128:
+    if head_dim > 128 or not isinstance(_columns(call, default_config(call)), WholeColumns):
         return BEHIND_CUDNN
-    if not call.params["causal"] and not isinstance(_columns(call, default_config(call)), WholeColumns):
-        return BEHIND_CUDNN
-    return AHEAD_OF_CUDNN if length <= 4096 or length >= VERY_LONG else BEHIND_CUDNN
+    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or length >= VERY_LONG else BEHIND_CUDNN
 
 
 def refuses(call: Call) -> str | None:
