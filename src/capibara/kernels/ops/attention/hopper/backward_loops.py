@@ -571,8 +571,8 @@ def _narrow_compute(
                 if by_rows:
                     tile_ds = {width: ref.at[:, pl.ds(warpgroup * 64, 64)] for width, ref in tile_ds.items()}
                 transposed = {width: ref.transpose((1, 0)) for width, ref in tile_ds.items()}
-                my_part = head.place(0 if by_rows else warpgroup)
-                multiply(dq_ref, transposed, smem["k"].at(tile + zeros[2]).part(my_part))
+                tile_keys = smem["k"].at(tile + zeros[2])
+                multiply(dq_ref, transposed, tile_keys.part(head.place(0 if by_rows else warpgroup)))
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WGMMA_ROWS, block_q), 0, jnp.float32), LAYOUT)
             return dq_ref[...]
