@@ -583,7 +583,8 @@ def _narrow_compute(
         my_dq = smem["dq"].at(warpgroup)
         my_dq.store(dq)
         plgpu.commit_smem()
-        rows, first_column = pl.ds(first_row, 64), warpgroup * head.part_width
+        first_column: Any = warpgroup * head.part_width
+        rows = pl.ds(first_row, 64)
         if by_rows:
             rows, first_column = pl.ds(first_row + warpgroup * 64, 64), 0
         my_dq.send(refs["dq"], walk.dq_at(visit.member, rows), first_column, reduction_op="add")
