@@ -119,6 +119,8 @@ class Program:
     name: str = ""
     local: frozenset[int] = frozenset()
     """Values inside of shard_map: one chip's already."""
+    asks_for_mesh: bool = False
+    """Whether the function asked which mesh it runs on (`capibara.mesh.traced_for`): for another it is another."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `spread` found out for one mesh and can use for the next layout."""
 
