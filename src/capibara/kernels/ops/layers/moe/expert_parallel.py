@@ -32,7 +32,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.ops.layers.moe.arrange import by_group, in_buffers
 from capibara.kernels.ops.layers.moe.dispatch import capacity, combine, dispatch, take_rows
-from capibara.kernels.ops.layers.moe.layer import MoeMetrics, Params, checked_params, metrics_of, router_logits, run_experts
+from capibara.kernels.ops.layers.moe.layer import MoeMetrics, Params, checked_params, metrics_of, router_logits, run_experts, with_jitter
 from capibara.kernels.ops.layers.router.api import Routing, route
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
@@ -132,25 +132,28 @@ def moe_over_mesh(
       pair_capacity_factor: see `expert_parallel_moe`.
     """
     params = checked_params(params, x)
-    logits = router_logits(params, x, jitter, key)
-    experts, hidden_axes = logits.shape[-1], tuple(hidden_axes)
+    asked = with_jitter(x, jitter, key)
+    # Converted before they travel: what a device gathers, and the sums of gradients, are in x's type.
+    weights = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
     token_axes = tuple(a for entry in tokens for a in (entry if isinstance(entry, tuple) else (entry,)) if a is not None)
+    hidden_axes = tuple(hidden_axes)
 
-    def local(weights: Any, bias: Any, x: Any, logits: Any) -> Any:
+    def local(weights: Any, router: Any, bias: Any, x: Any, asked: Any) -> Any:
+        rows = x.reshape(-1, x.shape[-1])
+        logits = router_logits(router, asked)
         routing = route(
-            logits.reshape(-1, experts), top_k=top_k, gate=gate, normalize=normalize, scale=scale, bias=bias,
+            logits.reshape(rows.shape[0], -1), top_k=top_k, gate=gate, normalize=normalize, scale=scale, bias=bias,
             return_counts=True,
         )  # fmt: skip
         assert routing.counts is not None
         counts = lax.psum(routing.counts, token_axes) if token_axes else routing.counts
-        rows = x.reshape(-1, x.shape[-1])
         if hidden_axes:
             # Each of these devices has its own share of the gradients, which are summed here, on the way back.
             rows, mixing = (lax.pcast(v, hidden_axes, to="varying") for v in (rows, routing.weights))
             routing = routing._replace(weights=mixing)
         dropped = jnp.int32(0)
         if expert_axis is None:
-            sent, sizes, permutation = dispatch(rows, routing, experts)
+            sent, sizes, permutation = dispatch(rows, routing, logits.shape[-1])
             y = combine(run_experts(weights, sent, sizes, activation), routing, permutation)
         else:
             y, dropped = exchange_through_experts(
@@ -159,7 +162,7 @@ def moe_over_mesh(
             dropped = lax.psum(dropped, token_axes)
         if hidden_axes:
             y = lax.psum(y, hidden_axes)
-        return y.reshape(x.shape), counts, dropped
+        return y.reshape(x.shape), logits, counts, dropped
 
     across = hidden_axes or None
     of_weights = {
@@ -167,9 +170,9 @@ def moe_over_mesh(
         "up": P(expert_axis, None, across),
         "down": P(expert_axis, across, None),
     }
-    y, counts, dropped = jax.shard_map(
-        local, mesh=mesh, in_specs=(of_weights, P(), tokens, tokens), out_specs=(tokens, P(), P())
-    )({name: params[name] for name in EXPERT_WEIGHTS}, params.get("bias"), x, logits)
+    y, logits, counts, dropped = jax.shard_map(
+        local, mesh=mesh, in_specs=(of_weights, P(), P(), tokens, tokens), out_specs=(tokens, tokens, P(), P())
+    )(weights, params["router"], params.get("bias"), x, asked)
     return y, metrics_of(logits, counts, gate, dropped)
 
 

@@ -100,7 +100,7 @@ def moe_layer(
     params = checked_params(params, x)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     experts = params["router"].shape[-1]
-    logits = router_logits(params, rows, jitter, key)
+    logits = router_logits(params["router"], with_jitter(rows, jitter, key))
     routing = route(
         logits, top_k=top_k, gate=gate, normalize=normalize, scale=scale, bias=params.get("bias"), return_counts=True
     )
@@ -155,16 +155,21 @@ def checked_params(params: Any, x: Any) -> dict[str, jax.Array]:
     return params
 
 
-def router_logits(params: Params, x: jax.Array, jitter: float, key: Any) -> jax.Array:
-    """The router's logits, float32 or wider, of x with its noise."""
+def with_jitter(x: jax.Array, jitter: float, key: Any) -> jax.Array:
+    """What the router sees of x."""
     if not 0 <= jitter < 1:
         raise rule_error("The jitter is from 0 to below 1", repr(jitter), "pass e.g. 0.01")
     if (jitter > 0) != (key is not None):
         given = f"jitter={jitter} and {'a key' if key is not None else 'no key'}"
         raise rule_error("The jitter and its key come together", given, "pass jitter above 0 and key, or neither")
-    if key is not None:
-        x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - jitter, 1 + jitter).astype(x.dtype)
-    return jnp.dot(x, params["router"], preferred_element_type=jnp.promote_types(jnp.float32, x.dtype))
+    if key is None:
+        return x
+    return x * jax.random.uniform(key, x.shape, jnp.float32, 1 - jitter, 1 + jitter).astype(x.dtype)
+
+
+def router_logits(router: jax.Array, x: jax.Array) -> jax.Array:
+    """Float32 or wider."""
+    return jnp.dot(x, router, preferred_element_type=jnp.promote_types(jnp.float32, x.dtype))
 
 
 def run_experts(
