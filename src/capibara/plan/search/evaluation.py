@@ -71,11 +71,19 @@ class PaperModel:
             self._programs[choices] = self._traced(choices)
         return self._programs[choices]
 
+    @property
+    def asks_for_mesh(self) -> bool:
+        """Whether the job's function asks which mesh it runs on, and so has a trace for each."""
+        return self.program(self._defaults).asks_for_mesh
+
+    @property
+    def _defaults(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(self.job.defaults().items())
+
     def program_on(self, layout: Layout) -> Program:
-        """The traced program of a layout: the one for all, unless the function asks which mesh it is for."""
-        anywhere = self.program(layout.choices)
-        if not anywhere.asks_for_mesh:
-            return anywhere
+        """The traced program of a layout: the one for all meshes, unless the function asks for its own."""
+        if not self.asks_for_mesh:
+            return self.program(layout.choices)
         rules = tuple(sorted(layout.rules.items()))
         key = (layout.choices, tuple(layout.mesh.axes.items()), rules)
         found = self._by_mesh.get(key)
@@ -87,18 +95,15 @@ class PaperModel:
         fn, args = self.job.build(**dict(choices))
         kind = self.slice.chip.device_kinds[0]
         with _no_collection():
-            return trace(
-                fn, args, donate=self.job.donate, roles=self.job.roles, device_kind=kind, layout=layout
-            )
+            return trace(fn, args, donate=self.job.donate, roles=self.job.roles, device_kind=kind, layout=layout)
 
     def anatomy(self) -> Anatomy:
-        choices = tuple(self.job.defaults().items())
-        _, args = self.job.build(**dict(choices))
-        return anatomy(self.program(choices), leaf_roles(self.job, args))
+        _, args = self.job.build(**dict(self._defaults))
+        return anatomy(self.program(self._defaults), leaf_roles(self.job, args))
 
     def activations(self) -> tuple[str, ...]:
         """Types of what the forward products take from the batch, the one with the most operations first."""
-        program = self.program(tuple(self.job.defaults().items()))
+        program = self.program(self._defaults)
         work: dict[str, float] = {}
 
         def look(nodes: Any, trips: int) -> None:
@@ -123,7 +128,8 @@ class PaperModel:
                 whole = self._estimate(spread(program, self._with_whole_batch(layout)), layout).memory
                 more = whole.total + whole.unsure - found.memory.total
                 found = replace(found, memory=replace(found.memory, unsure=max(found.memory.unsure, more)))
-        anywhere = self.program(layout.choices)
+        # The knobs change what is computed again, which is no work of the model's.
+        anywhere = self.program(self._defaults if self.asks_for_mesh else layout.choices)
         if anywhere.local:  # Inside of shard_map the program is written for one chip, and so is its work.
             return found
         # A chip's share of what the program has to do: work that several chips repeat is not more of it.
