@@ -221,7 +221,8 @@ def test_a_mixture_is_counted_as_it_runs_on_the_mesh(
     assert mixture.asks_for_mesh
     space = Space(mixture.anatomy(), 8, mixture.job.knobs)
     assert mesh in space.meshes(), "the experts and their width may be split"
-    point = Point(mesh, space.cuts(mesh)[0], "full", tuple(mixture.job.defaults().items()))
+    wide = tuple(group for group, words in space.anatomy.logical.items() if "mlp" in words)
+    point = Point(mesh, wide if "model" in dict(mesh) else (), "full", tuple(mixture.job.defaults().items()))
     layout = space.layout(point)
     chip = spread(mixture.program_on(layout), layout)
     steps = [step for step, _ in chip.walk()]

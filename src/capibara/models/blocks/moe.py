@@ -81,9 +81,7 @@ class Moe(Block):
             "router": Weight((wide, self.experts), (None, None), keep_float32=True),
             "gate": Weight((self.experts, wide, self.ffn), _AXES["gate"], fan_in=wide),
             "up": Weight((self.experts, wide, self.ffn), _AXES["up"], fan_in=wide),
-            "down": Weight(
-                (self.experts, self.ffn, wide), _AXES["down"], fan_in=self.ffn, gain=model.residual_gain
-            ),
+            "down": Weight((self.experts, self.ffn, wide), _AXES["down"], fan_in=self.ffn, gain=model.residual_gain),
         }
         if self.shared_ffn:
             weights |= {f"shared_{name}": weight for name, weight in self._shared.weights(model).items()}

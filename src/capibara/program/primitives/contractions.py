@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.program.factors import WHOLE, Factors, whole
+from capibara.program.factors import WHOLE, Factors
 from capibara.program.primitives.registry import Made, Shape, rule
 
 __all__: list[str] = []

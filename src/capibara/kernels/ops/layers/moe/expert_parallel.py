@@ -32,7 +32,15 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.ops.layers.moe.arrange import by_group, in_buffers
 from capibara.kernels.ops.layers.moe.dispatch import capacity, combine, dispatch, take_rows
-from capibara.kernels.ops.layers.moe.layer import MoeMetrics, Params, checked_params, metrics_of, router_logits, run_experts, with_jitter
+from capibara.kernels.ops.layers.moe.layer import (
+    MoeMetrics,
+    Params,
+    checked_params,
+    metrics_of,
+    router_logits,
+    run_experts,
+    with_jitter,
+)
 from capibara.kernels.ops.layers.router.api import Routing, route
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
@@ -135,7 +143,9 @@ def moe_over_mesh(
     asked = with_jitter(x, jitter, key)
     # Converted before they travel: what a device gathers, and the sums of gradients, are in x's type.
     weights = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
-    token_axes = tuple(a for entry in tokens for a in (entry if isinstance(entry, tuple) else (entry,)) if a is not None)
+    token_axes = tuple(
+        a for entry in tokens for a in (entry if isinstance(entry, tuple) else (entry,)) if a is not None
+    )
     hidden_axes = tuple(hidden_axes)
 
     def local(weights: Any, router: Any, bias: Any, x: Any, asked: Any) -> Any:

@@ -16,7 +16,7 @@ from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import describe
 from capibara.kernels.ops.layers.grouped.api import grouped_gated_gemm, grouped_gemm
 from capibara.kernels.ops.layers.moe.dispatch import combine, dispatch, dispatch_to_buffers
-from capibara.kernels.ops.layers.router.api import Routing, route
+from capibara.kernels.ops.layers.router.api import route
 from capibara.kernels.ops.layers.router.losses import load_balancing_loss, z_loss
 
 Params = Mapping[str, jax.Array]
