@@ -125,3 +125,10 @@ def test_vendor_attention_counts_its_products() -> None:
     shared = made_of("dot_product_attention_bwd_wrapper", [q, (*k[:2], 2, 64)], [q, k, k], {"mask_type": "CAUSAL"})
     assert shared.flops == forward.flops * 2.5 / 2
     assert shared.factors.operands == ((0, -1, -1, -1),) * 2
+
+
+def test_a_gradient_by_groups_multiplies_all_rows_for_each() -> None:
+    """As XLA computes it, by zeros; what it has to do is one group's part of the rows for each."""
+    program = trace(lambda x, y: by_group(x, y, ((0,), (0,)), []), (draw(4, 6), draw(4, 8)))
+    assert program.flops == 2 * (2 * 4 * 6 * 8)
+    assert program.model_flops == 2 * 4 * 6 * 8

@@ -75,6 +75,8 @@ class Node:
     factors: Factors
     """How its operands' and results' dimensions belong together."""
     flops: float = 0.0
+    idle: float = 0.0
+    """Of the flops, those of which no result comes."""
     matrix: bool = False
     dtype: str = "float32"
     mnk: tuple[tuple[int, ...], ...] = ()
@@ -160,7 +162,7 @@ def _flops(nodes: Any, times: int, recomputed: bool) -> float:
         if node.body is not None:
             total += _flops(node.body.nodes, times * node.body.trips, recomputed)
         elif node.matrix and (recomputed or not node.recompute):
-            total += times * node.flops
+            total += times * (node.flops if recomputed else node.flops - node.idle)
     return total
 
 

@@ -71,12 +71,16 @@ def ragged_dot(shapes: list[Shape], results: list[Shape], params: dict[str, Any]
     for j in columns:
         other[j] = new(right[j])
     out = [*(one[i] for i in (*left_batch, *rows)), *(other[j] for j in columns)]
-    if ragged <= set(left_sum):  # a result for each group
+    flops, idle = 2.0 * math.prod(left) * math.prod(right[j] for j in columns), 0.0
+    if ragged <= set(left_sum):
+        # A result for each group. XLA has no program of its own for it on any platform: it multiplies all rows for
+        # each group, those of the others being zeros (seen in a step compiled for v4, 2026-11-16).
         out = [WHOLE, *out]
+        flops, idle = flops * results[0][0], flops * (results[0][0] - 1)
     rest = tuple((WHOLE,) * len(shape) for shape in shapes[2:])
     summed = frozenset(one[i] for i in left_sum if one[i] != WHOLE)
     factors = Factors((tuple(one), tuple(other), *rest), (tuple(out),), tuple(lengths), summed)
-    return Made(factors, 2.0 * math.prod(left) * math.prod(right[j] for j in columns), matrix=True)
+    return Made(factors, flops, matrix=True, idle=idle)
 
 
 @rule("conv_general_dilated")

@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from capibara.axes import mesh_axes_of
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.ops.layers.moe.arrange import by_group, in_buffers
@@ -143,9 +144,7 @@ def moe_over_mesh(
     asked = with_jitter(x, jitter, key)
     # Converted before they travel: what a device gathers, and the sums of gradients, are in x's type.
     weights = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
-    token_axes = tuple(
-        a for entry in tokens for a in (entry if isinstance(entry, tuple) else (entry,)) if a is not None
-    )
+    token_axes = tuple(axis for entry in tokens for axis in mesh_axes_of(entry))
     hidden_axes = tuple(hidden_axes)
 
     def local(weights: Any, router: Any, bias: Any, x: Any, asked: Any) -> Any:
