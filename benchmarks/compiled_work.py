@@ -35,7 +35,7 @@ class Work:
     bytes: float = 0.0
     compute_seconds: float = 0.0
     link_seconds: float = 0.0
-    sent: Counter[str] = field(default_factory=Counter)
+    sent: dict[str, float] = field(default_factory=dict)
     """Kind of exchange and axes -> bytes, counted as in `Collective`."""
     unread: Counter[str] = field(default_factory=Counter)
     """Kernels whose work is not known here, and how often they run."""
@@ -54,7 +54,8 @@ def work_of(text: str, mesh: MeshConfig, where: Slice) -> Work:
         found.compute_seconds += times * (max(products, memory) + reached.launch_seconds)
     wiring = wire(mesh, where, 1, reached.hop_seconds)
     for one in hlo.collectives_in(text, mesh.axes):
-        found.sent[f"{one.kind} {' '.join(one.axes) or 'unknown axes'}"] += one.bytes
+        what = f"{one.kind} {' '.join(one.axes) or 'unknown axes'}"
+        found.sent[what] = found.sent.get(what, 0.0) + one.bytes
         if one.axes:
             found.link_seconds += exchange(wiring, one.kind, one.axes, one.bytes).seconds / reached.links.mid
     return found
@@ -73,6 +74,7 @@ def _instructions(name: str, bodies: dict, times: int, found: Work) -> list[tupl
         if op == "while":
             trips = hlo._trips(rest, shapes, bodies) or 1
             body = re.search(r"body=%?([\w.\-]+)", rest)
+            assert body is not None
             made += _instructions(body.group(1), bodies, times * trips, found)
         elif op in ("call", "conditional", "async-start"):
             for inner in hlo._CALLED.findall(rest):
