@@ -27,3 +27,13 @@ def test_a_mesh_that_is_set_is_the_one_in_force() -> None:
     with traced_for({"data": 4}) as planned, jax.set_mesh(mesh):
         assert dict(mesh_in_force().shape) == {"data": 2}
         assert not planned.asked
+
+
+def test_the_rules_that_are_gone_by_are_those_that_were_named() -> None:
+    with traced_for({"data": 4}) as planned:
+        mesh_in_force(("batch",))
+        mesh_in_force(("batch", "mlp"))
+        assert planned.places == {"batch", "mlp"}
+        mesh_in_force()
+        mesh_in_force(("batch",))
+        assert planned.places is None, "one who does not say may go by any"

@@ -7,9 +7,9 @@ nobody asks; of a function that does, each mesh has a trace of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -25,18 +25,27 @@ class TracedFor:
     """Of the plan; None while nothing is laid out yet."""
     asked: bool = False
     """Whether the function wanted to know: then another mesh is another trace."""
+    places: set[str] | None = field(default_factory=set)
+    """Logical axes whose rules it goes by, so that other rules for them are another trace; None for all."""
 
 
 _PLANNED: ContextVar[TracedFor | None] = ContextVar("capibara_traced_for", default=None)
 
 
-def mesh_in_force() -> AbstractMesh:
-    """The mesh of the code that calls, in a shard_map with the axes that it has taken; an empty one where none is."""
+def mesh_in_force(places: Iterable[str] | None = None) -> AbstractMesh:
+    """The mesh of the code that calls, in a shard_map with the axes that it has taken; an empty one where none is.
+
+    `places` are the logical axes whose rules the caller goes by then; all of them where it does not say.
+    """
     around = jax.sharding.get_abstract_mesh()
     planned = _PLANNED.get()
     if planned is None or not around.empty:
         return around
     planned.asked = True
+    if places is None or planned.places is None:
+        planned.places = None
+    else:
+        planned.places.update(places)
     return around if planned.mesh is None else planned.mesh
 
 

@@ -123,6 +123,8 @@ class Program:
     """Values inside of shard_map: one chip's already."""
     asks_for_mesh: bool = False
     """Whether the function asked which mesh it runs on (`capibara.mesh.traced_for`): for another it is another."""
+    places: frozenset[str] | None = frozenset()
+    """Logical axes whose rules it went by then; None for all."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `spread` found out for one mesh and can use for the next layout."""
 

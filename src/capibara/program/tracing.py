@@ -12,6 +12,7 @@ from capibara.program.graph import Argument, Program
 
 if TYPE_CHECKING:
     from capibara.mesh.layout import Layout
+    from capibara.mesh.traced_for import TracedFor
 
 __all__ = ["ROLES", "trace"]
 
@@ -69,7 +70,7 @@ def trace(
                 "`donate` numbers arguments", f"{index} of {len(args)} arguments", f"use 0 to {len(args) - 1}"
             )
     labels = _labels(fn, len(args))
-    closed, found, platform, asked = _jaxpr(fn, args, device_kind, layout)
+    closed, found, platform, asking = _jaxpr(fn, args, device_kind, layout)
 
     arguments: list[tuple[str, str, bool]] = []
     for index, arg in enumerate(args):
@@ -93,13 +94,13 @@ def trace(
     name = getattr(fn, "__name__", "")
     return Program(
         tuple(kept), tuple(build.values), tuple(flat), outputs, tuple(build.constants), notes, name,
-        frozenset(build.local), asked,
+        frozenset(build.local), asking.asked, None if asking.places is None else frozenset(asking.places),
     )  # fmt: skip
 
 
 def _jaxpr(
     fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | None, layout: Layout | None
-) -> tuple[Any, list[Any], str, bool]:
+) -> tuple[Any, list[Any], str, TracedFor]:
     import contextlib
 
     import jax
@@ -129,7 +130,7 @@ def _jaxpr(
             stack.enter_context(use_rules(layout.rules_in_force()))
         # A fresh function each time: jit's cache would hand back a trace without the markers.
         closed = jax.make_jaxpr(functools.partial(fn))(*shapes)
-        return closed, found, platform, asking.asked
+        return closed, found, platform, asking
 
 
 def _checked_roles(roles: Sequence[str] | None, count: int) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -234,6 +235,9 @@ def test_a_mixture_is_counted_as_it_runs_on_the_mesh(
     # What the mixture gathers are weights, in the type that they are used in, and no tokens.
     gathered = [one.bytes for one in found if one.kind == "all_gather" and one.why.startswith("the shard_map")]
     assert max(gathered, default=0) <= EXPERTS * HIDDEN * FFN * 2 / dict(mesh).get("model", 1)
+    # Rules that the mixture does not go by are the same trace.
+    others = dataclasses.replace(layout, rules={**layout.rules, "vocab": None, "heads": None})
+    assert mixture.program_on(others) is mixture.program_on(layout)
     useful = mixture.program(point.choices).model_flops / 8
     assert mixture.estimate(layout).model_flops == pytest.approx(useful)
 

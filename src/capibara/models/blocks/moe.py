@@ -129,7 +129,7 @@ class Moe(Block):
 
         Tokens are sorted by their experts: over all devices that is an exchange of everything, so each sorts its own.
         """
-        mesh = mesh_in_force()
+        mesh = mesh_in_force(("batch", "sequence", "expert", "mlp"))
         if mesh.empty or mesh.manual_axes:
             return None
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}

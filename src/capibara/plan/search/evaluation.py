@@ -84,7 +84,8 @@ class PaperModel:
         """The traced program of a layout: the one for all meshes, unless the function asks for its own."""
         if not self.asks_for_mesh:
             return self.program(layout.choices)
-        rules = tuple(sorted(layout.rules.items()))
+        places = self.program(self._defaults).places
+        rules = tuple(sorted((name, axes) for name, axes in layout.rules.items() if places is None or name in places))
         key = (layout.choices, tuple(layout.mesh.axes.items()), rules)
         found = self._by_mesh.get(key)
         if found is None:
