@@ -1,4 +1,4 @@
-"""The step that `capibara train PRESET` would compile on an H200, lowered here: data packed, arrays on its one device."""
+"""The step that `capibara train PRESET` would compile on an H200, lowered here: packed data, one device."""
 
 from __future__ import annotations
 
