@@ -1,0 +1,156 @@
+"""A served model: this process runs the engine, and starts the one that answers HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from capibara.distribution import NAME
+from capibara.errors import CapibaraError, rule_error
+from capibara.serve.link import ModelCard, ServerSettings
+from capibara.serve.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from capibara.serve.engine import Engine
+
+__all__ = ["Server", "check_installed"]
+
+_BACKLOG = 2048
+_END_WITHIN_S = 15.0
+
+
+def check_installed() -> None:
+    """Whether what the server's process needs is installed."""
+    try:
+        import jinja2  # noqa: F401
+        import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise rule_error(
+            "capibara serve needs the serve extra", f"no {error.name}", f"pip install '{NAME}[serve]'"
+        ) from error
+
+
+class _Stopped(BaseException):
+    """Told to stop while there was nothing yet to finish."""
+
+
+class Server:
+    """Listens from the start, so that /health answers while the model is loaded; `run` then serves it.
+
+    Args:
+      host: the address to listen on.
+      port: 0 takes a free one.
+      settings: of the HTTP process.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 8000, settings: ServerSettings | None = None) -> None:
+        check_installed()
+        self.host = host
+        listening = _listen(host, port)
+        self.port: int = listening.getsockname()[1]
+        ours, theirs = socket.socketpair()
+        with listening, theirs:
+            handed = (listening.fileno(), theirs.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "capibara.serve.http", *map(str, handed)],
+                pass_fds=handed,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+            )
+        self._worker = EngineWorker(ours, settings or ServerSettings())
+        self._serving = False
+
+    @property
+    def address(self) -> str:
+        host = self.host
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:{self.port}"
+
+    @property
+    def exposed(self) -> bool:
+        """Whether other machines may reach it."""
+        if self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+    def run(self, load: Callable[[], tuple[Engine, ModelCard]], ready: Callable[[ModelCard], None]) -> None:
+        """Load the engine, say that it is ready, and serve until told to stop; then finish what runs, and return."""
+        try:
+            engine, card = load()
+        except BaseException:
+            self.close()
+            raise
+        try:
+            if self.process.poll() is not None:
+                raise CapibaraError(f"The HTTP process ended with code {self.process.returncode}; its log says why")
+            self._serving = True
+            if not self._worker.run(engine, card, ready):
+                raise CapibaraError(f"The HTTP process ended with code {self._code()}; its log says why")
+        finally:
+            self._serving = False
+            engine.close()
+            self.close()
+
+    def stop(self) -> None:
+        """Take nothing new, finish what runs, and let `run` return. From any thread; a second time it waits no more."""
+        if not self._worker.drain():
+            self.process.kill()
+
+    def close(self) -> None:
+        """End the HTTP process, whatever it is doing."""
+        self._worker.link.close()
+        try:
+            self.process.wait(_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _code(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_WITHIN_S)
+        return self.process.returncode
+
+    @contextlib.contextmanager
+    def stopped_by_signals(self) -> Iterator[None]:
+        """Inside, SIGTERM and SIGINT stop it in good order; before it serves, at once."""
+
+        def told(number: int, frame: FrameType | None) -> None:
+            if self._serving:
+                self.stop()
+            else:
+                raise _Stopped
+
+        before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        except _Stopped:
+            pass
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise rule_error(
+            "A server listens on an address of this machine, at a port that nobody else has",
+            f"{host}:{port} ({error})",
+            "use --port 0 for a free one, or another --host",
+        ) from error
