@@ -3,7 +3,7 @@
 // put into the page by textContent alone, and the page's policy allows no script but this file.
 
 const part = (id) => document.getElementById(id);
-const messages = [];
+let messages = [];
 let running = null; // the AbortController of the answer that is coming
 
 function headers() {
@@ -57,6 +57,7 @@ async function* events(response) {
 
 async function answer() {
   const began = performance.now();
+  const conversation = messages; // another one may begin while the answer comes
   const turn = show("assistant", "");
   let text = "";
   let usage = null;
@@ -87,14 +88,14 @@ async function answer() {
     if (usage) follow(() => note(`${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s`));
   } catch (error) {
     if (error.name === "AbortError") {
-      follow(() => note("stopped"));
+      if (conversation === messages) follow(() => note("stopped"));
     } else {
       follow(() => show("error", error.message));
       if (!text) turn.remove();
     }
   }
-  if (text) messages.push({ role: "assistant", content: text });
-  else messages.pop();
+  if (text) conversation.push({ role: "assistant", content: text });
+  else conversation.pop();
   running = null;
   part("send").textContent = "Send";
   part("text").focus();
@@ -139,7 +140,7 @@ part("text").addEventListener("input", () => {
 
 part("clear").addEventListener("click", () => {
   running?.abort();
-  messages.length = 0;
+  messages = [];
   part("log").replaceChildren();
 });
 
