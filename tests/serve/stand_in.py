@@ -119,7 +119,7 @@ class StandIn:
 def served(engine: StandIn | None = None, card: ModelCard = CARD, **settings: Any) -> Iterator[tuple[Server, StandIn]]:
     """A server on a free port, its engine in a thread of this process."""
     engine = engine or StandIn()
-    server = Server("127.0.0.1", 0, ServerSettings(log_level="warning", **settings))
+    server = Server("127.0.0.1", 0, ServerSettings(**{"log_level": "warning", **settings}))
     up = threading.Event()
     loaded: Any = (engine, card)
     failures: list[BaseException] = []
@@ -138,7 +138,8 @@ def served(engine: StandIn | None = None, card: ModelCard = CARD, **settings: An
         yield server, engine
     finally:
         engine.gate.set()
-        server.stop()
+        if not server.stopping:
+            server.stop()
         thread.join(30)
         assert not thread.is_alive()
     assert not failures, failures

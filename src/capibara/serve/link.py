@@ -9,6 +9,7 @@ larger ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -205,6 +206,8 @@ class Link:
             self._closed = True
             self._waiting.notify()
         self._writer.join(timeout=5)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # the reader has it open as well, and would keep the line up
         self._socket.close()
 
     def _read(self) -> None:

@@ -105,6 +105,10 @@ class Server:
             engine.close()
             self.close()
 
+    @property
+    def stopping(self) -> bool:
+        return self._worker.draining
+
     def stop(self) -> None:
         """Take nothing new, finish what runs, and let `run` return. From any thread; a second time it waits no more."""
         if not self._worker.drain():

@@ -50,6 +50,10 @@ class EngineWorker:
                 self._told_drain |= drain
         return self._stopping
 
+    @property
+    def draining(self) -> bool:
+        return self._drain
+
     def drain(self) -> bool:
         """Ask the server to take nothing new, to finish what runs, and to end; False where it was asked before.
 

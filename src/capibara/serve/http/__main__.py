@@ -12,6 +12,7 @@ import sys
 import uvicorn
 
 from capibara.serve.http.app import make_app
+from capibara.serve.http.errors import unavailable
 from capibara.serve.http.listen import make_server
 from capibara.serve.http.logs import log_event, set_up
 from capibara.serve.http.state import Serving
@@ -41,6 +42,8 @@ async def _main(listening: socket.socket, link: socket.socket) -> int:
             async with asyncio.timeout(settings.drain_timeout_s):
                 while (serving.engine.in_flight or server.server_state.tasks) and not reading.done():
                     await asyncio.sleep(0.02)
+        # Whoever still waits is told, and not just cut off.
+        serving.engine.give_up(unavailable("The server stopped before the answer was whole.", "stopping"))
     server.should_exit = True
     await listen
     announced.cancel()

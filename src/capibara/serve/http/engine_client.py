@@ -18,6 +18,7 @@ from capibara.serve.request import Request, RequestOutput
 
 __all__ = ["EngineClient", "Group"]
 
+_GONE = unavailable("The engine has ended.", "engine_gone")
 _RATE_OVER = 64  # answers, of which the pace is reckoned by
 
 
@@ -31,7 +32,7 @@ class Group:
         self._pending: list[list[RequestOutput]] = [[] for _ in requests]
         self._refused: Added | None = None
         self._unsure = set(self._ids)
-        self._lost = False
+        self._lost: ApiError | None = None
         self.open = set(self._ids)
         self.timelines = [Timeline() for _ in requests]
 
@@ -72,8 +73,8 @@ class Group:
             self._pending[self._ids.index(id)].clear()
 
     def _check(self) -> None:
-        if self._lost:
-            raise unavailable("The engine has ended.", "engine_gone")
+        if self._lost is not None:
+            raise self._lost
 
     async def _woken(self) -> None:
         await self._wake.wait()
@@ -95,8 +96,8 @@ class Group:
                 self.open.discard(output.id)
             self._wake.set()
 
-    def lost(self) -> None:
-        self._lost = True
+    def lost(self, why: ApiError) -> None:
+        self._lost = why
         self._wake.set()
 
 
@@ -132,7 +133,7 @@ class EngineClient:
     def submit(self, requests: Sequence[Request]) -> Group:
         group = Group(self, requests)
         if self.gone.is_set():
-            group.lost()
+            group.lost(_GONE)
             return group
         for request in requests:
             self._groups[request.id] = group
@@ -181,9 +182,13 @@ class EngineClient:
         except (OSError, msgspec.DecodeError, asyncio.IncompleteReadError):
             pass
         self.gone.set()
-        for group in set(self._groups.values()):
-            group.lost()
+        self.give_up(_GONE)
         self._groups.clear()
+
+    def give_up(self, why: ApiError) -> None:
+        """Let everybody who waits go, with this error."""
+        for group in set(self._groups.values()):
+            group.lost(why)
 
     def _flush_soon(self) -> None:
         # What comes in one turn of the event loop goes in one message.

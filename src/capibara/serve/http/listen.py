@@ -86,6 +86,7 @@ def make_server(app: ASGIApp, header_timeout_s: float) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
     )
