@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from capibara.compile.warmup import WarmupReport
 from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
 from capibara.serve.kv_cache import PagePool
@@ -107,6 +108,8 @@ class Engine:
         words = min(self.tokenizer.vocab_size, model.config.vocab)
         self.runner = Runner(model, config, max_length=self.max_length, pages=pages, words=words)
         self.eos_ids = frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
+        # Rows of one shape only, or drafts between steps: each step is told by the host.
+        self._decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
         self._seeds = np.random.default_rng(config.seed)
         self._sequences: dict[str, Sequence] = {}
         self._sent: deque[Sent] = deque()
@@ -163,6 +166,21 @@ class Engine:
         self._finish(sequence, "cancelled")
         return True
 
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> WarmupReport:
+        """Make every program that a step may need, so that none is compiled while requests wait.
+
+        Args:
+          progress: called with how many are done, how many there are, and the name of the last one done.
+        """
+        return self.runner.warm_up(progress)
+
+    def close(self) -> None:
+        """End what runs, as cancelled, and give the device's memory back."""
+        for id in list(self._sequences):
+            self.cancel(id)
+        self._sent.clear()
+        self.runner.close()
+
     def has_work(self) -> bool:
         """Whether a step would do something."""
         return bool(self._sequences or self._sent or self._ended)
@@ -171,7 +189,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Send the next step to the device, and give what the one before it brought; each request is in it once."""
-        plan = self.scheduler.plan(steps=self.config.decode_steps)
+        plan = self.scheduler.plan(steps=self._decode_steps)
         if plan is not None:
             self._sent.append(self.runner.send(plan))
         touched: dict[str, Sequence] = {}

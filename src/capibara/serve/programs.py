@@ -30,7 +30,9 @@ __all__ = [
     "begin_counts",
     "copy_pages",
     "decode_fields",
+    "fields_of",
     "ragged_fields",
+    "sampling_fields",
 ]
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
@@ -113,6 +115,11 @@ def ragged_fields(shape: Shape) -> Fields:
     )
 
 
+def fields_of(shape: Shape) -> Fields:
+    """What the host says of a step of this shape."""
+    return decode_fields(shape) if shape.decodes else ragged_fields(shape)
+
+
 class DeviceState(NamedTuple):
     """What stays on the device from step to step."""
 
@@ -160,7 +167,7 @@ class StepPrograms:
         """(params, state, what the host says) -> (logits of the rows to draw for, state)."""
 
         def run(params: Any, state: DeviceState, said: jax.Array) -> tuple[jax.Array, DeviceState]:
-            parts = (decode_fields(shape) if shape.decodes else ragged_fields(shape)).unpack(said)
+            parts = fields_of(shape).unpack(said)
             slots = parts["slot"] if shape.decodes else parts["slots"][parts["row_of_token"]]
             # -1: the token was drawn by the step before, and the host has not seen it yet.
             known = parts["tokens"]
@@ -190,7 +197,7 @@ class StepPrograms:
         The forms "full" and "penalised" also take which tokens are allowed, and counts or None, and give
         log-probabilities and the counts then.
         """
-        fields = decode_fields(shape) if shape.decodes else ragged_fields(shape)
+        fields = fields_of(shape)
 
         def run(
             logits: jax.Array,

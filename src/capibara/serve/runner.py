@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.compile.cache import ExecutableCache
+from capibara.compile.warmup import Program, WarmupReport, make_program, warm_up
 from capibara.models import decoder
 from capibara.serve import programs, sampling
 from capibara.serve.config import EngineConfig
@@ -100,8 +103,10 @@ class Runner:
             key_splits=1 if config.batch_invariant else None,
         )
         self._executables: dict[tuple[Any, ...], Any] = {}
+        self._disk = None if config.cache_folder is None else ExecutableCache(config.cache_folder)
+        # What programs hang on and their arguments' shapes do not show.
+        self._identity = f"{self.model.to_toml()}\n{jnp.dtype(dtype)} {words} {config.batch_invariant} {config.mesh}"
         self.compilations = 0
-        self.compile_seconds = 0.0
         self._counts: sampling.Counts | None = None
         self._all_allowed: dict[int, jax.Array] = {}
         self._words32 = -(-self.model.vocab // 32)
@@ -146,17 +151,76 @@ class Runner:
 
     # Programs.
 
+    def _program(self, key: tuple[Any, ...], build: Callable[[], Any], *args: Any, donate: tuple[int, ...]) -> Program:
+        return Program(
+            name=" ".join(map(str, key)),
+            what=f"{self._identity}\n{key!r}",
+            build=build,
+            args=jax.tree.map(_described, args),
+            donate=donate,
+            context=self.context,
+        )
+
     def _executable(self, key: tuple[Any, ...], build: Callable[[], Any], *args: Any, donate: tuple[int, ...]) -> Any:
-        """The program of this key, compiled where it is not there yet."""
+        """The program of this key, made where it is not there yet."""
         executable = self._executables.get(key)
         if executable is None:
-            start = time.perf_counter()
-            shapes = jax.tree.map(_described, args)
-            executable = jax.jit(build(), donate_argnums=donate).lower(*shapes).compile()
+            program = self._program(key, build, *args, donate=donate)
+            executable, compiled = make_program(program, self._disk)
             self._executables[key] = executable
-            self.compilations += 1
-            self.compile_seconds += time.perf_counter() - start
+            self.compilations += compiled
         return executable
+
+    def _all_programs(self) -> dict[tuple[Any, ...], Program]:
+        """Every program that a step may need."""
+        vocab, every = self.model.vocab, {}
+
+        def add(key: tuple[Any, ...], build: Callable[[], Any], *args: Any, donate: tuple[int, ...]) -> None:
+            every[key] = self._program(key, build, *args, donate=donate)
+
+        counts_shape = (self.config.max_sequences, vocab)
+        counts = sampling.Counts(_shaped(counts_shape, jnp.int32), _shaped(counts_shape, bool))
+        for shape in self.shapes.all():
+            said = _shaped((programs.fields_of(shape).size,), jnp.int32)
+            if shape.steps > 1:
+                for form in _SEVERAL_FORMS:
+                    build = functools.partial(self.programs.several, shape, form)
+                    add(("several", shape, form), build, self.params, self.state, said, donate=(1,))
+                continue
+            build = functools.partial(self.programs.forward, shape)
+            add(("forward", shape), build, self.params, self.state, said, donate=(1,))
+            for form in sampling.FORMS:
+                args = (_shaped((shape.rows, vocab), jnp.float32), self.state.last_tokens, said)
+                full = form in ("full", "penalised")
+                if full:
+                    allowed = _shaped((shape.rows, self._words32), jnp.uint32)
+                    args = (*args, allowed, counts if form == "penalised" else None)
+                draw = functools.partial(self.programs.draw, shape, form)
+                add(("draw", shape, form), draw, *args, donate=(1, 4) if full else (1,))
+        numbers = _shaped((_COPIES,), jnp.int32)
+        add(("copy",), self._copying, self.state.cache, numbers, numbers, donate=(0,))
+        of_slot = (_shaped((), jnp.int32), _shaped((vocab,), bool), _shaped((vocab,), jnp.int32))
+        add(("begin_counts",), lambda: programs.begin_counts, counts, *of_slot, donate=(0,))
+        return every
+
+    def _copying(self) -> Any:
+        return functools.partial(programs.copy_pages, self.model)
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> WarmupReport:
+        """Make every program that a step may need."""
+        every = {key: program for key, program in self._all_programs().items() if key not in self._executables}
+        made, report = warm_up(list(every.values()), self._disk, progress=progress)
+        self._executables.update(zip(every, made, strict=True))
+        self.compilations += report.compiled
+        return report
+
+    def close(self) -> None:
+        """Give back the device's memory: the cache and the weights' copy."""
+        for leaf in jax.tree.leaves((self.state, self._counts, self._all_allowed)):
+            leaf.delete()
+        self._executables.clear()
+        self.params = self._counts = None
+        self._all_allowed.clear()
 
     # A step.
 
@@ -172,9 +236,8 @@ class Runner:
             slots = np.array([chunk.sequence.slot for chunk in plan.chunks], np.int32)
             for chunk in plan.chunks:
                 self._place(chunk.sequence)
-            form = sampling.FORMS[max(self._form[slots[i]] for i, c in enumerate(plan.chunks) if c.samples)] if any(
-                c.samples for c in plan.chunks
-            ) else None
+            drawing = [self._form[chunk.sequence.slot] for chunk in plan.chunks if chunk.samples]
+            form = sampling.FORMS[max(drawing)] if drawing else None
             alone = plan.decodes_only and not self.config.batch_invariant and not self.config.speculative_tokens
             if alone:
                 said, shape, rows = self._say_decode(plan, slots)
@@ -235,9 +298,7 @@ class Runner:
             pairs = np.full((2, _COPIES), self.pages, np.int32)
             pairs[:, : len(some)] = np.array(some, np.int32).T
             args = (self.state.cache, pairs[0], pairs[1])
-            run = self._executable(
-                ("copy",), lambda: lambda *args: programs.copy_pages(self.model, *args), *args, donate=(0,)
-            )
+            run = self._executable(("copy",), self._copying, *args, donate=(0,))
             self.state = self.state._replace(cache=run(*args))
 
     def _place(self, sequence: Sequence) -> None:
@@ -356,6 +417,12 @@ def form_of(asked: Any) -> sampling.Form:
     return "drawn"
 
 
+def _shaped(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
     sharding = leaf.sharding if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else None
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
