@@ -1,8 +1,9 @@
 """The one decoder: what a `ModularModelConfig` describes, as plain functions of pytrees of parameters.
 
 `weights` declares every parameter; `shapes`, `axes` and `init` come from it. `hidden_states`, `logits` and `loss` run
-it, `prefill` and `decode` go on from a cache. The layers of a pattern are one body that a scan repeats, with their
-parameters stacked; activations are named by logical axes, so that a layout's rules put them on a mesh.
+it, `decode` goes on from a cache, and `paged` from the pages of many sequences at once. The layers of a pattern are one
+body that a scan repeats, with their parameters stacked (but for `paged`); activations are named by logical axes, so
+that a layout's rules put them on a mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
-from capibara.models.blocks.spec import Sequences, Weight
+from capibara.models.blocks.spec import PagedBatch, Sequences, Weight
 from capibara.parallel.remat import LAYER_INPUT
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ __all__ = [
     "loss",
     "make_loss",
     "new_cache",
+    "new_paged_cache",
+    "paged",
     "param_shapes",
+    "unstacked",
     "weights",
 ]
 
@@ -301,3 +305,56 @@ def decode(
 
     x, cache = jax.lax.scan(body, x, (params["layers"], cache))
     return _norm(model, params["norm"], x), cache
+
+
+def unstacked(model: ModularModelConfig, tree: Any) -> Any:
+    """A tree like the parameters' with a layer's own leaves in `layers`, one entry a layer: what `paged` takes.
+
+    A scan would cut each layer's weights and pages out of the stacks at every token, and a GPU copies what it cuts out.
+    """
+    period = len(model.period)
+
+    def of_layer(number: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf[number // period], tree["layers"][number % period])
+
+    return {**tree, "layers": [of_layer(number) for number in range(model.layers)]}
+
+
+def new_paged_cache(
+    model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any = jnp.bfloat16
+) -> list[Any]:
+    """Empty pools of so many pages, and states of so many sequences at a time; an entry a layer."""
+    return [
+        {
+            slot_of(names, number): model.blocks[name].new_paged_cache(model, pages, page_size, slots, dtype)
+            for number, name in enumerate(names)
+        }
+        for names in model.period * model.repeats
+    ]
+
+
+def paged(
+    model: ModularModelConfig,
+    params: Any,
+    tokens: jax.Array,
+    cache: list[Any],
+    batch: PagedBatch,
+    *,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[jax.Array, list[Any]]:
+    """The tokens [tokens] of a ragged batch: (hidden states [tokens, hidden], the cache then).
+
+    `params` are as `unstacked` gives them, `cache` as `new_paged_cache` does.
+    """
+    x = _embedded(model, params, tokens[None], dtype)
+    after = []
+    for names, layer, kept in zip(model.period * model.repeats, params["layers"], cache, strict=True):
+        slots = {}
+        for number, name in enumerate(names):
+            slot = slot_of(names, number)
+            own = dict(layer[slot])
+            y = _norm(model, own.pop("norm_"), x)
+            out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
+            x = x + out
+        after.append(slots)
+    return _norm(model, params["norm"], x)[0], after

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error
 from capibara.kernels.ops.attention import Rope, attention, rope
+from capibara.kernels.ops.attention.paged.api import paged_attention
 from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product
+from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -185,15 +186,12 @@ class Attention(Block):
         q, k, v = self._projected(model, params, x)
         places = start[:, None] + jnp.arange(x.shape[1])
 
-        def turned(y: jax.Array) -> jax.Array:
-            return rope(y, places, base=self.rope_base, scaling=self.rope_scaling, rotary_dim=self.rotary_dim or None)
-
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
             # Padding may lie past the cache's end: it is dropped there, where a slice would be moved back over tokens.
             new = new.astype(kept.dtype)
             return jax.vmap(lambda row, part, at: row.at[at].set(part, mode="drop"))(kept, new, places)
 
-        q, k = turned(q), turned(k)
+        q, k = self._turned(q, places), self._turned(k, places)
         cache = {"key": put(cache["key"], k), "value": put(cache["value"], v)}
         keys = jnp.arange(cache["key"].shape[1])
         # Padding after the new tokens comes after every one of them, so that none of them sees it.
@@ -209,6 +207,53 @@ class Attention(Block):
             softcap=self.softcap,
         )
         return self._out(params, mixed), dict(cache)
+
+    def new_paged_cache(
+        self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
+    ) -> dict[str, jax.Array]:
+        # A key's heads side by side: what `paged_attention` fetches from on every chip.
+        shape = (pages, page_size, self.kv_heads * self.width(model))
+        return {name: jnp.zeros(shape, dtype) for name in ("key", "value")}
+
+    def paged(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        batch: PagedBatch,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        q, k, v = self._projected(model, params, x)
+        q, k = (self._turned(y, jnp.maximum(batch.positions, 0)[None]) for y in (q, k))
+        pages, page_size = cache["key"].shape[:2]
+        column = jnp.clip(batch.positions // page_size, 0, batch.page_table.shape[1] - 1)
+        page = batch.page_table[batch.rows, column]
+        # Padding, and tokens past the pages that a sequence has, are written nowhere.
+        inside = (batch.positions >= 0) & (batch.positions < batch.page_table.shape[1] * page_size)
+        page = jnp.where(inside, page, pages)
+        at = batch.positions % page_size
+
+        def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+            new = new.reshape(new.shape[1], -1).astype(pool.dtype)
+            return pool.at[page, at].set(new, mode="drop", unique_indices=True)
+
+        cache = {"key": put(cache["key"], k), "value": put(cache["value"], v)}
+        mixed = paged_attention(
+            q[0].astype(cache["key"].dtype),
+            cache["key"],
+            cache["value"],
+            batch.page_table,
+            batch.context_lengths,
+            batch.query_starts,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            key_splits=batch.key_splits,
+        )
+        return self._out(params, mixed[None].astype(x.dtype)), cache
+
+    def _turned(self, y: jax.Array, places: jax.Array) -> jax.Array:
+        return rope(y, places, base=self.rope_base, scaling=self.rope_scaling, rotary_dim=self.rotary_dim or None)
 
     def flops_per_token(self, model: ModularModelConfig, length: int) -> float:
         seen = length if self.window is None else min(length, self.window)

@@ -26,6 +26,7 @@ __all__ = [
     "LORA_UP",
     "Block",
     "BlockOutput",
+    "PagedBatch",
     "Sequences",
     "Weight",
     "initial",
@@ -140,6 +141,31 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class PagedBatch:
+    """A ragged batch of serving: prompts, pieces of prompts and single tokens of many sequences, one after another.
+
+    Rows of padding have a context of 0 and no tokens.
+    """
+
+    positions: jax.Array
+    """[tokens] of each in its sequence; -1 for padding."""
+    rows: jax.Array
+    """[tokens]: the sequence of each, as a row of the arrays below."""
+    page_table: jax.Array
+    """[sequences, pages]: where each sequence's keys lie in the pools; any number past the pool where they do not."""
+    context_lengths: jax.Array
+    """[sequences]: tokens of each, these included."""
+    query_starts: jax.Array | None
+    """[sequences + 1]: where each sequence's tokens start; None where each has one."""
+    slots: jax.Array
+    """[sequences]: which state each goes on from, for blocks that keep one; past the last for padding."""
+    longest: int = 1
+    """No sequence has more tokens here."""
+    key_splits: int | None = None
+    """Into how many parts attention cuts the keys; what is fastest when None."""
+
+
+@dataclass(frozen=True)
 class BlockOutput:
     """What a block adds, losses of its own, and what is worth logging."""
 
@@ -183,6 +209,26 @@ class Block:
 
         Of the new tokens the first `lengths` [batch] are there, the rest padding that leaves no trace.
         """
+        return self(model, params, x, Sequences()).value, dict(cache)
+
+    keeps_state = False
+    """Whether what it keeps of the past is one state a sequence, of which nothing can be shared or taken back."""
+
+    def new_paged_cache(
+        self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
+    ) -> dict[str, jax.Array]:
+        """What serving keeps of the past: pools of pages, or a state a slot; nothing by default."""
+        return {}
+
+    def paged(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        batch: PagedBatch,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The tokens of a ragged batch, [1, tokens, hidden], and what is kept then."""
         return self(model, params, x, Sequences()).value, dict(cache)
 
     def check(self, model: ModularModelConfig, where: str) -> None:
