@@ -108,7 +108,7 @@ class StandIn:
         return RequestOutput(one.request.id, tuple(fresh), text, usage, logprobs, reason)
 
     def stats(self) -> Any:
-        values = {name: 0 for name in Stats.__struct_fields__} | {"running": len(self.running), "kv_cache_usage": 0.25}
+        values = dict.fromkeys(Stats.__struct_fields__, 0) | {"running": len(self.running), "kv_cache_usage": 0.25}
         return SimpleNamespace(**values)
 
     def close(self) -> None:
@@ -138,8 +138,7 @@ def served(engine: StandIn | None = None, card: ModelCard = CARD, **settings: An
         yield server, engine
     finally:
         engine.gate.set()
-        if not server.stopping:
-            server.stop()
+        server.stop()
         thread.join(30)
         assert not thread.is_alive()
     assert not failures, failures

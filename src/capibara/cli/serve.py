@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capibara.cli import output
 
 if TYPE_CHECKING:
+    from capibara.serve.config import EngineConfig
     from capibara.serve.engine import Engine
     from capibara.serve.link import ModelCard
 
@@ -30,24 +31,46 @@ def serve(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="What clients call the model; its folder's.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Requests that run at a time.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, metavar="N", help="That wait; one more gets 429.")] = 256,
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of one step, prompts' and new ones.")
+    ] = 2048,
     max_length: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens of a prompt and its answer; the model's context.")
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1024, metavar="N", help="Of a request.")] = 4 << 20,
     request_timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="For a whole answer.")] = 600.0,
     client_timeout_s: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="For a client to send its request, or to read some of the answer.")
+        float,
+        typer.Option(min=0.1, metavar="S", help="For a client to send its request, or to read some of the answer."),
     ] = 30.0,
-    drain_timeout_s: Annotated[float, typer.Option(min=0.0, metavar="S", help="For running requests at SIGTERM.")] = 60.0,
+    drain_timeout_s: Annotated[
+        float, typer.Option(min=0.0, metavar="S", help="For running requests at SIGTERM.")
+    ] = 60.0,
     cors_origin: Annotated[
         list[str] | None, typer.Option(metavar="ORIGIN", help="Pages that may ask from a browser; none.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Jinja, in place of the model's own.", exists=True, dir_okay=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja, in place of the model's own.", exists=True, dir_okay=False),
     ] = None,
     tool_parser: Annotated[
         str | None, typer.Option(metavar="NAME", help="hermes, llama3 or mistral; as the chat template has it.")
     ] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Of keys and values: float32, bfloat16, int8; the model's.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(metavar="TYPE", help="int8; as they are.")] = None,
+    speculative_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Guessed ahead from what a request has so far; 0 guesses none.")
+    ] = 0,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="The same bits whatever a request is batched with.")
+    ] = False,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients may name as a model.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    warm_up: Annotated[bool, typer.Option(help="Compile every program before the first request.")] = True,
     page: Annotated[bool, typer.Option(help="A page to chat on at /.")] = True,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
     json: Annotated[bool, typer.Option("--json", help="Print the line that it is ready as JSON.")] = False,
@@ -58,6 +81,8 @@ def serve(
     runs. For example: capibara serve runs/dev --port 0
     """
     from capibara.errors import unknown_name
+    from capibara.kernels.core.tables import cache_directory
+    from capibara.serve.config import EngineConfig
     from capibara.serve.link import ServerSettings
     from capibara.serve.server import Server, check_installed
 
@@ -83,13 +108,25 @@ def serve(
         page=page,
         log_level=log_level,
     )
+    config = EngineConfig(
+        max_sequences=max_sequences,
+        max_queue=max_queue,
+        max_batch_tokens=max_batch_tokens,
+        max_length=max_length,
+        cache_dtype=cache_dtype,
+        weights=weights,
+        speculative_tokens=speculative_tokens,
+        batch_invariant=batch_invariant,
+        adapters=dict(map(_named, adapter or ())),
+        seed=seed,
+        cache_folder=cache_directory().parent / "programs",
+    )
     server = Server(host, port, settings)
     if server.exposed and not keys:
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
 
     def load() -> tuple[Engine, ModelCard]:
-        options = {"max_sequences": max_sequences, "max_queue": max_queue, "max_length": max_length}
-        return load_engine(model, name, template, options)
+        return load_engine(model, name, template, config, warm_up)
 
     def ready(card: ModelCard) -> None:
         line = {"model": card.name, "address": server.address, "origin": card.origin, "max_length": card.max_length}
@@ -103,22 +140,31 @@ def serve(
         server.run(load, ready)
 
 
+def _named(text: str) -> tuple[str, str]:
+    from capibara.errors import rule_error
+
+    name, found, folder = text.partition("=")
+    if not (name and found and folder):
+        raise rule_error("An adapter is NAME=FOLDER", repr(text), "write --adapter mine=runs/lora")
+    return name, folder
+
+
 def load_engine(
-    model: str, name: str | None, template: str | None, options: dict[str, Any]
+    model: str, name: str | None, template: str | None, config: EngineConfig, warm_up: bool = True
 ) -> tuple[Engine, ModelCard]:
     """The engine of a model that a command was given, its programs compiled, and what clients are told of it."""
     from capibara.models.restored import load_model
-    from capibara.serve.config import EngineConfig
     from capibara.serve.engine import Engine
     from capibara.serve.http.prompts import check_template
     from capibara.serve.link import ModelCard
 
     loaded, origin = load_model(model)
     check_template(loaded.tokenizer, template)
-    engine = Engine(loaded, config=EngineConfig(**options))
-    with output.progress() as bar:
-        task = bar.add_task("")
-        engine.warm_up(lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
+    engine = Engine(loaded, config=config)
+    if warm_up:
+        with output.progress() as bar:
+            task = bar.add_task("")
+            engine.warm_up(lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
     card = ModelCard(
         name=name or (Path(model).resolve().name if Path(model).exists() else model),
         origin=origin,

@@ -15,7 +15,7 @@ from capibara.compile.warmup import WarmupReport
 from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
 from capibara.serve.kv_cache import PagePool
-from capibara.serve.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
 from capibara.serve.runner import Drawn, Runner, Sent
 from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence
 from capibara.serve.text import OutputText
@@ -143,7 +143,7 @@ class Engine:
         seed = asked.seed if asked.seed is not None else int(self._seeds.integers(2**63))
         sequence.seed = seed
         eos = frozenset() if asked.ignore_eos else self.eos_ids
-        text = OutputText(self.tokenizer, asked.stop, include_stop=asked.include_stop)
+        text = OutputText(self.tokenizer, asked.stop, include_stop=asked.include_stop, spelled=asked.spelled_token_ids)
         sequence.state = _Progress(text, eos | frozenset(asked.stop_token_ids), eos)
         self._sequences[request.id] = sequence
 
@@ -232,9 +232,7 @@ class Engine:
         if finish is not None:
             self._finish(sequence, finish)
 
-    def _read(
-        self, sequence: Sequence, tokens: list[int], drawn: Drawn
-    ) -> tuple[list[int], FinishReason | None]:
+    def _read(self, sequence: Sequence, tokens: list[int], drawn: Drawn) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the one that ends the request, where one does, and why it ends."""
         progress, asked = sequence.state, sequence.request.sampling
         assert isinstance(progress, _Progress)

@@ -52,8 +52,6 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_sequences: int
     max_queue: int
     adapters: tuple[str, ...] = ()
-    structured: bool = True
-    """Whether the engine can hold output to a schema or grammar."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
@@ -161,7 +159,9 @@ def merge(outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
         if old is None:
             merged[new.id] = new
             continue
-        logprobs = None if new.logprobs is None and old.logprobs is None else (old.logprobs or ()) + (new.logprobs or ())
+        logprobs = (
+            None if new.logprobs is None and old.logprobs is None else (old.logprobs or ()) + (new.logprobs or ())
+        )
         merged[new.id] = RequestOutput(
             id=new.id,
             tokens=old.tokens + new.tokens,

@@ -65,7 +65,7 @@ class Server:
                 [sys.executable, "-m", "capibara.serve.http", *map(str, handed)],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
+                stdout=2,  # this process's standard output has one line, and it is not theirs
             )
         self._worker = EngineWorker(ours, settings or ServerSettings())
         self._serving = False
@@ -110,9 +110,8 @@ class Server:
         return self._worker.draining
 
     def stop(self) -> None:
-        """Take nothing new, finish what runs, and let `run` return. From any thread; a second time it waits no more."""
-        if not self._worker.drain():
-            self.process.kill()
+        """Take nothing new, finish what runs, and let `run` return. From any thread, and from a signal's handler."""
+        self._worker.drain()
 
     def close(self) -> None:
         """End the HTTP process, whatever it is doing."""
@@ -130,10 +129,15 @@ class Server:
 
     @contextlib.contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
-        """Inside, SIGTERM and SIGINT stop it in good order; before it serves, at once."""
+        """Inside, SIGTERM and SIGINT stop it in good order; before it serves, at once; a second Ctrl-C at once as well.
+
+        A second SIGTERM changes nothing: whoever stops a group of processes sends several.
+        """
 
         def told(number: int, frame: FrameType | None) -> None:
-            if self._serving:
+            if self._serving and self.stopping and number == signal.SIGINT:
+                self.process.kill()
+            elif self._serving:
                 self.stop()
             else:
                 raise _Stopped

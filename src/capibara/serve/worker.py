@@ -54,13 +54,12 @@ class EngineWorker:
     def draining(self) -> bool:
         return self._drain
 
-    def drain(self) -> bool:
-        """Ask the server to take nothing new, to finish what runs, and to end; False where it was asked before.
+    def drain(self) -> None:
+        """Ask the server to take nothing new, to finish what runs, and to end.
 
         It takes no lock, and so may be called by a signal handler, whatever it interrupts.
         """
-        asked, self._drain = self._drain, True
-        return not asked
+        self._drain = True
 
     def _take(self, engine: Engine, *, wait: bool) -> None:
         added: list[Added] = []

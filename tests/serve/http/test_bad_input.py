@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from capibara.serve.http.errors import STATUSES
 from tests.serve.http.wire import CHAT, ask, call, connect, post, raw_request
 from tests.serve.stand_in import CARD, served
+
+from capibara.serve.http.errors import STATUSES
 
 COMPLETIONS = "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -22,7 +22,9 @@ def address() -> Iterator[str]:
         yield server.address
 
 
-def _check(answer: tuple[int, Any, dict[str, str]], status: int, param: str | None = None, code: str | None = None) -> str:
+def _check(
+    answer: tuple[int, Any, dict[str, str]], status: int, param: str | None = None, code: str | None = None
+) -> str:
     got, body, _ = answer
     assert got == status, body
     assert set(body) == {"error"}
@@ -66,10 +68,17 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]},
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"temperature": "hot"}, "temperature"),
@@ -94,11 +103,17 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
         ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
         ({"regex": "a", "grammar": "b"}, None),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"temprature": 1}, "temprature"),
@@ -137,9 +152,7 @@ def test_a_wrong_field_of_a_completion_is_named(address: str, change: dict[str, 
 
 
 def test_a_prompt_that_is_too_long(address: str) -> None:
-    text = _check(
-        post(address, ask("x" * CARD.max_length)), 400, "messages", "context_length_exceeded"
-    )
+    text = _check(post(address, ask("x" * CARD.max_length)), 400, "messages", "context_length_exceeded")
     assert str(CARD.max_prompt) in text
     ids = {"model": "stand-in", "prompt": [1] * CARD.max_prompt, "max_tokens": 2}
     _check(post(address, ids, COMPLETIONS), 400, "max_tokens", "context_length_exceeded")
@@ -191,7 +204,11 @@ def test_a_template_that_reaches_out_of_its_sandbox(address: str) -> None:
     from capibara.models.tokenizer import ByteTokenizer
     from capibara.serve.http.prompts import check_template
 
-    for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.__init__.__globals__ }}", "{{ cycler.__init__.__globals__ }}"):
+    for escape in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ):
         with pytest.raises(ValueError, match="A chat template works on its messages alone"):
             check_template(ByteTokenizer(escape))
     check_template(ByteTokenizer("{{ raise_exception('a system turn first, please') }}"))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from tests.serve.http.wire import CHAT, ask, call, connect, post, raw_request
 from tests.serve.stand_in import StandIn, served
 
@@ -37,7 +36,11 @@ def test_one_too_many_is_told_when_to_come_again() -> None:
         threads, results = _in_threads(2, lambda: post(server.address, ask("abc")))
         _until(lambda: len(engine.running) == 2)
         status, body, headers = post(server.address, ask("abc"))
-        assert (status, body["error"]["type"], body["error"]["code"]) == (429, "rate_limit_error", "rate_limit_exceeded")
+        assert (status, body["error"]["type"], body["error"]["code"]) == (
+            429,
+            "rate_limit_error",
+            "rate_limit_exceeded",
+        )
         assert 1 <= int(headers["retry-after"]) <= 60
         assert post(server.address, ask("abc", n=3))[0] == 429
         engine.gate.set()
@@ -120,7 +123,12 @@ def test_an_answer_that_takes_too_long(stream: bool) -> None:
 def test_keys() -> None:
     with served(api_keys=("one", "zwei€")) as (server, _):
         for path in (CHAT, "/v1/completions", "/v1/models"):
-            for header in ({}, {"Authorization": "Bearer two"}, {"Authorization": "Basic one"}, {"Authorization": "one"}):
+            for header in (
+                {},
+                {"Authorization": "Bearer two"},
+                {"Authorization": "Basic one"},
+                {"Authorization": "one"},
+            ):
                 method = "GET" if path.endswith("models") else "POST"
                 status, body, headers = call(server.address, method, path, b"{}", header)
                 assert status == 401
@@ -144,7 +152,11 @@ def test_pages_of_other_origins() -> None:
     with served(cors_origins=("https://example.com",)) as (server, _):
         status, _, headers = post(server.address, ask("a"), headers=elsewhere)
         assert (status, headers["access-control-allow-origin"]) == (200, "https://example.com")
-        asked = {**elsewhere, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        asked = {
+            **elsewhere,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
         status, _, headers = call(server.address, "OPTIONS", CHAT, headers=asked)
         assert (status, headers["access-control-allow-origin"]) == (200, "https://example.com")
         assert post(server.address, ask("a"), headers={"Origin": "https://example.org"})[0] == 403

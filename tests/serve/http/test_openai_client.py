@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from tests.serve.stand_in import CARD, StandIn, served
 
 openai = pytest.importorskip("openai")
@@ -101,7 +100,10 @@ def test_tool_calls_come_in_pieces_that_join(client: Any) -> None:
             call["arguments"] += piece.function.arguments
         finish = event.choices[0].finish_reason
     assert (text, finish) == ("Let me look.", "tool_calls")
-    assert [json.loads(call["arguments"]) for _, call in sorted(calls.items())] == [{"city": "Vienna"}, {"city": "Graz"}]
+    assert [json.loads(call["arguments"]) for _, call in sorted(calls.items())] == [
+        {"city": "Vienna"},
+        {"city": "Graz"},
+    ]
     assert len({call["id"] for call in calls.values()}) == 2
     assert [call["arguments"] for call in calls.values()] == [
         call.function.arguments for call in whole.message.tool_calls
@@ -151,7 +153,11 @@ def test_a_tools_answer_goes_back_to_the_model(running: tuple[Any, StandIn]) -> 
     client, engine = running
     called = client.chat.completions.create(model="stand-in", messages=_say(TWO_CALLS), tools=[WEATHER])
     message = called.choices[0].message
-    history = [*_say("?"), message, *({"role": "tool", "tool_call_id": c.id, "content": "7 °C"} for c in message.tool_calls)]
+    history = [
+        *_say("?"),
+        message,
+        *({"role": "tool", "tool_call_id": c.id, "content": "7 °C"} for c in message.tool_calls),
+    ]
     client.chat.completions.create(model="stand-in", messages=history, tools=[WEATHER])
     from capibara.models.tokenizer import ByteTokenizer
 

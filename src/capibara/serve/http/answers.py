@@ -154,9 +154,7 @@ class ChatAnswer(_Head):
             if choice.calls:
                 message |= {"content": choice.content or None, "tool_calls": choice.calls}
             logprobs = {"content": choice.logprobs, "refusal": None} if choice.with_logprobs else None
-            choices.append(
-                {"index": number, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
-            )
+            choices.append({"index": number, "message": message, "logprobs": logprobs, "finish_reason": choice.finish})
         return self.head("chat.completion") | {"choices": choices, "usage": self.usage()}
 
 
@@ -235,7 +233,9 @@ class CompletionAnswer(_Head):
         text, _ = self._prompts.token_text(one.token)
         choice.tokens.append(text)
         choice.token_logprobs.append(max(one.logprob, -9999.0))
-        choice.top_logprobs.append({self._prompts.token_text(token)[0]: max(value, -9999.0) for token, value in one.top})
+        choice.top_logprobs.append(
+            {self._prompts.token_text(token)[0]: max(value, -9999.0) for token, value in one.top}
+        )
         choice.text_offset.append(choice.offset)
         choice.offset += len(text)
 

@@ -164,7 +164,9 @@ async def _http_error(http: Request, error: Exception) -> Response:
 
 
 async def _unforeseen(http: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "The server failed at this request; its log says where.", code="internal_error"))
+    return error_response(
+        ApiError(500, "The server failed at this request; its log says where.", code="internal_error")
+    )
 
 
 class _Gate:

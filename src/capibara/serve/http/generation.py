@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -50,9 +49,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if parsing:
         special = prompts.tokenizer.special_tokens
         more["spelled_token_ids"] = tuple(special[m] for m in prompts.tool_parser.markers if m in special) or None
-    samplings = [
-        sampling_params(body, choice=choice, max_tokens=limit, adapter=adapter, **more) for choice in range(n)
-    ]
+    samplings = [sampling_params(body, choice=choice, max_tokens=limit, adapter=adapter, **more) for choice in range(n)]
     choices = [
         ChatChoice(prompts.tool_parser(names) if parsing else None, bool(body.logprobs), 1 if one_call else None)
         for _ in range(n)
@@ -115,11 +112,11 @@ async def _answer(
     asked: list[tuple[list[int], SamplingParams]],
 ) -> Response:
     if body.stream_options is not None and not body.stream:
-        raise bad_request(
-            "stream_options go with stream: true. Got them without. Fix: add it.", "stream_options"
-        )
+        raise bad_request("stream_options go with stream: true. Got them without. Fix: add it.", "stream_options")
     serving.check_room(len(asked))
-    requests = [Request(f"{http.state.request_id}-{n}", tuple(ids), sampling) for n, (ids, sampling) in enumerate(asked)]
+    requests = [
+        Request(f"{http.state.request_id}-{n}", tuple(ids), sampling) for n, (ids, sampling) in enumerate(asked)
+    ]
     group = serving.engine.submit(requests)
     http.state.group, http.state.answer = group, answer
     timeout_s = serving.settings.request_timeout_s
@@ -130,7 +127,9 @@ async def _answer(
     except BaseException:
         group.cancel()
         raise
-    return EventStream(group, answer, body.stream_options or StreamOptions(), timeout_s, serving.settings.client_timeout_s)
+    return EventStream(
+        group, answer, body.stream_options or StreamOptions(), timeout_s, serving.settings.client_timeout_s
+    )
 
 
 def _check_prompt(serving: Serving, ids: list[int], where: str) -> None:

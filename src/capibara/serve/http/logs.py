@@ -56,3 +56,4 @@ def set_up(level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = name != "uvicorn.access"  # requests are logged here, with their tokens and times
+        logger.setLevel("WARNING")

@@ -57,7 +57,7 @@ class _EngineFigures(Collector):
         self.model = model
         self.stats = Stats()
 
-    def collect(self):  # type: ignore[no-untyped-def]  # noqa: ANN201  # prometheus_client's own is untyped
+    def collect(self):  # type: ignore[no-untyped-def]  # prometheus_client's own is untyped
         for name, (source, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             gauge.add_metric([self.model], getattr(self.stats, source))

@@ -27,7 +27,7 @@ DEFAULT_TOOL_TEMPLATE = (
     "{% if messages and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
     "{{ 'Functions that may be called, as JSON:\n' }}"
     "{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
-    '{{ \'A call is written <tool_call>{"name": ..., "arguments": {...}}</tool_call>\' + end_of_turn + \'\n\' }}'
+    "{{ 'A call is written <tool_call>{\"name\": ..., \"arguments\": {...}}</tool_call>' + end_of_turn + '\n' }}"
     "{% endif %}"
     "{% for message in messages %}"
     "{% if not (tools and loop.first and message['role'] == 'system') %}"
@@ -125,7 +125,8 @@ class Prompts:
             ]
         if message.role == "tool" and message.tool_call_id is None:
             raise bad_request(
-                "A tool's turn names the call that it answers. Got none. Fix: add tool_call_id.", f"{where}.tool_call_id"
+                "A tool's turn names the call that it answers. Got none. Fix: add tool_call_id.",
+                f"{where}.tool_call_id",
             )
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
