@@ -29,7 +29,9 @@ def serve(
     server: Annotated[
         str, typer.Argument(metavar="ADDRESS|MODEL", help="http://host:port, or a model to serve for the time of it.")
     ],
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="In all; beyond 1,000 the trace starts anew.")] = 200,
+    requests: Annotated[
+        int, typer.Option(min=1, metavar="N", help="In all; beyond 1,000 the trace starts anew.")
+    ] = 200,
     rate: Annotated[
         float | None, typer.Option(metavar="R", help="Requests a second, by chance: a Poisson process. By default 4.")
     ] = None,
@@ -97,7 +99,9 @@ def serve(
 def _show(figures: dict[str, Any]) -> None:
     how = f"{figures['rate']:g} requests/s by chance" if figures["rate"] else f"{figures['users']} users"
     typer.echo(f"{figures['model']} at {figures['address']}: {figures['requests']} requests, {how}")
-    table = output.table("", "mean", "p50", "p90", "p95", "p99", "max", right=("mean", "p50", "p90", "p95", "p99", "max"))
+    table = output.table(
+        "", "mean", "p50", "p90", "p95", "p99", "max", right=("mean", "p50", "p90", "p95", "p99", "max")
+    )
     for name, title in (
         ("first_token_ms", "first token, ms"),
         ("inter_token_ms", "between tokens, ms"),
@@ -112,7 +116,9 @@ def _show(figures: dict[str, Any]) -> None:
     output.console().print(table)
     failed = ", ".join(f"{count} with {status}" for status, count in figures["failed"].items())
     typer.echo(
-        f"{figures['answered']} answered in {figures['seconds']:.3g} s" + (f" (failed: {failed})" if failed else "") + ": "
+        f"{figures['answered']} answered in {figures['seconds']:.3g} s"
+        + (f" (failed: {failed})" if failed else "")
+        + ": "
         f"{output.figure(figures['requests_per_second'])} requests/s, "
         f"{output.figure(figures['prompt_tokens_per_second'])} prompt and "
         f"{output.figure(figures['output_tokens_per_second'])} output tokens/s, "

@@ -204,9 +204,13 @@ def test_an_engine_that_dies_ends_the_server() -> None:
         def step(self) -> list[Any]:
             raise RuntimeError("the device is gone")
 
-    with pytest.raises(AssertionError, match="the device is gone"), served(Broken()) as (server, _):
-        assert post(server.address, ask("abc"))[1]["error"]["code"] == "engine_gone"
-        assert server.process.wait(20) == 1
+    def ask_it() -> None:
+        with served(Broken()) as (server, _):
+            assert post(server.address, ask("abc"))[1]["error"]["code"] == "engine_gone"
+            assert server.process.wait(20) == 1
+
+    with pytest.raises(AssertionError, match="the device is gone"):
+        ask_it()
 
 
 @pytest.mark.quick
@@ -221,8 +225,10 @@ def test_figures_by_the_names_that_dashboards_read() -> None:
     assert 'vllm:request_success_total{finished_reason="stop",model_name="stand-in"} 1.0' in text
     assert 'vllm:kv_cache_usage_perc{model_name="stand-in"} 0.25' in text
     assert 'capibara:http_responses_total{path="/v1/chat/completions",status="400"} 1.0' in text
-    for name in ("num_requests_running", "num_requests_waiting", "prefix_cache_queries_total", "prefix_cache_hits_total",
-                 "prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_sum"):  # fmt: skip
+    for name in (
+        "num_requests_running", "num_requests_waiting", "prefix_cache_queries_total", "prefix_cache_hits_total",
+        "prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_sum",
+    ):  # fmt: skip
         assert f'vllm:{name}{{model_name="stand-in"}}' in text, name
 
 

@@ -23,9 +23,11 @@ TWO_CALLS = (
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[Any, StandIn]]:
-    with served() as (server, engine):
-        with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
-            yield client, engine
+    with (
+        served() as (server, engine),
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, engine
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -37,7 +38,7 @@ def _parse(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, 
 
 def _cut(text: str, places: list[int]) -> list[str]:
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 _JSON = st.recursive(
@@ -84,7 +85,7 @@ def test_calls_are_read_however_the_text_is_cut(form: str, calls: list, indent: 
     text=st.lists(
         st.sampled_from(
             ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "add"', '"arguments"',
-             '"parameters"', '"name"', ": ", ", ", "{", "}", "[", "]", '"', "\\", ";", "\n", " ", "add", "<", "1", "tool"]
+             '"parameters"', '"name"', ": ", ", ", "{", "}", "[", "]", '"', "\\", ";", "\n", " ", "add", "<", "1"]
         )
         | st.text(max_size=3),
         max_size=16,

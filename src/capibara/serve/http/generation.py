@@ -73,8 +73,8 @@ async def completions(http: HttpRequest) -> Response:
         )
     if body.best_of is not None and body.best_of != n:
         raise bad_request(
-            f"best_of is not implemented. Got best_of = {body.best_of} and n = {n}. Fix: leave it out, or ask for n and "
-            f"logprobs and choose.",
+            f"best_of is not implemented. Got best_of = {body.best_of} and n = {n}. Fix: leave it out, or ask for n "
+            f"answers with logprobs and choose.",
             "best_of",
             code="unsupported_parameter",
         )

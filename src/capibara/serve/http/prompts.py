@@ -87,7 +87,7 @@ class Prompts:
         for name in ("messages", "add_generation_prompt"):
             if name in variables:
                 raise bad_request(
-                    f"chat_template_kwargs are what a template reads beside the messages. Got {name!r}. Fix: leave it out.",
+                    f"chat_template_kwargs are what a template reads beside messages. Got {name!r}. Fix: leave it out.",
                     f"chat_template_kwargs.{name}",
                 )
         if body.tools and body.tool_choice != "none":

@@ -40,8 +40,8 @@ def output_limit(asked: int | None, param: str, default: int | None, prompt: int
         raise bad_request(f"{param} is 1 or more. Got {asked}. Fix: leave {param} out.", param)
     if asked > room:
         raise bad_request(
-            f"This model's context is {max_length} tokens, prompt and answer together. Got {prompt + asked}: {prompt} of "
-            f"the prompt, and {param} = {asked}. Fix: use {param} = {room} or less.",
+            f"This model's context is {max_length} tokens, prompt and answer together. Got {prompt + asked}: a prompt of "
+            f"{prompt}, and {param} = {asked}. Fix: use {param} = {room} or less.",
             param,
             code="context_length_exceeded",
         )
@@ -54,7 +54,7 @@ def sampling_params(
     """Of one answer; `more` are parameters that do not stand in the body as they are."""
     if body.logit_bias:
         raise bad_request(
-            "logit_bias is not implemented. Got one. Fix: leave it out; `grammar` and `regex` hold an answer to a form.",
+            "logit_bias is not implemented. Got one. Fix: leave it out; grammar and regex hold an answer to a form.",
             "logit_bias",
             code="unsupported_parameter",
         )

@@ -130,7 +130,9 @@ def chart(records: Sequence[Record], began: float, *, width: int = 60, unicode: 
         # Of equal steps on a logarithmic scale: a stall of a second is to be seen beside gaps of a millisecond.
         low, high = max(float(between.min()), 1e-3), max(float(between.max()), 2e-3)
         counted, _ = np.histogram(np.clip(between, low, high), np.geomspace(low, high * 1.0001, width + 1))
-        lines.append(f"{'gaps':>12} {_bars(np.sqrt(counted), float(np.sqrt(counted.max())), unicode)} {counted.max():,}")
+        lines.append(
+            f"{'gaps':>12} {_bars(np.sqrt(counted), float(np.sqrt(counted.max())), unicode)} {counted.max():,}"
+        )
         ends = f"{low:.3g} ms", f"{high:.3g} ms"
         lines.append(f"{'':>12} {ends[0]}{ends[1]:>{width - len(ends[0])}}")
     return "\n".join(lines) + "\n"

@@ -50,7 +50,7 @@ def call_grammar(
     if "[ARGS]" in template or "[ARGS]" in special_tokens:
         forms = " | ".join(f"named_{n}" for n in range(len(tools)))
         rules = "\n".join(
-            f"named_{n}: {json.dumps(name)} {mark('[ARGS]')} arguments_{n}\narguments_{n}: %json {json.dumps(dict(schema))}"
+            f"named_{n}: {json.dumps(name)} {mark('[ARGS]')} value_{n}\nvalue_{n}: %json {json.dumps(dict(schema))}"
             for n, (name, schema) in enumerate(tools)
         )
         return f"start: call{'+' if several else ''}\ncall: {opening} ({forms})\n{rules}\n"
