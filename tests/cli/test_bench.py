@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from tests.serve.stand_in import CARD, StandIn, served
 from typer.testing import CliRunner
 
 from capibara.cli.main import app
-from tests.serve.stand_in import CARD, StandIn, served
 
 
 def _bench(*words: str) -> Any:
@@ -20,9 +20,8 @@ def _bench(*words: str) -> Any:
 def test_what_clients_saw_is_what_the_server_did() -> None:
     engine = StandIn(step_s=0.004)
     with served(engine) as (server, _):
-        ran = _bench(
-            server.address, "--requests", "12", "--users", "3", "--target-latency-ms", "1000", "--target-first-ms", "0", "--json"
-        )  # fmt: skip
+        target = ("--target-latency-ms", "1000", "--target-first-ms", "0")
+        ran = _bench(server.address, "--requests", "12", "--users", "3", *target, "--json")
         assert ran.exit_code == 0, ran.output
         figures = json.loads(ran.stdout)
         assert (figures["requests"], figures["answered"], figures["failed"]) == (12, 12, {})

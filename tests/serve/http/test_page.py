@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from tests.serve.http.wire import call
 from tests.serve.stand_in import StandIn, served
 

@@ -206,7 +206,7 @@ class _Gate:
             refused = self._refusal(scope, headers)
             app: Callable[..., Awaitable[None]] = self._app if refused is None else error_response(refused)
             await app(scope, receive, counted)
-        except Exception:  # of one request: it is in the log, and the others go on
+        except Exception:  # noqa: BLE001  # of one request: it is in the log, and the others go on
             status = status or 500
             _log.exception("failed", extra={"request_id": request_id, "path": scope["path"]})
         finally:

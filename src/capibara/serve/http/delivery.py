@@ -135,7 +135,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
             # Closing would first wait for what the client does not read.
-            transport = scope.get("capibara.transport")
+            transport = scope.get("client_transport")
             if transport is not None:
                 transport.abort()
             raise ApiError(499, f"The client read nothing for {self.client_timeout_s:g} s.") from None

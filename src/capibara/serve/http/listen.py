@@ -37,7 +37,7 @@ def make_server(app: ASGIApp, header_timeout_s: float) -> uvicorn.Server:
             inner = self.app
 
             async def with_transport(scope: Scope, receive: Receive, send: Send) -> None:
-                scope["capibara.transport"] = transport  # to hang up on a client that does not read
+                scope["client_transport"] = transport  # to hang up on a client that does not read
                 await inner(scope, receive, send)
 
             self.app = with_transport

@@ -40,8 +40,8 @@ def output_limit(asked: int | None, param: str, default: int | None, prompt: int
         raise bad_request(f"{param} is 1 or more. Got {asked}. Fix: leave {param} out.", param)
     if asked > room:
         raise bad_request(
-            f"This model's context is {max_length} tokens, prompt and answer together. Got {prompt + asked}: a prompt of "
-            f"{prompt}, and {param} = {asked}. Fix: use {param} = {room} or less.",
+            f"This model's context is {max_length} tokens, prompt and answer together. Got {prompt + asked}: a "
+            f"prompt of {prompt}, and {param} = {asked}. Fix: use {param} = {room} or less.",
             param,
             code="context_length_exceeded",
         )
