@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.serve.stand_in import CARD, StandIn, served
 from typer.testing import CliRunner
 
@@ -45,7 +46,7 @@ def test_what_clients_saw_is_what_the_server_did() -> None:
 
 def test_what_fails_is_counted_and_not_hidden() -> None:
     engine = StandIn(step_s=0.01)
-    with served(engine, max_requests=1) as (server, _):
+    with served(engine, card=replace(CARD, max_sequences=1, max_queue=1)) as (server, _):
         figures = json.loads(_bench(server.address, "--requests", "10", "--rate", "1000", "--json").stdout)
         assert figures["failed"]["429"] >= 5
         assert figures["answered"] + figures["failed"]["429"] == 10

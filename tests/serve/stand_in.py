@@ -64,6 +64,9 @@ class StandIn:
         if request.sampling.json_schema == {"type": "nonsense"}:
             raise ValueError("A schema is one that llguidance reads. Got nonsense. Fix: mend it.")
         self.seen.append(request)
+        if b"fail[" in bytes(token for token in request.prompt if token < 256):
+            self.running[request.id] = _Running(request, [], None)
+            return
         tokenizer = ByteTokenizer()
         text = tokenizer.decode(request.prompt)
         told = re.findall(r"say\[(.*?)\]yas", text, re.DOTALL)
@@ -88,6 +91,10 @@ class StandIn:
         sampling = one.request.sampling
         reason: Any = None
         fresh: list[int] = []
+        if one.text is None:
+            del self.running[one.request.id]
+            usage = Usage(len(one.request.prompt), 0, 0)
+            return RequestOutput(one.request.id, (), "", usage, None, "error", None, "The device did not like it.")
         if one.cancelled:
             reason = "cancelled"
         elif not self.gate.is_set():

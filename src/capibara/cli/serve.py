@@ -37,6 +37,9 @@ def serve(
     max_length: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens of a prompt and its answer; the model's context.")
     ] = None,
+    max_prompt: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a prompt; what the context leaves.")
+    ] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1024, metavar="N", help="Of a request.")] = 4 << 20,
     request_timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="For a whole answer.")] = 600.0,
     client_timeout_s: Annotated[
@@ -126,7 +129,7 @@ def serve(
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
 
     def load() -> tuple[Engine, ModelCard]:
-        return load_engine(model, name, template, config, warm_up)
+        return load_engine(model, name, template, config, max_prompt, warm_up)
 
     def ready(card: ModelCard) -> None:
         line = {"model": card.name, "address": server.address, "origin": card.origin, "max_length": card.max_length}
@@ -150,7 +153,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def load_engine(
-    model: str, name: str | None, template: str | None, config: EngineConfig, warm_up: bool = True
+    model: str, name: str | None, template: str | None, config: EngineConfig, max_prompt: int | None, warm_up: bool
 ) -> tuple[Engine, ModelCard]:
     """The engine of a model that a command was given, its programs compiled, and what clients are told of it."""
     from capibara.models.restored import load_model
@@ -171,7 +174,7 @@ def load_engine(
         created=int(time.time()),
         tokenizer=str(loaded.config.tokenizer),
         max_length=engine.max_length,
-        max_prompt=engine.max_prompt,
+        max_prompt=min(max_prompt or engine.max_prompt, engine.max_prompt),
         vocab_size=loaded.config.vocab,
         prompt_bos=loaded.prompt_bos,
         max_sequences=engine.config.max_sequences,

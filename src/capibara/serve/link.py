@@ -60,8 +60,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
-    max_requests: int | None = None
-    """Requests that are being answered or wait, at most; what the engine runs and queues when None."""
     request_timeout_s: float = 600.0
     """From a request's last byte to the last byte of its answer."""
     client_timeout_s: float = 30.0

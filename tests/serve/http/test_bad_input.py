@@ -95,6 +95,7 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
         ({"seed": 2**70}, "seed"),
         ({"stop": [1]}, "stop[0]"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"every_token": True}}, "stream_options.every_token"),

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.serve.http.wire import CHAT, ask, call, connect, post, raw_request
-from tests.serve.stand_in import StandIn, served
+from tests.serve.stand_in import CARD, StandIn, served
+
+_FAILING = {"role": "user", "content": "fail["}
 
 
 def _until(condition: Callable[[], Any], seconds: float = 10) -> None:
@@ -31,7 +34,7 @@ def _in_threads(count: int, work: Callable[[], Any]) -> tuple[list[threading.Thr
 @pytest.mark.quick
 def test_one_too_many_is_told_when_to_come_again() -> None:
     engine = StandIn()
-    with served(engine, max_requests=2) as (server, _):
+    with served(engine, card=replace(CARD, max_sequences=1, max_queue=1)) as (server, _):
         engine.gate.clear()
         threads, results = _in_threads(2, lambda: post(server.address, ask("abc")))
         _until(lambda: len(engine.running) == 2)
@@ -42,7 +45,7 @@ def test_one_too_many_is_told_when_to_come_again() -> None:
             "rate_limit_exceeded",
         )
         assert 1 <= int(headers["retry-after"]) <= 60
-        assert post(server.address, ask("abc", n=3))[0] == 429
+        assert post(server.address, ask("abc", n=3))[0] == 400, "it never had room for so many"
         engine.gate.set()
         for thread in threads:
             thread.join()
@@ -119,6 +122,33 @@ def test_an_answer_that_takes_too_long(stream: bool) -> None:
         _until(lambda: not engine.running)
 
 
+def test_a_request_that_the_engine_fails_at() -> None:
+    with served() as (server, _):
+        for stream in (False, True):
+            status, body, _ = post(server.address, {**ask(""), "stream": stream, "messages": [_FAILING]})
+            if stream:
+                assert '"code":"engine_error"' in body
+                assert status == 200
+            else:
+                assert (status, body["error"]["type"], body["error"]["code"]) == (500, "server_error", "engine_error")
+        assert post(server.address, ask("abc"))[0] == 200
+
+
+def test_two_requests_may_have_one_id() -> None:
+    """It is the client's, for its logs, and nothing is told apart by it."""
+    engine = StandIn()
+    with served(engine) as (server, _):
+        engine.gate.clear()
+        same = {"X-Request-Id": "same"}
+        threads, results = _in_threads(2, lambda: post(server.address, ask("abc"), headers=same))
+        _until(lambda: len(engine.running) == 2)
+        engine.gate.set()
+        for thread in threads:
+            thread.join()
+        assert [(result[0], result[2]["x-request-id"]) for result in results] == [(200, "same")] * 2
+        assert post(server.address, ask("a"), headers={"X-Request-Id": "a b c"})[2]["x-request-id"].startswith("req-")
+
+
 @pytest.mark.quick
 def test_keys() -> None:
     with served(api_keys=("one", "zwei€")) as (server, _):
@@ -136,7 +166,8 @@ def test_keys() -> None:
                 assert headers["www-authenticate"] == "Bearer"
                 assert "two" not in json.dumps(body)
         assert post(server.address, ask("a"), headers={"Authorization": "Bearer one"})[0] == 200
-        assert call(server.address, "GET", "/v1/models", headers={"Authorization": "bearer  one"})[0] == 200
+        for key in ("bearer  one", "Bearer zwei€".encode().decode("latin-1")):
+            assert call(server.address, "GET", "/v1/models", headers={"Authorization": key})[0] == 200
         assert [call(server.address, "GET", path)[0] for path in ("/health", "/ready", "/metrics", "/")] == [200] * 4
 
 
@@ -237,11 +268,13 @@ def test_logs_are_json_and_have_nothing_that_people_wrote(capfd: pytest.CaptureF
         key = {"Authorization": "Bearer geheim", "X-Request-Id": "mine-1"}
         post(server.address, ask("my diary"), headers=key)
         post(server.address, ask("my diary", temprature=1), headers=key)
+        failing = {"role": "user", "content": "fail[ my diary"}
+        post(server.address, {"model": "stand-in", "messages": [failing]}, headers=key)
         call(server.address, "GET", "/v1/models?my diary".replace(" ", "%20"))
     lines = capfd.readouterr().err.splitlines()
     entries = [json.loads(line) for line in lines]
     asked = [entry for entry in entries if entry["event"] == "request" and entry["path"] == CHAT]
-    assert [entry["status"] for entry in asked] == [200, 400]
+    assert [entry["status"] for entry in asked] == [200, 400, 500]
     assert asked[0]["request_id"] == "mine-1"
     assert asked[0]["completion_tokens"] == len("my diary")
     assert asked[0]["first_token_ms"] <= asked[0]["duration_ms"]

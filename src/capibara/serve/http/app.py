@@ -178,7 +178,7 @@ class _Gate:
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
         self._serving = serving
-        self._keys = [_digest(key) for key in serving.settings.api_keys]
+        self._keys = [_digest(key.encode()) for key in serving.settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -223,7 +223,7 @@ class _Gate:
         if not self._keys or not scope["path"].startswith("/v1/") or scope["method"] == "OPTIONS":
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip())
+        digest = _digest(key.strip().encode("latin-1"))  # as it came
         # Every key is compared, and each in the same time whatever is wrong with it.
         known = [hmac.compare_digest(digest, own) for own in self._keys]
         if scheme.lower() == "bearer" and any(known):
@@ -257,11 +257,13 @@ class _Gate:
         if group is not None:
             firsts = [timeline.first - timeline.started for timeline in group.timelines if timeline.first is not None]
             fields["first_token_ms"] = round(1000 * min(firsts), 2) if firsts else None
+        if "ended" in state:
+            fields["ended"] = state["ended"]
         log_event(_log, "request", **fields)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 _PATHS = frozenset(

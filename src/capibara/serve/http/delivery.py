@@ -88,8 +88,6 @@ class EventStream(Response):
 
     def __post_init__(self) -> None:
         self.background = None
-        self.ended: ApiError | None = None
-        """What ended it before its time, once it has begun: the status was sent long ago."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [
@@ -101,7 +99,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._events(scope, send))
         except ApiError as error:
-            self.ended = error
+            scope["state"]["ended"] = error.status  # for the log: the status was sent long ago
             if error.status != 499:
                 with contextlib.suppress(ApiError):
                     await self._write(scope, send, _event(error_body(error)), more=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -114,9 +115,9 @@ async def _answer(
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options go with stream: true. Got them without. Fix: add it.", "stream_options")
     serving.check_room(len(asked))
-    requests = [
-        Request(f"{http.state.request_id}-{n}", tuple(ids), sampling) for n, (ids, sampling) in enumerate(asked)
-    ]
+    # Not by the request's id, which is the client's to choose.
+    own = secrets.token_hex(8)
+    requests = [Request(f"{own}-{n}", tuple(ids), sampling) for n, (ids, sampling) in enumerate(asked)]
     group = serving.engine.submit(requests)
     http.state.group, http.state.answer = group, answer
     timeout_s = serving.settings.request_timeout_s

@@ -14,6 +14,7 @@ from capibara.serve.request import SamplingParams
 __all__ = ["check_choices", "output_limit", "sampling_params"]
 
 MOST_CHOICES = 128
+MOST_STOPS = 16
 
 
 def check_choices(body: ChatRequest | CompletionRequest) -> int:
@@ -58,6 +59,8 @@ def sampling_params(
             "logit_bias",
             code="unsupported_parameter",
         )
+    if isinstance(body.stop, list) and len(body.stop) > MOST_STOPS:
+        raise bad_request(f"stop has {MOST_STOPS} strings at the most. Got {len(body.stop)}. Fix: use fewer.", "stop")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given = {
         "temperature": body.temperature,

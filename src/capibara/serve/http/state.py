@@ -7,7 +7,7 @@ import asyncio
 from capibara.errors import unknown_name
 from capibara.models.tokenizer import load_tokenizer
 from capibara.serve.http.engine_client import EngineClient
-from capibara.serve.http.errors import ApiError, overloaded, unavailable
+from capibara.serve.http.errors import ApiError, bad_request, overloaded, unavailable
 from capibara.serve.http.metrics import Metrics
 from capibara.serve.http.prompts import Prompts
 from capibara.serve.link import FromEngine, ModelCard, ServerSettings
@@ -63,7 +63,13 @@ class Serving:
     def check_room(self, count: int) -> None:
         """Refuse what would wait too long: a queue that grows without end answers nobody in time."""
         card = self.prompts.card
-        most = self.settings.max_requests or card.max_sequences + card.max_queue
+        most = card.max_sequences + card.max_queue
+        if count > most:
+            raise bad_request(
+                f"The server answers {most} requests at a time, those that wait included. Got {count} in one call: "
+                f"prompts times n. Fix: ask for fewer.",
+                "n",
+            )
         if self.engine.in_flight + count > most:
             raise overloaded(
                 f"The server answers {most} requests at a time, those that wait included. Got {count} more than "
