@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,20 @@ class ExecutableCache:
         """The name of the entry for a program that is told from every other of this package by `what`."""
         return hashlib.sha256(f"{_surroundings()}\n{what}".encode()).hexdigest()[:40]
 
-    def load(self, name: str) -> Any | None:
-        """The program of this name, ready to run; None where there is none that can be read."""
+    def load(self, name: str, devices: Sequence[jax.Device] | None = None) -> Any | None:
+        """The program of this name, ready to run; None where there is none that can be read.
+
+        Args:
+          devices: that it was compiled for, in its order; the first of the machine by default.
+        """
         from jax.experimental import serialize_executable
 
         path = self._path(name)
         try:
             payload, in_tree, out_tree = pickle.loads(path.read_bytes())
-            program = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+            program = serialize_executable.deserialize_and_load(
+                payload, in_tree, out_tree, execution_devices=list(devices or jax.devices()[:1])
+            )
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file or another compiler makes of it: it is compiled again

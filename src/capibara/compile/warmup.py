@@ -31,6 +31,8 @@ class Program:
     donate: tuple[int, ...] = ()
     context: Callable[[], Any] | None = None
     """A context manager to trace in: a mesh, precision, rules."""
+    devices: tuple[jax.Device, ...] | None = None
+    """That it runs on, in the order of its mesh; the machine's first when None."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ def _made(program: Program, cache: ExecutableCache | None) -> tuple[Any, bool]:
     if cache is not None:
         leaves, tree = jax.tree.flatten(program.args)
         described = [f"{leaf.dtype}{leaf.shape}{getattr(leaf, 'sharding', None)}" for leaf in leaves]
-        name = cache.name("\n".join([program.what, str(program.donate), str(tree), *described]))
-        ready = cache.load(name)
+        devices = [str(device.id) for device in program.devices or ()]
+        name = cache.name("\n".join([program.what, str(program.donate), str(tree), *described, *devices]))
+        ready = cache.load(name, program.devices)
         if ready is not None:
             return ready, False
     ready = jax.jit(program.build(), donate_argnums=program.donate).lower(*program.args).compile()

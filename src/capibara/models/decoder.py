@@ -20,7 +20,7 @@ from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
-from capibara.models.blocks.spec import PagedBatch, Sequences, Weight
+from capibara.models.blocks.spec import QUANTIZED_SCALE, PagedBatch, Sequences, Weight
 from capibara.parallel.remat import LAYER_INPUT
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ __all__ = [
     "new_paged_cache",
     "paged",
     "param_shapes",
-    "unstacked",
     "weights",
 ]
 
@@ -207,6 +206,8 @@ def _head(model: ModularModelConfig, params: Any, dtype: Any) -> jax.Array:
 def logits(model: ModularModelConfig, params: Any, x: jax.Array) -> jax.Array:
     """What the head makes of hidden states: float32 [..., vocab]."""
     scores = jnp.einsum("...h,hv->...v", x, _head(model, params, x.dtype), preferred_element_type=jnp.float32)
+    if "head" + QUANTIZED_SCALE in params:
+        scores = scores * params["head" + QUANTIZED_SCALE]
     if model.softcap is not None:
         scores = model.softcap * jnp.tanh(scores / model.softcap)
     return with_sharding_constraint(scores, ("batch", "sequence", "vocab")) if scores.ndim == 3 else scores
@@ -307,19 +308,6 @@ def decode(
     return _norm(model, params["norm"], x), cache
 
 
-def unstacked(model: ModularModelConfig, tree: Any) -> Any:
-    """A tree like the parameters' with a layer's own leaves in `layers`, one entry a layer: what `paged` takes.
-
-    A scan would cut each layer's weights and pages out of the stacks at every token, and a GPU copies what it cuts out.
-    """
-    period = len(model.period)
-
-    def of_layer(number: int) -> Any:
-        return jax.tree.map(lambda leaf: leaf[number // period], tree["layers"][number % period])
-
-    return {**tree, "layers": [of_layer(number) for number in range(model.layers)]}
-
-
 def new_paged_cache(
     model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any = jnp.bfloat16
 ) -> list[Any]:
@@ -344,7 +332,8 @@ def paged(
 ) -> tuple[jax.Array, list[Any]]:
     """The tokens [tokens] of a ragged batch: (hidden states [tokens, hidden], the cache then).
 
-    `params` are as `unstacked` gives them, `cache` as `new_paged_cache` does.
+    `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out of
+    the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
     """
     x = _embedded(model, params, tokens[None], dtype)
     after = []

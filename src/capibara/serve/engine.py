@@ -15,8 +15,8 @@ from capibara.compile.warmup import WarmupReport
 from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
 from capibara.serve.kv_cache import PagePool
-from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
-from capibara.serve.runner import Drawn, Runner, Sent
+from capibara.serve.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
 from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence
 from capibara.serve.text import OutputText
 
@@ -142,6 +142,7 @@ class Engine:
         asked = request.sampling
         seed = asked.seed if asked.seed is not None else int(self._seeds.integers(2**63))
         sequence.seed = seed
+        sequence.one_by_one = form_of(asked) not in SEVERAL_FORMS
         eos = frozenset() if asked.ignore_eos else self.eos_ids
         text = OutputText(self.tokenizer, asked.stop, include_stop=asked.include_stop, spelled=asked.spelled_token_ids)
         sequence.state = _Progress(text, eos | frozenset(asked.stop_token_ids), eos)

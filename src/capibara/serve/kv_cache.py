@@ -182,14 +182,15 @@ class SequencePages:
         pool.release(page)
         return page, new
 
-    def publish(self, tokens: Sequence[int], written: int) -> None:
-        """Let others use the full pages among the first `written` of these tokens."""
-        size = self.pool.page_size
+    def publish(self, tokens: Sequence[int], written: int) -> list[int]:
+        """Let others use the full pages among the first `written` of these tokens; those that were not yet, now are."""
+        size, first = self.pool.page_size, self._published
         while (self._published + 1) * size <= min(written, len(tokens)):
             start = self._published * size
             page = self.pages[self._published]
             self._link = self.pool.publish(page, self._link, tuple(tokens[start : start + size]))
             self._published += 1
+        return self.pages[first : self._published]
 
     def release(self) -> None:
         """Give all pages back, the last first: of idle pages the ends of chains then go before their beginnings."""

@@ -21,15 +21,16 @@ from capibara.serve.config import EngineConfig
 from capibara.serve.programs import DeviceState, Shape, StepPrograms
 from capibara.serve.scheduler import Chunk, Sequence, StepPlan
 from capibara.serve.shapes import StepShapes
+from capibara.serve.weights import prepared
 
 if TYPE_CHECKING:
     from capibara.models.modular import ModularCapibaraModel
 
-__all__ = ["Drawn", "Runner", "Sent"]
+__all__ = ["SEVERAL_FORMS", "Drawn", "Runner", "Sent", "form_of"]
 
 _COPIES = 8
 """Pages that one program copies."""
-_SEVERAL_FORMS: tuple[sampling.Form, ...] = ("greedy", "drawn", "filtered")
+SEVERAL_FORMS: tuple[sampling.Form, ...] = ("greedy", "drawn", "filtered")
 """Forms that need nothing of the host between tokens."""
 
 
@@ -92,7 +93,9 @@ class Runner:
         self.shapes = StepShapes(config, -(-max_length // config.page_size))
         slots = config.max_sequences
         with self.context():
-            self.params = self._params(model.params, dtype)
+            self.params = prepared(
+                self.model, model.params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
+            )
             self.state = self._state(dtype)
         keeps_state = any(self.model.blocks[name].keeps_state for layer in self.model.period for name in layer)
         self.programs = StepPrograms(
@@ -128,15 +131,6 @@ class Runner:
         ):
             yield
 
-    def _params(self, params: Any, dtype: Any) -> Any:
-        weights = decoder.weights(self.model)
-        narrow = jax.jit(
-            lambda tree: jax.tree.map(
-                lambda w, x: x.astype(w.dtype(dtype)), weights, tree, is_leaf=lambda w: hasattr(w, "keep_float32")
-            )
-        )(params)
-        return jax.jit(lambda tree: decoder.unstacked(self.model, tree))(narrow)
-
     def _state(self, dtype: Any) -> DeviceState:
         config = self.config
         cache_dtype = jnp.dtype(config.cache_dtype or dtype)
@@ -159,6 +153,7 @@ class Runner:
             args=jax.tree.map(_described, args),
             donate=donate,
             context=self.context,
+            devices=None if self.config.mesh is None else tuple(self.config.mesh.devices.flat),
         )
 
     def _executable(self, key: tuple[Any, ...], build: Callable[[], Any], *args: Any, donate: tuple[int, ...]) -> Any:
@@ -183,7 +178,7 @@ class Runner:
         for shape in self.shapes.all():
             said = _shaped((programs.fields_of(shape).size,), jnp.int32)
             if shape.steps > 1:
-                for form in _SEVERAL_FORMS:
+                for form in SEVERAL_FORMS:
                     build = functools.partial(self.programs.several, shape, form)
                     add(("several", shape, form), build, self.params, self.state, said, donate=(1,))
                 continue

@@ -120,9 +120,8 @@ def _filtered(logits: jax.Array, rows: Rows) -> jax.Array:
     lowest = _highest_where(lambda at: (order >= at[:, None]).sum(-1) >= top_k, logits.shape[0])
     kept = jnp.where(order >= lowest[:, None], logits, -jnp.inf)
     share = jax.nn.softmax(kept, axis=-1)
-    of_share = _highest_where(
-        lambda at: jnp.where(order >= at[:, None], share, 0).sum(-1) >= rows.top_p, logits.shape[0]
-    )
+    top_p = jnp.maximum(rows.top_p, 1e-30)  # the likeliest always stays
+    of_share = _highest_where(lambda at: jnp.where(order >= at[:, None], share, 0).sum(-1) >= top_p, logits.shape[0])
     lowest = jnp.where(rows.top_p < 1, jnp.maximum(lowest, of_share), lowest)
     least = logits.max(-1) + jnp.log(rows.min_p)  # minus infinity where min_p is 0
     return jnp.where((order >= lowest[:, None]) & (logits >= least[:, None]), logits, -jnp.inf)

@@ -33,6 +33,7 @@ class Sequence:
         "in_flight",
         "last_token_number",
         "needs_host",
+        "one_by_one",
         "pages",
         "prompt_length",
         "request",
@@ -63,6 +64,8 @@ class Sequence:
         self.finished = False
         self.needs_host = False
         """Whether its next token can only be asked for when the last one is known here."""
+        self.one_by_one = False
+        """Whether its tokens are drawn by a program of their own, and so never several in one."""
         self.state: object = None
         """The engine's own: text so far, grammar."""
 
@@ -195,20 +198,25 @@ class Scheduler:
         chunks, preempted = self._one_token_each(steps)
         budget = self.limits.max_batch_tokens - sum(chunk.count for chunk in chunks)
         prompts = min(budget, self.limits.prefill_tokens)
+        under_way = [sequence for sequence in self.running if sequence.length - sequence.computed > 1]
+        # Pages that this very step writes. Others may read them in it, since every layer writes before it reads; but a
+        # copy is made before the step.
+        written = {page for chunk in chunks for page in self._book(chunk, steps)}
         copies: list[tuple[int, int]] = []
-        for sequence in self.running:
-            if prompts > 0 and sequence.length - sequence.computed > 1:
-                chunks.append(self._piece(sequence, prompts))
-                prompts -= chunks[-1].count
-        # What was just sent away must not come back over what made it go.
-        while not preempted and prompts > 0 and self._admit(copies):
-            chunks.append(self._piece(self.running[-1], prompts))
+
+        def take(sequence: Sequence) -> None:
+            nonlocal prompts
+            chunks.append(self._piece(sequence, prompts))
+            written.update(self._book(chunks[-1], steps))
             prompts -= chunks[-1].count
-        if not chunks:
-            return None
-        for chunk in chunks:
-            self._book(chunk, steps)
-        return StepPlan(chunks, copies, steps)
+
+        for sequence in under_way:
+            if prompts > 0:
+                take(sequence)
+        # What was just sent away must not come back over what made it go.
+        while not preempted and prompts > 0 and self._admit(copies, written):
+            take(self.running[-1])
+        return StepPlan(chunks, copies, steps) if chunks else None
 
     def take(self, sequence: Sequence, tokens: list[int], *, drawn: int, extra: int = 0) -> None:
         """Book what a step brought a sequence: its new tokens, of `drawn` that were in flight.
@@ -236,7 +244,7 @@ class Scheduler:
             return 1
         if self.waiting and self._free_slots and len(self.running) < self.limits.max_sequences:
             return 1
-        alone = all(s.length - s.computed == 1 and not s.needs_host for s in self.running)
+        alone = all(s.length - s.computed == 1 and not s.needs_host and not s.one_by_one for s in self.running)
         return most if alone else 1
 
     def _one_token_each(self, steps: int) -> tuple[list[Chunk], bool]:
@@ -267,7 +275,7 @@ class Scheduler:
         count = min(left, budget, self.limits.prefill_chunk)
         return Chunk(sequence, sequence.computed, count, count == left)
 
-    def _admit(self, copies: list[tuple[int, int]]) -> bool:
+    def _admit(self, copies: list[tuple[int, int]], written: set[int]) -> bool:
         """Let the first that waits run, where there is a place and pages for all of its tokens."""
         if not self.waiting or not self._free_slots or len(self.running) >= self.limits.max_sequences:
             return False
@@ -283,10 +291,10 @@ class Scheduler:
             return False
         if whole and cached:
             cached -= 1
-            if self.pool.available:
+            if self.pool.available and pages.pages[-1] not in written:
                 copy = pages.own(len(pages.pages) - 1)
                 copies += [copy] if copy is not None else []
-            else:  # alone, and its own beginning is in every page: the last page is computed again
+            else:  # the last page is computed again
                 pages.release()
                 cached = pages.match(sequence.tokens[:-1])
         if not pages.grow(length):
@@ -303,13 +311,13 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _book(self, chunk: Chunk, steps: int) -> None:
+    def _book(self, chunk: Chunk, steps: int) -> list[int]:
+        """The chunk is as good as computed; the pages that others may now use."""
         sequence = chunk.sequence
         drawn = steps if chunk.samples else 0
         sequence.computed += chunk.count - len(chunk.draft) + max(0, drawn - 1)
         sequence.in_flight += drawn
-        if self.shares:
-            sequence.pages.publish(sequence.tokens, sequence.computed)
+        return sequence.pages.publish(sequence.tokens, sequence.computed) if self.shares else []
 
     def _preempt(self, sequence: Sequence) -> None:
         """Its pages go to others; it waits first in line, to be computed again."""

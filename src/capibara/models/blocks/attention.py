@@ -15,7 +15,7 @@ from capibara.kernels.ops.attention.paged.api import paged_attention
 from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product
+from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -126,16 +126,20 @@ class Attention(Block):
     def products(self) -> dict[str, int]:
         return {"query": 1, "key": 1, "value": 1, "out": 2}
 
+    def joint_products(self) -> tuple[tuple[str, ...], ...]:
+        return (("query", "key", "value"),)
+
     def _projected(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        def project(name: str) -> jax.Array:
-            y = product(params, name, x)
+        def biased(name: str, y: jax.Array) -> jax.Array:
             if self.bias:
                 y = y + params[f"{name}_bias"].astype(y.dtype)
             return with_sharding_constraint(y, _HEADS)
 
-        q, k, v = project("query"), project("key"), project("value")
+        each = self.width(model)
+        shapes = {"query": (self.heads, each), "key": (self.kv_heads, each), "value": (self.kv_heads, each)}
+        q, k, v = (biased(name, y) for name, y in zip(shapes, products(params, shapes, x), strict=True))
         if self.qk_norm:
             q = rms_norm(q, params["query_norm"], eps=model.norm_eps)
             k = rms_norm(k, params["key_norm"], eps=model.norm_eps)

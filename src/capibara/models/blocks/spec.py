@@ -6,9 +6,10 @@ as a tree of `Weight`; shapes, logical axes and initial values all come from it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,17 @@ __all__ = [
     "LORA_DOWN",
     "LORA_SCALE",
     "LORA_UP",
+    "QUANTIZED_SCALE",
     "Block",
     "BlockOutput",
     "PagedBatch",
     "Sequences",
     "Weight",
     "initial",
+    "joint_name",
     "logical_axes",
     "product",
+    "products",
     "shapes",
 ]
 
@@ -112,9 +116,42 @@ LORA_DOWN, LORA_UP, LORA_SCALE = "_lora_down", "_lora_up", "_lora_scale"
 """What a weight's name is followed by in its block for the two factors of a low-rank change of it, and its scale."""
 
 
+QUANTIZED_SCALE = "_quantized_scale"
+"""What a weight's name is followed by for the scales of its outputs, where the weight is held in 8-bit numbers."""
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """The name of several weights of one input side by side, as one product takes them."""
+    return "+".join(names)
+
+
 def product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int = 1) -> jax.Array:
     """x times a weight, over so many of x's last axes; with the weight's low-rank change where the block has one."""
+    return _with_change(params, name, x, inputs, _plain_product(params, name, x, inputs))
+
+
+def products(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]], x: jax.Array) -> list[jax.Array]:
+    """x times several weights, whose outputs have these shapes: as one product where they are held side by side."""
+    joint = joint_name(tuple(shapes))
+    if joint not in params:
+        return [product(params, name, x) for name in shapes]
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes.values()))
+    parts = jnp.split(_plain_product(params, joint, x, 1), ends[:-1], axis=-1)
+    return [
+        _with_change(params, name, x, 1, part.reshape(*part.shape[:-1], *shape))
+        for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    ]
+
+
+def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int) -> jax.Array:
     y = jnp.tensordot(x, params[name].astype(x.dtype), inputs)
+    scale = params.get(name + QUANTIZED_SCALE)
+    return y if scale is None else y * scale.astype(y.dtype)
+
+
+def _with_change(
+    params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int, y: jax.Array
+) -> jax.Array:
     down = params.get(name + LORA_DOWN)
     if down is not None:
         low = jnp.tensordot(x, down.astype(x.dtype), inputs) * params[name + LORA_SCALE].astype(x.dtype)
@@ -185,6 +222,10 @@ class Block:
     def products(self) -> dict[str, int]:
         """Weights that `product` multiplies with, and how many of their first axes are inputs: LoRA can change them."""
         return {}
+
+    def joint_products(self) -> tuple[tuple[str, ...], ...]:
+        """Weights of one input that `products` multiplies with, which serving may hold side by side."""
+        return ()
 
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences

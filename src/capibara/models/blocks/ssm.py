@@ -15,7 +15,7 @@ from capibara.kernels.ops.conv.causal1d.api import causal_conv1d
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.kernels.ops.scan import selective_scan, state_space_dual
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product
+from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -124,6 +124,9 @@ class Ssm(Block):
     def products(self) -> dict[str, int]:
         return {"gate": 1, "in": 1, "out": 1}
 
+    def joint_products(self) -> tuple[tuple[str, ...], ...]:
+        return (("gate", "in"),)
+
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
@@ -200,8 +203,8 @@ class Ssm(Block):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The block, from a cache and to the next one where there is one."""
         inner_axes = ("batch", "sequence", "mlp")
-        gate = with_sharding_constraint(product(params, "gate", x), inner_axes)
-        z = with_sharding_constraint(product(params, "in", x), inner_axes)
+        inner = (self.inner(model),)
+        gate, z = (with_sharding_constraint(y, inner_axes) for y in products(params, {"gate": inner, "in": inner}, x))
         # Padding takes no step: its step size is 0, which leaves the state as it is.
         real = None if lengths is None else jnp.arange(x.shape[1]) < lengths[:, None]
         after: dict[str, jax.Array] = {}
