@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.cli.test_serve import TINY
 from tests.serve.stand_in import CARD, StandIn, served
 from typer.testing import CliRunner
 
@@ -69,6 +71,18 @@ def test_keys_models_and_timeouts() -> None:
         late = _bench(server.address, *key, "--timeout-s", "0.1", "--users", "2", "--context", "4000")
         assert late.exit_code == 1
         assert "no end within 0.1 s" in late.output
+
+
+def test_a_model_is_served_for_the_time_of_it(tmp_path: Path) -> None:
+    model = tmp_path / "tiny.toml"
+    model.write_text(TINY)
+    small = ("--max-sequences", "2", "--max-batch-tokens", "16", "--batch-invariant", "--no-warm-up")
+    ran = _bench(str(model), "--requests", "3", "--users", "1", "--json", "--", *small)
+    assert ran.exit_code == 0, ran.output
+    figures = json.loads(ran.stdout)
+    assert (figures["answered"], figures["context"]) == (3, 256)
+    assert _bench("http://127.0.0.1:9", "--", "--no-warm-up").exit_code == 2
+    assert _bench(str(model), "--", "--max-sequences", "none").exit_code == 1
 
 
 def test_bad_input() -> None:

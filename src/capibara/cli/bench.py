@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from capibara.cli import output
-from capibara.errors import CapibaraError
+from capibara.errors import CapibaraError, rule_error
 
 app = typer.Typer(no_args_is_help=True, help="Measure what runs.")
 
@@ -29,6 +29,9 @@ def serve(
     server: Annotated[
         str, typer.Argument(metavar="ADDRESS|MODEL", help="http://host:port, or a model to serve for the time of it.")
     ],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Of `capibara serve`, where a model is named.")
+    ] = None,
     requests: Annotated[
         int, typer.Option(min=1, metavar="N", help="In all; beyond 1,000 the trace starts anew.")
     ] = 200,
@@ -74,7 +77,7 @@ def serve(
             records, began = await run_load(target, load, lambda done: bar.update(task, completed=done))
         return target, records, began
 
-    with _address(server) as address:
+    with _address(server, options or []) as address:
         target, records, began = asyncio.run(measured(address))
     figures = {
         "model": target.model,
@@ -133,12 +136,15 @@ def _show(figures: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _address(server: str) -> Iterator[str]:
+def _address(server: str, options: list[str]) -> Iterator[str]:
     """The server that was named; or one of this model, for as long as it takes."""
     if server.startswith(("http://", "https://")):
+        if options:
+            raise rule_error("Options after -- are of the server that is started", " ".join(options), "name a model")
         yield server
         return
     command = [sys.executable, "-m", "capibara", "serve", server, "--port", "0", "--json", "--log-level", "warning"]
+    command += options
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

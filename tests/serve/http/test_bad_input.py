@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,3 +227,9 @@ def test_a_template_that_reaches_out_is_refused_when_asked_too() -> None:
         assert "SecurityError" in text
         text = _check(post(server.address, ask("a", tools=[TOOL])), 400, "tools", "unsupported_parameter")
         assert "takes no tools" in text
+
+
+def test_the_guide_lists_every_status() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    for status, (kind, meaning) in STATUSES.items():
+        assert f"| {status} | `{kind}` | {meaning} |" in guide
