@@ -149,8 +149,10 @@ def _address(server: str, options: list[str]) -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        if not line or process.poll() is not None:
-            raise CapibaraError(f"capibara serve {server} ended with code {process.wait()}")
+        if not line.rstrip().endswith("}"):  # an error is a document of many lines, where it is one at all
+            rest = line + process.stdout.read()
+            said = json_module.loads(rest)["error"]["message"] if rest else "see above"
+            raise CapibaraError(f"capibara serve {server} ended with code {process.wait()}: {said}")
         yield json_module.loads(line)["address"]
     finally:
         process.terminate()
