@@ -22,7 +22,6 @@ from tests.serve.http.wire import call, post
 from typer.testing import CliRunner
 
 from capibara.cli.main import app
-from capibara.serve.http.errors import STATUSES
 
 TINY = """
 [model]
@@ -155,9 +154,9 @@ def test_cancelled_vanished_and_malformed_requests_leave_nothing_behind(served: 
     bodies = [json.dumps(body).encode() for body in asked]
     for part in range(4):
         statuses = asyncio.run(_storm(served.address, bodies, before, count // 4, rng.randrange(2**31)))
-        assert set(statuses) <= set(STATUSES) | {200, 0}, statuses
-        assert statuses.count(200) > count // 40, statuses
-        assert 500 not in statuses
+        # Four in ten were sound and had the patience: all of them were answered, if not at the first time.
+        assert statuses.count(200) > 0.3 * count // 4, statuses
+        assert set(statuses) <= {0, 200, 400}, set(statuses)
         if part:  # the first brings caches and buffers to their size
             sizes.append(sum(process.memory_info().rss for process in processes))
     assert [_text(served, body) for body in asked] == before
@@ -199,13 +198,17 @@ async def _storm(address: str, bodies: list[bytes], answers: list[str], count: i
 
     async def one(kind: float, which: int, cut: float) -> int:
         async with room:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            try:
-                return await exchange(reader, writer, kind, which, cut)
-            except ConnectionError:
-                return 0
-            finally:
-                writer.close()
+            while True:
+                reader, writer = await asyncio.open_connection(host, int(port))
+                try:
+                    status = await exchange(reader, writer, kind, which, cut)
+                except ConnectionError:
+                    return 0
+                finally:
+                    writer.close()
+                if status != 429:
+                    return status
+                await asyncio.sleep(0.02)  # its header says a second, which a test does not have
 
     async def exchange(reader: Any, writer: Any, kind: float, which: int, cut: float) -> int:
         body = bodies[which]
