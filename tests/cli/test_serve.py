@@ -122,6 +122,68 @@ def test_the_openai_client(served: Served) -> None:
     assert joined == whole.choices[0].message.content, "the same seed, the same answer"
 
 
+def test_an_answer_is_of_its_schema(served: Served) -> None:
+    """By random weights: what makes it one is the grammar alone."""
+    client = _client(served)
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Wien", "Graz"]}, "warm": {"type": "boolean"}},
+        "required": ["city", "warm"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema, "strict": True}}
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "Well?"}]}
+    answers = client.chat.completions.create(**asked, response_format=form, n=3, seed=1)
+    for choice in answers.choices:
+        document = json.loads(choice.message.content)
+        assert document["city"] in ("Wien", "Graz")
+        assert isinstance(document["warm"], bool)
+        assert choice.finish_reason == "stop"
+    again = client.chat.completions.create(**asked, extra_body={"regex": "(ja|nein){2}"}, seed=4)
+    assert again.choices[0].message.content in ("jaja", "janein", "neinja", "neinnein")
+    broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strnig"}}}
+    for wrong in ({"response_format": broken}, {"regex": "(("}, {"grammar": "start: nowhere"}):
+        status, answer, _ = post(served.address, {**asked, **wrong})
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
+        assert "llguidance" in answer["error"]["message"]
+
+
+def test_a_tool_that_must_be_called_is_called(served: Served) -> None:
+    client = _client(served)
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Wien", "Graz"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": "forecast", "parameters": parameters}},
+        {"type": "function", "function": {"name": "nothing", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Will it rain?"}],
+        "tools": tools[:1],
+        "tool_choice": {"type": "function", "function": {"name": "forecast"}},
+        "seed": 2,
+    }
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    (call_made,) = whole.message.tool_calls
+    assert call_made.function.name == "forecast"
+    arguments = json.loads(call_made.function.arguments)
+    assert arguments["city"] in ("Wien", "Graz")
+    assert 1 <= arguments["days"] <= 9
+    pieces = [
+        piece
+        for event in client.chat.completions.create(**asked, stream=True)
+        for piece in event.choices[0].delta.tool_calls or ()
+    ]
+    assert pieces[0].function.name == "forecast"
+    assert len(pieces) > 2, "arguments come in pieces"
+    assert "".join(piece.function.arguments for piece in pieces) == call_made.function.arguments
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(served: Served) -> None:
     body = '{"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}'

@@ -85,13 +85,17 @@ def answers(
     return [tokens[str(number)] for number in range(len(prompts))]
 
 
-@functools.lru_cache(maxsize=64)
-def wanted(name: str, prompt: tuple[int, ...], new: int = 8) -> list[int]:
+def plain(model: ModularCapibaraModel, prompt: Sequence[int], new: int = 8) -> list[int]:
     """By the plain model: every token from a whole forward pass over all before it, padded to one length."""
-    model = model_of(name)
     tokens = list(prompt)
     for _ in range(new):
         ids = np.zeros((1, 64), np.int32)
         ids[0, : len(tokens)] = tokens
         tokens.append(int(np.argmax(np.asarray(model(ids))[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
+
+
+@functools.lru_cache(maxsize=64)
+def wanted(name: str, prompt: tuple[int, ...], new: int = 8) -> list[int]:
+    """`plain` of one of `MODELS`."""
+    return plain(model_of(name), prompt, new)

@@ -20,7 +20,7 @@ from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
-from capibara.models.blocks.spec import QUANTIZED_SCALE, PagedBatch, Sequences, Weight
+from capibara.models.blocks.spec import LORA_SCALE, QUANTIZED_SCALE, PagedBatch, Sequences, Weight
 from capibara.parallel.remat import LAYER_INPUT
 
 if TYPE_CHECKING:
@@ -321,6 +321,17 @@ def new_paged_cache(
     ]
 
 
+def _with_own_changes(block: Mapping[str, jax.Array], batch: PagedBatch) -> dict[str, jax.Array]:
+    """A block's parameters, with a row of scales a token for the low-rank changes that lie side by side in it."""
+    own = dict(block)
+    if batch.adapters is not None:
+        for name, scales in block.items():
+            if name.endswith(LORA_SCALE):  # [adapters, ranks]
+                chosen = jnp.where(batch.adapters < 0, scales.shape[0], batch.adapters)
+                own[name] = scales.at[chosen].get(mode="fill", fill_value=0)[None]
+    return own
+
+
 def paged(
     model: ModularModelConfig,
     params: Any,
@@ -341,7 +352,7 @@ def paged(
         slots = {}
         for number, name in enumerate(names):
             slot = slot_of(names, number)
-            own = dict(layer[slot])
+            own = _with_own_changes(layer[slot], batch)
             y = _norm(model, own.pop("norm_"), x)
             out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
             x = x + out

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from capibara._exports import exports
 
 if TYPE_CHECKING:
+    from capibara.serve.adapters import LoraAdapter as LoraAdapter
     from capibara.serve.config import EngineConfig as EngineConfig
     from capibara.serve.engine import Engine as Engine
     from capibara.serve.request import QueueFull as QueueFull
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = exports(
     __name__,
     {
+        "adapters": "LoraAdapter",
         "config": "EngineConfig",
         "engine": "Engine",
         "request": "QueueFull Request RequestOutput SamplingParams TokenLogprobs Usage",

@@ -53,7 +53,11 @@ class EngineConfig:
     weights: str | None = None
     """int8: each weight of a product as 8-bit numbers with a scale an output channel; as they are when None."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
-    """LoRA adapters that a request may name: trees of factors as training makes them, or folders of them."""
+    """LoRA adapters that a request may name: `LoraAdapter`s, or folders of LoRA runs."""
+    keep_keys: bool = True
+    """Keep keys and values from token to token; False computes every token before it anew, to compare with."""
+    attention: str | None = None
+    """The implementation of `paged_attention`, by name; the fastest that takes the call when None."""
     mesh: jax.sharding.Mesh | None = None
     """Devices to spread weights and cache over, by the model's own logical axes."""
     batch_invariant: bool = False

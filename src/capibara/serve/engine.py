@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -14,17 +15,22 @@ import numpy as np
 from capibara.compile.warmup import WarmupReport
 from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
+from capibara.serve.grammar import Grammar, Grammars
 from capibara.serve.kv_cache import PagePool
-from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
+from capibara.serve.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
-from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence
+from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence, StepPlan
+from capibara.serve.speculation import NgramDrafts
 from capibara.serve.text import OutputText
 
 if TYPE_CHECKING:
     from capibara.models.modular import ModularCapibaraModel
     from capibara.models.tokenizer import Tokenizer
+    from capibara.serve.programs import Shape
 
-__all__ = ["Engine", "EngineStats"]
+__all__ = ["Engine", "EngineStats", "StepTime"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,15 @@ class EngineStats:
     accepted: int
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step took, from the result before it to its own."""
+
+    shape: Shape
+    plan: StepPlan
+    seconds: float
+
+
 @dataclass
 class _Progress:
     """What the engine keeps of a sequence beside its tokens."""
@@ -64,6 +79,9 @@ class _Progress:
     stops: frozenset[int]
     """Tokens that end it."""
     eos: frozenset[int]
+    grammar: Grammar | None = None
+    drafts: NgramDrafts | None = None
+    error: str | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     tokens: list[int] = field(default_factory=list)
@@ -97,19 +115,37 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer or model.tokenizer
         self.max_length = min(config.max_length or model.config.max_length, model.config.max_length)
-        shares = config.prefix_sharing and not keeps_state(model)
-        pages = config.pages or self._pages()
-        pool = PagePool(pages, config.page_size, sharing=shares)
+        shares = config.prefix_sharing and config.keep_keys and not keeps_state(model)
+        if config.speculative_tokens and keeps_state(model):
+            raise rule_error(
+                "Drafts are for models whose past can be taken back, of attention alone",
+                "speculative_tokens of a model that keeps a state",
+                "use speculative_tokens=0",
+            )
+        words = min(self.tokenizer.vocab_size, model.config.vocab)
+        self.runner = Runner(model, config, max_length=self.max_length, words=words)
+        self.cache_size = self.runner.cache_size
+        """What fits, and why no more does."""
+        _log.info("The engine has %s.", self.cache_size)
+        pool = PagePool(self.cache_size.pages, config.page_size, sharing=shares)
         prefill = config.prefill_chunk or config.max_batch_tokens
         self.limits = Limits(config.max_sequences, config.max_batch_tokens, config.max_batch_tokens, prefill)
         self.scheduler = Scheduler(
-            pool, self.limits, max_length=self.max_length, max_queue=config.max_queue, shares=shares
+            pool,
+            self.limits,
+            max_length=self.max_length,
+            max_queue=config.max_queue,
+            shares=shares,
+            keeps=config.keep_keys,
+            draft=self._draft if config.speculative_tokens else None,
         )
-        words = min(self.tokenizer.vocab_size, model.config.vocab)
-        self.runner = Runner(model, config, max_length=self.max_length, pages=pages, words=words)
+        self._grammars = Grammars(self.tokenizer)
         self.eos_ids = frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
         # Rows of one shape only, or drafts between steps: each step is told by the host.
-        self._decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
+        self.decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
+        """Tokens in a row that one program draws at most; 1 or the config's, and a controller may change it."""
+        self.on_step: Callable[[StepTime], None] | None = None
+        """Told of each step's time, where someone asks."""
         self._seeds = np.random.default_rng(config.seed)
         self._sequences: dict[str, Sequence] = {}
         self._sent: deque[Sent] = deque()
@@ -128,24 +164,27 @@ class Engine:
     def adapters(self) -> tuple[str, ...]:
         return tuple(self.config.adapters)
 
-    def _pages(self) -> int:
-        """As many as every running sequence could fill; fewer where the device's memory does not hold them."""
-        config = self.config
-        return config.max_sequences * -(-self.max_length // config.page_size)
-
     # Requests.
 
     def add(self, request: Request) -> None:
         """Queue a request. A `ValueError` says what is wrong with it; `QueueFull` that too many wait."""
         self._check(request)
-        sequence = self.scheduler.add(request)
         asked = request.sampling
+        grammar = self._grammars.start(asked) if asked.constrained else None
+        sequence = self.scheduler.add(request)
         seed = asked.seed if asked.seed is not None else int(self._seeds.integers(2**63))
         sequence.seed = seed
         sequence.one_by_one = form_of(asked) not in SEVERAL_FORMS
         eos = frozenset() if asked.ignore_eos else self.eos_ids
         text = OutputText(self.tokenizer, asked.stop, include_stop=asked.include_stop, spelled=asked.spelled_token_ids)
-        sequence.state = _Progress(text, eos | frozenset(asked.stop_token_ids), eos)
+        progress = _Progress(text, eos | frozenset(asked.stop_token_ids), eos, grammar)
+        # What may follow hangs on the last token: for a grammar, for a draft, and where all is computed anew.
+        sequence.needs_host = grammar is not None or not self.config.keep_keys
+        if self.config.speculative_tokens:
+            sequence.needs_host = True
+            if grammar is None and not asked.penalised:
+                progress.drafts = NgramDrafts(self.config.speculative_ngram)
+        sequence.state = progress
         self._sequences[request.id] = sequence
 
     def _check(self, request: Request) -> None:
@@ -190,10 +229,14 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Send the next step to the device, and give what the one before it brought; each request is in it once."""
-        plan = self.scheduler.plan(steps=self._decode_steps)
-        if plan is not None:
-            self._sent.append(self.runner.send(plan))
         touched: dict[str, Sequence] = {}
+        # Who hangs on the last token would miss every other step if the next one were planned without it.
+        if any(sequence.needs_host and sequence.in_flight for sequence in self.scheduler.running):
+            while self._sent:
+                self._receive(self._sent.popleft(), touched)
+        plan = self.scheduler.plan(steps=self.decode_steps)
+        if plan is not None:
+            self._sent.append(self.runner.send(plan, self._allowed(plan)))
         ahead = 1 if self.config.asynchronous and plan is not None else 0
         while len(self._sent) > ahead:
             self._receive(self._sent.popleft(), touched)
@@ -201,6 +244,24 @@ class Engine:
             touched[sequence.request.id] = sequence
         self._ended = []
         return [self._output(sequence) for sequence in touched.values()]
+
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        progress = sequence.state
+        assert isinstance(progress, _Progress)
+        if progress.drafts is None:
+            return ()
+        return progress.drafts.guess(sequence.tokens, self.config.speculative_tokens)
+
+    def _allowed(self, plan: StepPlan) -> np.ndarray | None:
+        """The tokens that grammars allow after each chunk, a bit each; None where no request has one."""
+        held = [(n, chunk.sequence.state) for n, chunk in enumerate(plan.chunks) if chunk.samples]
+        grammars = [(n, state.grammar) for n, state in held if isinstance(state, _Progress) and state.grammar]
+        if not grammars:
+            return None
+        allowed = np.full((len(plan.chunks), -(-self.model.config.vocab // 32)), 0xFFFFFFFF, np.uint32)
+        for number, grammar in grammars:
+            grammar.allow(allowed[number])
+        return allowed
 
     def _receive(self, sent: Sent, touched: dict[str, Sequence]) -> None:
         if any(chunk.samples for chunk in sent.plan.chunks):
@@ -212,6 +273,8 @@ class Engine:
         self._step_seconds = now - max(sent.at, self._last_result)
         self._last_result = now
         self._steps += 1
+        if self.on_step is not None and not sent.compiled:
+            self.on_step(StepTime(sent.shape, sent.plan, self._step_seconds))
 
     def _take(self, chunk: Chunk, drawn: Drawn, steps: int) -> None:
         sequence = chunk.sequence
@@ -245,12 +308,17 @@ class Engine:
                 own, ids, top = drawn.logprobs(number)
                 likeliest = zip(ids[: asked.logprobs].tolist(), top[: asked.logprobs].tolist(), strict=True)
                 progress.logprobs.append(TokenLogprobs(token, own, tuple(likeliest)))
+            if progress.grammar is not None and not progress.grammar.take(token):
+                progress.error = progress.grammar.error or f"token {token} is not of the grammar"
+                return kept, "error"
             if token in progress.stops:
                 progress.stop_reason = None if token in progress.eos else token
                 return kept, "stop"
             progress.fresh.append(progress.text.put(token))
             if progress.text.found is not None:
                 progress.stop_reason = progress.text.found
+                return kept, "stop"
+            if progress.grammar is not None and progress.grammar.complete:
                 return kept, "stop"
         if len(sequence.tokens) + len(kept) >= sequence.last_token_number:
             return kept, "length"
@@ -284,6 +352,7 @@ class Engine:
             logprobs=chances if asked.logprobs is not None else None,
             finish_reason=progress.finish_reason,
             stop_reason=progress.stop_reason,
+            error=progress.error,
         )
 
     def stats(self) -> EngineStats:

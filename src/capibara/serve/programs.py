@@ -139,6 +139,9 @@ class StepPrograms:
     longest: Callable[[Shape], int]
     """Tokens that one sequence has at most in a step of this shape."""
     key_splits: int | None = None
+    attention: str | None = None
+    adapters: bool = False
+    """Whether the weights have low-rank changes that a token may take."""
 
     def _logits(self, params: Any, x: jax.Array) -> jax.Array:
         scores = decoder.logits(self.model, params, x)
@@ -160,6 +163,8 @@ class StepPrograms:
             query_starts=None,
             slots=parts["slot"],
             key_splits=self.key_splits,
+            attention=self.attention,
+            adapters=parts["adapters"] if self.adapters else None,
         )
         return decoder.paged(self.model, params, tokens, state.cache, batch, dtype=self.dtype)
 
@@ -184,6 +189,8 @@ class StepPrograms:
                     slots=parts["slots"],
                     longest=self.longest(shape),
                     key_splits=self.key_splits,
+                    attention=self.attention,
+                    adapters=parts["adapters"] if self.adapters else None,
                 )
                 x, cache = decoder.paged(self.model, params, tokens, state.cache, batch, dtype=self.dtype)
                 x = x[parts["sampled_at"]]
@@ -250,8 +257,10 @@ def copy_pages(model: ModularModelConfig, cache: list[Any], source: jax.Array, t
 
     return [
         {
-            slot: block if model.blocks[name].keeps_state else jax.tree.map(copied, block)
-            for name, (slot, block) in zip(names, layer.items(), strict=True)
+            (slot := decoder.slot_of(names, number)): layer[slot]
+            if model.blocks[name].keeps_state
+            else jax.tree.map(copied, layer[slot])
+            for number, name in enumerate(names)
         }
         for names, layer in zip(model.period * model.repeats, cache, strict=True)
     ]

@@ -17,11 +17,13 @@ from capibara.compile.cache import ExecutableCache
 from capibara.compile.warmup import Program, WarmupReport, make_program, warm_up
 from capibara.models import decoder
 from capibara.serve import programs, sampling
+from capibara.serve.adapters import with_adapters
+from capibara.serve.cache_size import cache_size
 from capibara.serve.config import EngineConfig
 from capibara.serve.programs import DeviceState, Shape, StepPrograms
 from capibara.serve.scheduler import Chunk, Sequence, StepPlan
 from capibara.serve.shapes import StepShapes
-from capibara.serve.weights import prepared
+from capibara.serve.weights import nbytes_on_one, prepared
 
 if TYPE_CHECKING:
     from capibara.models.modular import ModularCapibaraModel
@@ -52,6 +54,9 @@ class Sent:
     tokens: jax.Array
     logprobs: tuple[jax.Array, ...] | None
     at: float
+    shape: Shape
+    compiled: bool
+    """Whether a program was made for it: its time is then no step's."""
 
     def drawn(self) -> Iterator[tuple[Chunk, Drawn]]:
         """What came of each chunk that draws. Waits for the device."""
@@ -83,19 +88,27 @@ class Runner:
     """Weights and cache on the device, and the programs that use them."""
 
     def __init__(
-        self, model: ModularCapibaraModel, config: EngineConfig, *, max_length: int, pages: int, words: int
+        self, model: ModularCapibaraModel, config: EngineConfig, *, max_length: int, words: int
     ) -> None:
         self.config = config
         self.model = model.config
         self._surroundings = model._surroundings
         dtype = model._dtype
-        self.pages = pages
         self.shapes = StepShapes(config, -(-max_length // config.page_size))
         slots = config.max_sequences
         with self.context():
             self.params = prepared(
                 self.model, model.params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
             )
+            self.params = with_adapters(self.model, self.params, config.adapters, dtype)
+            self.cache_size = cache_size(
+                self.model,
+                config,
+                max_length=max_length,
+                dtype=jnp.dtype(config.cache_dtype or dtype),
+                weight_bytes=nbytes_on_one(self.params) + nbytes_on_one(model.params),
+            )
+            self.pages = pages = self.cache_size.pages
             self.state = self._state(dtype)
         keeps_state = any(self.model.blocks[name].keeps_state for layer in self.model.period for name in layer)
         self.programs = StepPrograms(
@@ -104,6 +117,8 @@ class Runner:
             words,
             longest=lambda shape: shape.tokens if keeps_state else 1,
             key_splits=1 if config.batch_invariant else None,
+            attention=config.attention,
+            adapters=bool(config.adapters),
         )
         self._executables: dict[tuple[Any, ...], Any] = {}
         self._disk = None if config.cache_folder is None else ExecutableCache(config.cache_folder)
@@ -225,6 +240,7 @@ class Runner:
         Args:
           allowed: [chunks, vocab / 32] of uint32: the tokens that grammars allow each chunk's sequence.
         """
+        made = self.compilations
         with self.context():
             if plan.copies:
                 self._copy(plan.copies)
@@ -244,7 +260,7 @@ class Runner:
                 tokens, chances = self._run(shape, form, said, rows, allowed)
         if tokens is not None:
             tokens.copy_to_host_async()
-        return Sent(plan, rows, tokens, chances, time.perf_counter())
+        return Sent(plan, rows, tokens, chances, time.perf_counter(), shape, self.compilations > made)
 
     def _run_several(self, shape: Shape, form: Any, said: np.ndarray) -> Any:
         args = (self.params, self.state, said)
@@ -317,6 +333,7 @@ class Runner:
         seed = np.array([sequence.seed % 2**64], np.uint64).view(np.int32)
         self._slot_params["seed_low"][slot], self._slot_params["seed_high"][slot] = seed
         self._form[slot] = sampling.FORMS.index(form_of(asked))
+        self._adapter[slot] = -1 if asked.adapter is None else list(self.config.adapters).index(asked.adapter)
         if asked.penalised:
             self._begin_counts(sequence)
 

@@ -136,6 +136,7 @@ class Scheduler:
         max_length: int,
         max_queue: int,
         shares: bool = True,
+        keeps: bool = True,
         draft: Callable[[Sequence], tuple[int, ...]] | None = None,
     ) -> None:
         self.pool = pool
@@ -145,6 +146,8 @@ class Scheduler:
         self.max_queue = max_queue
         self.shares = shares
         """Whether prompts that begin alike share pages."""
+        self.keeps = keeps
+        """Whether keys stay from token to token."""
         self.draft = draft
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -232,6 +235,9 @@ class Scheduler:
             sequence.computed += extra
             if self.shares:
                 sequence.pages.publish(sequence.tokens, sequence.computed)
+            if not self.keeps:
+                self._set_aside(sequence)
+                self.waiting.append(sequence)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
@@ -322,8 +328,11 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Its pages go to others; it waits first in line, to be computed again."""
         self.preemptions += 1
+        self._set_aside(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _set_aside(self, sequence: Sequence) -> None:
         sequence.pages.release()
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.computed = -1, 0
-        self.waiting.appendleft(sequence)

@@ -30,6 +30,7 @@ def check_installed() -> None:
     """Whether what the server's process needs is installed."""
     try:
         import jinja2  # noqa: F401
+        import llguidance  # noqa: F401
         import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +14,7 @@ from capibara.models.blocks.spec import QUANTIZED_SCALE, Weight, joint_name
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
 
-__all__ = ["prepared", "quantized"]
+__all__ = ["nbytes_on_one", "prepared", "quantized"]
 
 
 def quantized(weight: jax.Array, inputs: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -82,5 +81,9 @@ def prepared(
     return made
 
 
-def nbytes(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def nbytes_on_one(tree: Any) -> int:
+    """Of a tree of arrays, on the device that has most of it."""
+    return sum(
+        max(shard.data.nbytes for shard in leaf.addressable_shards) if isinstance(leaf, jax.Array) else leaf.nbytes
+        for leaf in jax.tree.leaves(tree)
+    )

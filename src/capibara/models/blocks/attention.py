@@ -215,9 +215,14 @@ class Attention(Block):
     def new_paged_cache(
         self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
     ) -> dict[str, jax.Array]:
-        # A key's heads side by side: what `paged_attention` fetches from on every chip.
-        shape = (pages, page_size, self.kv_heads * self.width(model))
-        return {name: jnp.zeros(shape, dtype) for name in ("key", "value")}
+        # A key's heads side by side: what `paged_attention` fetches from on every chip. Over a mesh each device has
+        # some of the heads.
+        def pool() -> jax.Array:
+            heads = jnp.zeros((pages, page_size, self.kv_heads, self.width(model)), dtype)
+            heads = with_sharding_constraint(heads, (None, None, "heads", None))
+            return heads.reshape(pages, page_size, -1)
+
+        return {name: pool() for name in ("key", "value")}
 
     def paged(
         self,
@@ -253,6 +258,7 @@ class Attention(Block):
             scale=self.scale,
             softcap=self.softcap,
             key_splits=batch.key_splits,
+            implementation=batch.attention,
         )
         return self._out(params, mixed[None].astype(x.dtype)), cache
 

@@ -200,6 +200,10 @@ class PagedBatch:
     """No sequence has more tokens here."""
     key_splits: int | None = None
     """Into how many parts attention cuts the keys; what is fastest when None."""
+    attention: str | None = None
+    """The implementation of attention, by name; the fastest when None."""
+    adapters: jax.Array | None = None
+    """[tokens]: the number of the low-rank change that each takes, -1 for none; None where the weights have none."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from capibara.kernels.ops.conv.causal1d.api import causal_conv1d
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.kernels.ops.scan import selective_scan, state_space_dual
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
+from capibara.models.blocks.spec import LORA_SCALE, Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -185,6 +185,11 @@ class Ssm(Block):
             return jnp.where(fresh.reshape(-1, *[1] * (state.ndim - 1)), jnp.zeros_like(state), state)
 
         rows = x[0].at[token].get(mode="fill", fill_value=0)
+        if batch.adapters is not None:  # a token's own scales of low-rank changes go where the token goes
+            params = {
+                name: own[0].at[token].get(mode="fill", fill_value=0) if name.endswith(LORA_SCALE) else own
+                for name, own in params.items()
+            }
         y, after = self._run(model, params, rows, None, {name: before(kept) for name, kept in cache.items()}, lengths)
         kept = {
             name: cache[name].at[batch.slots].set(new.astype(cache[name].dtype), mode="drop")
