@@ -77,10 +77,10 @@ def test_a_model_is_served_for_the_time_of_it(tmp_path: Path) -> None:
     model = tmp_path / "tiny.toml"
     model.write_text(TINY)
     small = ("--max-sequences", "2", "--max-batch-tokens", "16", "--batch-invariant", "--no-warm-up")
-    ran = _bench(str(model), "--requests", "3", "--users", "1", "--json", "--", *small)
+    ran = _bench(str(model), "--requests", "3", "--users", "1", "--context", "64", "--json", "--", *small)
     assert ran.exit_code == 0, ran.output
     figures = json.loads(ran.stdout)
-    assert (figures["answered"], figures["context"]) == (3, 256)
+    assert (figures["answered"], figures["context"]) == (3, 64)
     assert _bench("http://127.0.0.1:9", "--", "--no-warm-up").exit_code == 2
     assert _bench(str(model), "--", "--max-sequences", "none").exit_code == 1
 
