@@ -180,6 +180,11 @@ def test_pages_of_other_origins() -> None:
         assert "access-control-allow-origin" not in call(server.address, "GET", "/v1/models", headers=elsewhere)[2]
         own = {"Origin": server.address}
         assert post(server.address, ask("a"), headers=own)[0] == 200
+        # A name that somebody has made to lead here: of the same origin to a browser.
+        port = server.address.rpartition(":")[2]
+        for name, status in (("rebound.example", 403), ("localhost", 200), ("[::1]", 200), ("", 403)):
+            lead = {"Origin": f"http://{name}:{port}", "Host": f"{name}:{port}"}
+            assert post(server.address, ask("a"), headers=lead)[0] == status, name
     with served(cors_origins=("https://example.com",)) as (server, _):
         status, _, headers = post(server.address, ask("a"), headers=elsewhere)
         assert (status, headers["access-control-allow-origin"]) == (200, "https://example.com")

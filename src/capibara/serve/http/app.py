@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import importlib.resources
+import ipaddress
 import logging
 import re
 import secrets
+import socket
 import time
+import urllib.parse
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -238,7 +241,12 @@ class _Gate:
 
     def _same_origin(self, origin: str, headers: dict[str, str]) -> bool:
         allowed = self._serving.settings.cors_origins
-        return "*" in allowed or origin in allowed or origin.partition("://")[2] == headers.get("host")
+        if "*" in allowed or origin in allowed:
+            return True
+        place = origin.partition("://")[2]
+        # Without keys a name has to be this machine's: any other may be made to lead here by whoever owns it, and a page
+        # of that name would then be of the same origin.
+        return place == headers.get("host") and (bool(self._keys) or _is_own(place))
 
     def _log(self, scope: Scope, status: int, started: float, state: dict[str, Any]) -> None:
         fields: dict[str, Any] = {
@@ -260,6 +268,21 @@ class _Gate:
         if "ended" in state:
             fields["ended"] = state["ended"]
         log_event(_log, "request", **fields)
+
+
+def _is_own(place: str) -> bool:
+    """Whether a host, with a port or without, is an address or this machine's name."""
+    try:
+        name = urllib.parse.urlsplit(f"//{place}").hostname or ""
+    except ValueError:
+        return False
+    if name in ("localhost", socket.gethostname().lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(key: bytes) -> bytes:
