@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -371,6 +372,70 @@ def test_keys_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert call(running.address, "GET", "/v1/models")[0] == 401
         headers = {"Authorization": "Bearer from-outside"}
         status, models, _ = call(running.address, "GET", "/v1/models", headers=headers)
-        assert (status, models["data"][0]["id"]) == (200, "tiny.toml")
+        assert (status, models["data"][0]["id"]) == (200, "tiny")
     finally:
         assert _stop(running) == 0
+
+
+def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from capibara.cli import serve as command
+    from capibara.serve import server as servers
+
+    made: dict[str, Any] = {}
+
+    class Recorded:
+        exposed = True
+        address = "http://example:1"
+
+        def __init__(self, host: str, port: int, settings: Any) -> None:
+            made.update(host=host, port=port, settings=settings)
+
+        @contextlib.contextmanager
+        def stopped_by_signals(self) -> Iterator[None]:
+            yield
+
+        def run(self, load: Any, ready: Any) -> None:
+            load()
+
+    def load_engine(model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool) -> None:
+        made.update(model=model, name=name, template=template, config=config, max_prompt=max_prompt, warm_up=warm_up)
+
+    monkeypatch.setattr(servers, "Server", Recorded)
+    monkeypatch.setattr(command, "load_engine", load_engine)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    words = (
+        "dev --host 0.0.0.0 --port 7 --name n --max-sequences 3 --max-queue 5 --max-batch-tokens 77 --max-length 99 "
+        "--max-prompt 44 --max-body-bytes 2048 --request-timeout-s 1.5 --client-timeout-s 2.5 --drain-timeout-s 3.5 "
+        f"--cors-origin https://a.example --chat-template {template} --tool-parser llama3 --cache-dtype int8 "
+        "--weights int8 --speculative-tokens 2 --batch-invariant --adapter a=folder --seed 9 --no-warm-up --no-page "
+        "--log-level error"
+    )
+    ran = CliRunner().invoke(app, ["serve", *words.split()])
+    assert ran.exit_code == 0, ran.output
+    assert "open to other machines" in ran.output
+    settings, config = made["settings"], made["config"]
+    assert (made["host"], made["port"], made["model"], made["name"]) == ("0.0.0.0", 7, "dev", "n")
+    assert (made["max_prompt"], made["warm_up"], made["template"]) == (44, False, template.read_text())
+    assert settings == type(settings)(
+        cors_origins=("https://a.example",), max_body_bytes=2048, request_timeout_s=1.5, client_timeout_s=2.5,
+        drain_timeout_s=3.5, tool_parser="llama3", chat_template=template.read_text(), page=False, log_level="error",
+    )  # fmt: skip
+    assert (config.max_sequences, config.max_queue, config.max_batch_tokens, config.max_length) == (3, 5, 77, 99)
+    assert (config.cache_dtype, config.weights, config.speculative_tokens) == ("int8", "int8", 2)
+    assert (config.batch_invariant, dict(config.adapters), config.seed) == (True, {"a": "folder"}, 9)
+    assert config.cache_folder is not None
+    keys = CliRunner().invoke(app, ["serve", "dev", "--api-key", "one", "--api-key", "two"])
+    assert keys.exit_code == 0
+    assert made["settings"].api_keys == ("one", "two")
+
+
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "starlette" else real(name))
+    for words in (["serve", "dev"], ["bench", "serve", "http://127.0.0.1:9"]):
+        ran = CliRunner().invoke(app, words)
+        assert ran.exit_code == 2
+        assert "pip install 'capibara-jax[serve]'" in ran.output

@@ -63,6 +63,9 @@ def serve(
 
     Any server with OpenAI's interface will do. For example: capibara bench serve http://127.0.0.1:8000 --rate 8
     """
+    from capibara.serve.installed import check_installed
+
+    check_installed("capibara bench serve")
     from capibara.serve.load.client import Address
     from capibara.serve.load.report import chart, summary
     from capibara.serve.load.run import Load, find_target, run_load

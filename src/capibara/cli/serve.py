@@ -83,13 +83,14 @@ def serve(
     It prints one line with its address when it is ready, and logs JSON on standard error. SIGTERM lets it finish what
     runs. For example: capibara serve runs/dev --port 0
     """
+    from capibara.serve.installed import check_installed
+
+    check_installed("capibara serve")
     from capibara.errors import unknown_name
     from capibara.kernels.core.tables import cache_directory
     from capibara.serve.config import EngineConfig
     from capibara.serve.link import ServerSettings
-    from capibara.serve.server import Server, check_installed
-
-    check_installed()
+    from capibara.serve.server import Server
     from capibara.serve.tools.formats import parser_of
 
     levels = ("debug", "info", "warning", "error")
@@ -152,6 +153,13 @@ def _named(text: str) -> tuple[str, str]:
     return name, folder
 
 
+def _name_of(model: str) -> str:
+    path = Path(model)
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.is_dir() else model
+
+
 def load_engine(
     model: str, name: str | None, template: str | None, config: EngineConfig, max_prompt: int | None, warm_up: bool
 ) -> tuple[Engine, ModelCard]:
@@ -167,9 +175,16 @@ def load_engine(
     if warm_up:
         with output.progress() as bar:
             task = bar.add_task("")
-            engine.warm_up(lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
+            made = engine.warm_up(
+                lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+            )
+        typer.echo(
+            f"capibara: {made.programs} programs in {made.seconds:.1f} s, {made.compiled} compiled, {made.from_disk} from "
+            f"disk",
+            err=True,
+        )
     card = ModelCard(
-        name=name or (Path(model).resolve().name if Path(model).exists() else model),
+        name=name or _name_of(model),
         origin=origin,
         created=int(time.time()),
         tokenizer=str(loaded.config.tokenizer),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from capibara.distribution import NAME
 from capibara.errors import CapibaraError, rule_error
 from capibara.serve.link import ModelCard, ServerSettings
 from capibara.serve.worker import EngineWorker
@@ -20,25 +19,10 @@ from capibara.serve.worker import EngineWorker
 if TYPE_CHECKING:
     from capibara.serve.engine import Engine
 
-__all__ = ["Server", "check_installed"]
+__all__ = ["Server"]
 
 _BACKLOG = 2048
 _END_WITHIN_S = 15.0
-
-
-def check_installed() -> None:
-    """Whether what the server's process needs is installed."""
-    try:
-        import jinja2  # noqa: F401
-        import llguidance  # noqa: F401
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise rule_error(
-            "capibara serve needs the serve extra", f"no {error.name}", f"pip install '{NAME}[serve]'"
-        ) from error
 
 
 class _Stopped(BaseException):
@@ -55,7 +39,6 @@ class Server:
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 8000, settings: ServerSettings | None = None) -> None:
-        check_installed()
         self.host = host
         listening = _listen(host, port)
         self.port: int = listening.getsockname()[1]

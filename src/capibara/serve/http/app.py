@@ -244,8 +244,8 @@ class _Gate:
         if "*" in allowed or origin in allowed:
             return True
         place = origin.partition("://")[2]
-        # Without keys a name has to be this machine's: any other may be made to lead here by whoever owns it, and a page
-        # of that name would then be of the same origin.
+        # Without keys a name has to be this machine's: any other may be made to lead here by whoever owns it, and a
+        # page of that name would then be of the same origin.
         return place == headers.get("host") and (bool(self._keys) or _is_own(place))
 
     def _log(self, scope: Scope, status: int, started: float, state: dict[str, Any]) -> None:
