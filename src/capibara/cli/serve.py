@@ -178,11 +178,8 @@ def load_engine(
             made = engine.warm_up(
                 lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
             )
-        typer.echo(
-            f"capibara: {made.programs} programs in {made.seconds:.1f} s, {made.compiled} compiled, {made.from_disk} from "
-            f"disk",
-            err=True,
-        )
+        kinds = f"{made.compiled} compiled, {made.from_disk} from disk"
+        typer.echo(f"capibara: {made.programs} programs in {made.seconds:.1f} s, {kinds}", err=True)
     card = ModelCard(
         name=name or _name_of(model),
         origin=origin,
