@@ -15,7 +15,7 @@ import numpy as np
 
 from capibara.compile.cache import ExecutableCache
 from capibara.compile.warmup import Program, WarmupReport, make_program, warm_up
-from capibara.mesh import current_rules
+from capibara.mesh import current_rules, shard_params
 from capibara.models import decoder
 from capibara.serve import programs, sampling
 from capibara.serve.adapters import with_adapters
@@ -98,8 +98,11 @@ class Runner:
         self.shapes = StepShapes(config, -(-max_length // config.page_size))
         slots = config.max_sequences
         with self.context():
+            params = model.params
+            if config.mesh is not None:
+                params = shard_params(params, decoder.axes(self.model), config.mesh)
             self.params = prepared(
-                self.model, model.params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
+                self.model, params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
             )
             self.params = with_adapters(self.model, self.params, config.adapters, dtype)
             self.cache_size = cache_size(
@@ -107,7 +110,7 @@ class Runner:
                 config,
                 max_length=max_length,
                 dtype=jnp.dtype(config.cache_dtype or dtype),
-                weight_bytes=nbytes_on_one(self.params) + nbytes_on_one(model.params),
+                weight_bytes=nbytes_on_one(self.params) + nbytes_on_one(params),
             )
             self.pages = pages = self.cache_size.pages
             self.state = self._state(dtype)
