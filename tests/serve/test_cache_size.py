@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from capibara.hardware import devices
-from capibara.serve import EngineConfig, cache_size
-from tests.serve.engines import CONFIG, engine_of, model_of
+from capibara.serve import EngineConfig, Request, SamplingParams, cache_size
+from tests.serve.engines import CONFIG, GREEDY, answers, engine_of, model_of, prompts_of, run
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -47,3 +47,32 @@ def test_memory_bounds_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_has_as_many_pages_as_it_says(programs: Path) -> None:
     engine = engine_of(model_of("attention"), programs, pages=None)
     assert engine.cache_size.pages == engine.stats().pages == engine.runner.pages == 64
+
+
+@pytest.mark.quick
+def test_pages_of_8_bit_numbers_hold_more_and_change_little(programs: Path) -> None:
+    model = model_of("attention")
+    wide, narrow = engine_of(model, programs), engine_of(model, programs, cache_dtype="int8")
+    # A key of a head: 8 numbers and a scale, for 8 float32.
+    assert narrow.cache_size.page_bytes / wide.cache_size.page_bytes == (8 + 4) / 32
+    prompts = prompts_of(5, 16, 30)
+    asked = SamplingParams(max_tokens=3, logprobs=20, **GREEDY)
+    chances = []
+    for engine in (wide, narrow):
+        outputs = run(engine, [Request(str(n), prompt, asked) for n, prompt in enumerate(prompts)])
+        # Of the tokens after the prompt, whose contexts are the same in both.
+        first = [dict(each[0].logprobs[0].top) for each in outputs.values() if each[0].logprobs]
+        chances.append(first)
+    off = [abs(a[t] - b[t]) for a, b in zip(*chances, strict=True) for t in a if t in b]
+    assert len(off) > 40
+    # An eighth bit is lost of keys and values: a hundredth of them, and of what comes of them in two layers.
+    assert 0 < max(off) < 0.05
+
+
+def test_pages_of_8_bit_numbers_are_shared_and_copied_like_others(programs: Path) -> None:
+    for name in ("attention", "hybrid"):
+        engine = engine_of(model_of(name), programs, cache_dtype="int8")
+        prompts = prompts_of(16, 16)
+        once = answers(engine, prompts)
+        assert answers(engine, prompts) == once
+        assert (engine.stats().prefix_hits > 0) == (name == "attention")

@@ -59,12 +59,17 @@ class Shape(NamedTuple):
         return f"{what}, {self.pages} pages" + ("" if self.decodes else f", {self.rows} drawn")
 
 
+_ALIGNMENT = 64
+"""Numbers of 4 bytes that a part's start is a multiple of: XLA hands a kernel the part where it lies in the whole, and
+kernels of Mosaic take what is aligned to 256 bytes."""
+
+
 class Fields:
     """Named arrays laid one after another in one of int32; floats keep their bits."""
 
     def __init__(self, **fields: tuple[tuple[int, ...], np.dtype[Any]]) -> None:
         self.fields = fields
-        self.size = sum(math.prod(shape) for shape, _ in fields.values())
+        self.size = sum(_aligned(math.prod(shape)) for shape, _ in fields.values())
 
     def new(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(the whole, its parts): writing to a part writes to the whole."""
@@ -80,8 +85,12 @@ class Fields:
             size = math.prod(shape)
             part = whole[at : at + size]
             parts[name] = (part if dtype == _INT else cast(part, dtype)).reshape(shape)
-            at += size
+            at += _aligned(size)
         return parts
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def sampling_fields(rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from capibara.compile.cache import ExecutableCache
 from capibara.compile.warmup import Program, WarmupReport, make_program, warm_up
+from capibara.mesh import current_rules, shard_params
 from capibara.models import decoder
 from capibara.serve import programs, sampling
 from capibara.serve.adapters import with_adapters
@@ -97,8 +98,11 @@ class Runner:
         self.shapes = StepShapes(config, -(-max_length // config.page_size))
         slots = config.max_sequences
         with self.context():
+            params = model.params
+            if config.mesh is not None:
+                params = shard_params(params, decoder.axes(self.model), config.mesh)
             self.params = prepared(
-                self.model, model.params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
+                self.model, params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
             )
             self.params = with_adapters(self.model, self.params, config.adapters, dtype)
             self.cache_size = cache_size(
@@ -106,7 +110,7 @@ class Runner:
                 config,
                 max_length=max_length,
                 dtype=jnp.dtype(config.cache_dtype or dtype),
-                weight_bytes=nbytes_on_one(self.params) + nbytes_on_one(model.params),
+                weight_bytes=nbytes_on_one(self.params) + nbytes_on_one(params),
             )
             self.pages = pages = self.cache_size.pages
             self.state = self._state(dtype)
@@ -123,7 +127,8 @@ class Runner:
         self._executables: dict[tuple[Any, ...], Any] = {}
         self._disk = None if config.cache_folder is None else ExecutableCache(config.cache_folder)
         # What programs hang on and their arguments' shapes do not show.
-        self._identity = f"{self.model.to_toml()}\n{jnp.dtype(dtype)} {words} {config.batch_invariant} {config.mesh}"
+        own = (jnp.dtype(dtype), words, config.batch_invariant, config.attention, bool(config.adapters), config.mesh)
+        self._identity = f"{self.model.to_toml()}\n{own}\n{dict(current_rules())}"
         self.compilations = 0
         self._counts: sampling.Counts | None = None
         self._all_allowed: dict[int, jax.Array] = {}
@@ -261,6 +266,47 @@ class Runner:
         if tokens is not None:
             tokens.copy_to_host_async()
         return Sent(plan, rows, tokens, chances, time.perf_counter(), shape, self.compilations > made)
+
+    def time_step(self, shape: Shape, *, repeats: int = 3) -> float:
+        """Seconds of a step of this shape, of contexts half as long as they may be, the likeliest tokens drawn.
+
+        It writes over the cache: nothing may be running.
+        """
+        said = self._made_up(shape)
+
+        def once() -> float:
+            start = time.perf_counter()
+            with self.context():
+                if shape.steps > 1:
+                    tokens = self._run_several(shape, "greedy", said)
+                else:
+                    tokens, _ = self._run(shape, "greedy", said, [], None)
+            tokens.block_until_ready()
+            return time.perf_counter() - start
+
+        once()  # the first may compile
+        return float(np.median([once() for _ in range(repeats)]))
+
+    def _made_up(self, shape: Shape) -> np.ndarray:
+        whole, parts = programs.fields_of(shape).new()
+        count, size = shape.sequences, self.config.page_size
+        half = max(1, min(shape.pages, self.pages) * size // 2)
+        parts["adapters"][:] = -1
+        parts["page_table"][:] = np.arange(count * shape.pages).reshape(count, -1) % self.pages
+        parts["slot"][:] = np.arange(shape.rows) % self.config.max_sequences
+        if shape.decodes:
+            parts["context_lengths"][:] = half
+            return whole
+        parts["slots"][:] = np.arange(count) % self.config.max_sequences
+        starts = np.minimum(np.arange(count + 1) * half, shape.tokens)
+        parts["query_starts"][:] = starts
+        lengths = np.diff(starts)
+        parts["context_lengths"][:] = lengths
+        row = np.minimum(np.searchsorted(starts, np.arange(shape.tokens), side="right") - 1, count - 1)
+        parts["row_of_token"][:] = row
+        inside = np.arange(shape.tokens) < starts[-1]
+        parts["positions"][:] = np.where(inside, np.arange(shape.tokens) - starts[row], -1)
+        return whole
 
     def _run_several(self, shape: Shape, form: Any, said: np.ndarray) -> Any:
         args = (self.params, self.state, said)

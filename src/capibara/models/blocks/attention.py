@@ -217,12 +217,15 @@ class Attention(Block):
     ) -> dict[str, jax.Array]:
         # A key's heads side by side: what `paged_attention` fetches from on every chip. Over a mesh each device has
         # some of the heads.
-        def pool() -> jax.Array:
-            heads = jnp.zeros((pages, page_size, self.kv_heads, self.width(model)), dtype)
+        def pool(width: int, dtype: Any) -> jax.Array:
+            heads = jnp.zeros((pages, page_size, self.kv_heads, width), dtype)
             heads = with_sharding_constraint(heads, (None, None, "heads", None))
             return heads.reshape(pages, page_size, -1)
 
-        return {name: pool() for name in ("key", "value")}
+        cache = {name: pool(self.width(model), dtype) for name in ("key", "value")}
+        if jnp.dtype(dtype) == jnp.int8:  # a scale a token and head
+            cache |= {f"{name}_scale": pool(1, jnp.float32) for name in ("key", "value")}
+        return cache
 
     def paged(
         self,
@@ -242,16 +245,23 @@ class Attention(Block):
         page = jnp.where(inside, page, pages)
         at = batch.positions % page_size
 
-        def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+        def put(name: str, new: jax.Array) -> jax.Array:
+            pool = cache[name]
             new = new.reshape(new.shape[1], -1).astype(pool.dtype)
             return pool.at[page, at].set(new, mode="drop", unique_indices=True)
 
-        cache = {"key": put(cache["key"], k), "value": put(cache["value"], v)}
+        new = {"key": k, "value": v}
+        if "key_scale" in cache:
+            for name, y in (("key", k), ("value", v)):
+                new[name], new[f"{name}_scale"] = _eight_bits(y)
+        cache = {name: put(name, y) for name, y in new.items()}
+        pools, table = (cache["key"], cache["value"]), batch.page_table
+        if "key_scale" in cache:
+            pools, table = self._widened(cache, table, x.dtype)
         mixed = paged_attention(
-            q[0].astype(cache["key"].dtype),
-            cache["key"],
-            cache["value"],
-            batch.page_table,
+            q[0].astype(pools[0].dtype),
+            *pools,
+            table,
             batch.context_lengths,
             batch.query_starts,
             window=self.window,
@@ -262,6 +272,23 @@ class Attention(Block):
         )
         return self._out(params, mixed[None].astype(x.dtype)), cache
 
+    def _widened(
+        self, cache: Mapping[str, jax.Array], page_table: jax.Array, dtype: Any
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        """Pools of the batch's own pages out of pools of 8-bit numbers, and where each sequence's lie in them.
+
+        Only one layer's are there at a time: memory is saved in what is kept, and not in what is read.
+        """
+        pages, page_size = cache["key"].shape[:2]
+        at = jnp.clip(page_table.reshape(-1), 0, pages - 1)
+
+        def pool(name: str) -> jax.Array:
+            heads = cache[name][at].reshape(-1, page_size, self.kv_heads, cache[name].shape[-1] // self.kv_heads)
+            wide = heads.astype(jnp.float32) * cache[f"{name}_scale"][at][..., None]
+            return wide.astype(dtype).reshape(-1, page_size, cache[name].shape[-1])
+
+        return (pool("key"), pool("value")), jnp.arange(at.size, dtype=jnp.int32).reshape(page_table.shape)
+
     def _turned(self, y: jax.Array, places: jax.Array) -> jax.Array:
         return rope(y, places, base=self.rope_base, scaling=self.rope_scaling, rotary_dim=self.rotary_dim or None)
 
@@ -270,3 +297,11 @@ class Attention(Block):
         # Causal: a token sees half of the length on average, less what a window cuts off.
         pairs = length / 2 if seen == length else seen - seen * seen / (2 * length)
         return 4.0 * self.heads * self.width(model) * pairs
+
+
+def _eight_bits(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(8-bit numbers, a scale a token and head) of keys or values [..., heads, head_dim]; each is half a step off."""
+    wide = y.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+    scale = jnp.where(scale > 0, scale, 1)
+    return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale

@@ -159,7 +159,9 @@ class Ssm(Block):
     def new_paged_cache(
         self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
     ) -> dict[str, jax.Array]:
-        return self.new_cache(model, slots, 0, dtype)
+        # Of one state a sequence no 8-bit numbers are kept: it is small, and its errors would add up token by token.
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        return self.new_cache(model, slots, 0, jnp.float32 if whole else dtype)
 
     def paged(
         self,
