@@ -792,7 +792,8 @@ def serving() -> None:
         thread.start()
         # One shape of a step: compiling is what takes time.
         serve(
-            model=str(model), host="127.0.0.1", port=0, api_key=["k"], max_sequences=2, max_batch_tokens=16,
+            model=str(model), host="127.0.0.1", port=0, api_key=["k"], target_latency_ms=50.0,
+            max_sequences=2, max_batch_tokens=16,
             batch_invariant=True, warm_up=False, log_level="warning", json=True,
         )  # fmt: skip
         thread.join()

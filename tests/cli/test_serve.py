@@ -363,6 +363,20 @@ def test_a_template_that_reaches_out_of_its_sandbox_is_not_served(tmp_path: Path
     assert "A chat template works on its messages alone" in ran.output
 
 
+def test_a_target_that_is_impossible_is_said_to_be(tmp_path: Path) -> None:
+    """And what is possible is served."""
+    model = tmp_path / "tiny.toml"
+    model.write_text(TINY)
+    running = _start(model, tmp_path / "log", *SMALL, "--target-latency-ms", "0.001")
+    body = {"model": "tiny", "prompt": [256, 72], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    try:
+        status, answer, _ = post(running.address, body, "/v1/completions")
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 6)
+    finally:
+        assert _stop(running) == 0
+    assert "0.001 ms a token is impossible here" in running.log.read_text()
+
+
 def test_keys_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "tiny.toml"
     model.write_text(TINY)
@@ -397,8 +411,9 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         def run(self, load: Any, ready: Any) -> None:
             load()
 
-    def load_engine(model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool) -> None:
+    def load_engine(model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool) -> Any:
         made.update(model=model, name=name, template=template, config=config, max_prompt=max_prompt, warm_up=warm_up)
+        return None, None
 
     monkeypatch.setattr(servers, "Server", Recorded)
     monkeypatch.setattr(command, "load_engine", load_engine)

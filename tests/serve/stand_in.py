@@ -128,7 +128,7 @@ def served(engine: StandIn | None = None, card: ModelCard = CARD, **settings: An
     engine = engine or StandIn()
     server = Server("127.0.0.1", 0, ServerSettings(**{"log_level": "warning", **settings}))
     up = threading.Event()
-    loaded: Any = (engine, card)
+    loaded: Any = (engine, card, None)
     failures: list[BaseException] = []
 
     def run() -> None:

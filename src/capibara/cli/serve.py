@@ -28,6 +28,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="K", help="Clients must send it; several may be given. Else $CAPIBARA_API_KEY."),
     ] = None,
+    target_latency_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="X", help="Keep the 95th percentile of gaps between tokens below it."),
+    ] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="What clients call the model; its folder's.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Requests that run at a time.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, metavar="N", help="That wait; one more gets 429.")] = 256,
@@ -90,7 +94,7 @@ def serve(
     from capibara.kernels.core.tables import cache_directory
     from capibara.serve.config import EngineConfig
     from capibara.serve.link import ServerSettings
-    from capibara.serve.server import Server
+    from capibara.serve.server import Loaded, Server
     from capibara.serve.tools.formats import parser_of
 
     levels = ("debug", "info", "warning", "error")
@@ -129,8 +133,15 @@ def serve(
     if server.exposed and not keys:
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
 
-    def load() -> tuple[Engine, ModelCard]:
-        return load_engine(model, name, template, config, max_prompt, warm_up)
+    def load() -> Loaded:
+        engine, card = load_engine(model, name, template, config, max_prompt, warm_up)
+        if target_latency_ms is None:
+            return Loaded(engine, card)
+        from capibara.serve.latency import LatencyController
+
+        latency = LatencyController(engine, target_latency_ms)
+        typer.echo(f"capibara: {latency.calibrate()}", err=True)
+        return Loaded(engine, card, latency)
 
     def ready(card: ModelCard) -> None:
         line = {"model": card.name, "address": server.address, "origin": card.origin, "max_length": card.max_length}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from capibara.errors import CapibaraError, rule_error
 from capibara.serve.link import ModelCard, ServerSettings
@@ -18,11 +18,20 @@ from capibara.serve.worker import EngineWorker
 
 if TYPE_CHECKING:
     from capibara.serve.engine import Engine
+    from capibara.serve.latency import LatencyController
 
-__all__ = ["Server"]
+__all__ = ["Loaded", "Server"]
 
 _BACKLOG = 2048
 _END_WITHIN_S = 15.0
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to be served."""
+
+    engine: Engine
+    card: ModelCard
+    latency: LatencyController | None = None
 
 
 class _Stopped(BaseException):
@@ -71,10 +80,10 @@ class Server:
         except ValueError:
             return True
 
-    def run(self, load: Callable[[], tuple[Engine, ModelCard]], ready: Callable[[ModelCard], None]) -> None:
+    def run(self, load: Callable[[], Loaded], ready: Callable[[ModelCard], None]) -> None:
         """Load the engine, say that it is ready, and serve until told to stop; then finish what runs, and return."""
         try:
-            engine, card = load()
+            engine, card, latency = load()
         except BaseException:
             self.close()
             raise
@@ -82,7 +91,7 @@ class Server:
             if self.process.poll() is not None:
                 raise CapibaraError(f"The HTTP process ended with code {self.process.returncode}; its log says why")
             self._serving = True
-            if not self._worker.run(engine, card, ready):
+            if not self._worker.run(engine, card, ready, latency):
                 raise CapibaraError(f"The HTTP process ended with code {self._code()}; its log says why")
         finally:
             self._serving = False

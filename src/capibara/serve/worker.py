@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from capibara.serve.link import Added, FromEngine, Link, ModelCard, ServerSettings, Stats, ToEngine
-from capibara.serve.request import QueueFull
+from capibara.serve.request import QueueFull, RequestOutput
 
 if TYPE_CHECKING:
     from capibara.serve.engine import Engine
+    from capibara.serve.latency import LatencyController
 
 __all__ = ["EngineWorker"]
 
@@ -35,14 +36,31 @@ class EngineWorker:
         self._told_stats = (0.0, Stats())
         self._ready: Callable[[], None] = lambda: None
 
-    def run(self, engine: Engine, card: ModelCard, ready: Callable[[ModelCard], None]) -> bool:
-        """Serve until the server has ended; whether it said so itself. `ready` is called when clients are answered."""
+    def run(
+        self,
+        engine: Engine,
+        card: ModelCard,
+        ready: Callable[[ModelCard], None],
+        latency: LatencyController | None = None,
+    ) -> bool:
+        """Serve until the server has ended; whether it said so itself.
+
+        Args:
+          ready: called when clients are answered.
+          latency: bounds each step, so that a target is kept.
+        """
         self._ready = lambda: ready(card)
         self.link.send(FromEngine(model=card, stats=_stats(engine)))
         while not self._stopping and not self._gone:
             # Whoever has work looks whether something came; whoever has none waits for it.
             self._take(engine, wait=not engine.has_work())
-            outputs = tuple(engine.step()) if engine.has_work() else ()
+            outputs: tuple[RequestOutput, ...] = ()
+            if engine.has_work():
+                if latency is not None:
+                    latency.adjust()
+                outputs = tuple(engine.step())
+                if latency is not None:
+                    latency.saw(outputs, time.perf_counter())
             stats = self._new_stats(engine)
             drain = self._drain and not self._told_drain
             if outputs or stats or drain:

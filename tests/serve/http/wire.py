@@ -21,7 +21,7 @@ def post(
 def call(
     address: str, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None
 ) -> tuple[int, Any, dict[str, str]]:
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)
     try:
         connection.request(method, path, data, headers or {})
         answer = connection.getresponse()
