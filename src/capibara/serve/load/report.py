@@ -115,7 +115,7 @@ def chart(records: Sequence[Record], began: float, *, width: int = 60, unicode: 
     for place in range(width):
         own = [1000 * gap for gap, at in zip(lengths, where, strict=True) if at == place and gap is not None]
         slow[place] = np.percentile(own, 95) if own else 0.0
-    rows = [
+    rows: list[tuple[str, Any, str]] = [
         ("on their way", _running(records, began, seconds, width), "{:,.0f}"),
         ("tokens/s", tokens, "{:,.0f}"),
         ("p95 gap, ms", slow, "{:,.3g}"),

@@ -6,7 +6,7 @@ import contextlib
 import json
 import secrets
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from capibara.serve.tools.json_scan import ObjectScanner, ValueText
@@ -82,7 +82,7 @@ class ToolParser:
             self.whole = reader.index + 1
 
 
-def joined(pieces: Sequence[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours that are of a kind as one: text beside text, arguments of a call beside its own."""
     out: list[Piece] = []
     for piece in pieces:

@@ -74,6 +74,7 @@ class ObjectScanner:
         self.state: Literal["open", "done", "bad"] = "open"
         self._expects: Literal["brace", "key or end", "key", "in key", "colon", "value", "in value", "comma"] = "brace"
         self._key = ""
+        self._string = ValueScanner()  # of the key
         self._value = ValueScanner()
 
     def take(self, character: str) -> list[ValueText]:
