@@ -26,15 +26,15 @@ from capibara.cli.main import app
 
 TINY = """
 [model]
-hidden = 32
-layers = 2
+hidden = 16
+layers = 1
 vocab = 259
 max_length = 1024
 [model.blocks.attention]
-heads = 4
-kv_heads = 2
+heads = 2
+kv_heads = 1
 [model.blocks.mlp]
-ffn = 64
+ffn = 32
 [train]
 precision = "float32"
 """
