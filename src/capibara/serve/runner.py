@@ -204,14 +204,16 @@ class Runner:
                 continue
             build = functools.partial(self.programs.forward, shape)
             add(("forward", shape), build, self.params, self.state, said, donate=(1,))
+        for rows in sorted({shape.rows for shape in self.shapes.all() if shape.steps == 1}):
             for form in sampling.FORMS:
-                args = (_shaped((shape.rows, vocab), jnp.float32), self.state.last_tokens, said)
+                said = _shaped((programs.row_fields(rows).size,), jnp.int32)
+                args = (_shaped((rows, vocab), jnp.float32), self.state.last_tokens, said)
                 full = form in ("full", "penalised")
                 if full:
-                    allowed = _shaped((shape.rows, self._words32), jnp.uint32)
+                    allowed = _shaped((rows, self._words32), jnp.uint32)
                     args = (*args, allowed, counts if form == "penalised" else None)
-                draw = functools.partial(self.programs.draw, shape, form)
-                add(("draw", shape, form), draw, *args, donate=(1, 4) if full else (1,))
+                draw = functools.partial(self.programs.draw, rows, form)
+                add(("draw", rows, form), draw, *args, donate=(1, 4) if full else (1,))
         numbers = _shaped((_COPIES,), jnp.int32)
         add(("copy",), self._copying, self.state.cache, numbers, numbers, donate=(0,))
         of_slot = (_shaped((), jnp.int32), _shaped((vocab,), bool), _shaped((vocab,), jnp.int32))
@@ -319,15 +321,18 @@ class Runner:
     def _run(self, shape: Shape, form: Any, said: np.ndarray, rows: list[int], allowed: Any) -> tuple[Any, Any]:
         args = (self.params, self.state, said)
         run = self._executable(("forward", shape), lambda: self.programs.forward(shape), *args, donate=(1,))
-        logits, self.state = run(*args)
+        logits, self.state, of_rows = run(*args)
         if form is None:
             return None, None
-        args = (logits, self.state.last_tokens, said)
+        args = (logits, self.state.last_tokens, of_rows)
         full = form in ("full", "penalised")
         if full:
             args = (*args, self._allowed(shape.rows, rows, allowed), self._counts if form == "penalised" else None)
         run = self._executable(
-            ("draw", shape, form), lambda: self.programs.draw(shape, form), *args, donate=(1, 4) if full else (1,)
+            ("draw", shape.rows, form),
+            lambda: self.programs.draw(shape.rows, form),
+            *args,
+            donate=(1, 4) if full else (1,),
         )
         tokens, last_tokens, *beside = run(*args)
         self.state = self.state._replace(last_tokens=last_tokens)
