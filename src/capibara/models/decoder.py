@@ -367,8 +367,8 @@ def paged(
 ) -> tuple[jax.Array, list[Any]]:
     """The tokens [tokens] of a ragged batch: (hidden states [tokens, hidden], the cache then).
 
-    `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out of
-    the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
+    `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out
+    of the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
     """
     x = _embedded(model, params, tokens[None], dtype)
     after = []

@@ -17,7 +17,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
 from capibara.serve.grammar import Grammar, Grammars
 from capibara.serve.kv_cache import PagePool
-from capibara.serve.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
 from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
 from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence, StepPlan
 from capibara.serve.speculation import NgramDrafts
@@ -296,9 +296,7 @@ class Engine:
         if finish is not None:
             self._finish(sequence, finish)
 
-    def _read(
-        self, sequence: Sequence, tokens: list[int], drawn: Drawn
-    ) -> tuple[list[int], FinishReason | None]:
+    def _read(self, sequence: Sequence, tokens: list[int], drawn: Drawn) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the one that ends the request, where one does, and why it ends."""
         progress, asked = sequence.state, sequence.request.sampling
         assert isinstance(progress, _Progress)

@@ -284,8 +284,6 @@ def copy_pages(model: ModularModelConfig, cache: list[Any], source: jax.Array, t
     ]
 
 
-def begin_counts(
-    counts: sampling.Counts, slot: jax.Array, prompt: jax.Array, output: jax.Array
-) -> sampling.Counts:
+def begin_counts(counts: sampling.Counts, slot: jax.Array, prompt: jax.Array, output: jax.Array) -> sampling.Counts:
     """The counts with those of one slot's tokens in place of what its last sequence left."""
     return sampling.Counts(counts.output.at[slot].set(output), counts.prompt.at[slot].set(prompt))

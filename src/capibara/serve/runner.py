@@ -88,9 +88,7 @@ class Sent:
 class Runner:
     """Weights and cache on the device, and the programs that use them."""
 
-    def __init__(
-        self, model: ModularCapibaraModel, config: EngineConfig, *, max_length: int, words: int
-    ) -> None:
+    def __init__(self, model: ModularCapibaraModel, config: EngineConfig, *, max_length: int, words: int) -> None:
         self.config = config
         self.model = model.config
         self._surroundings = model._surroundings
@@ -101,9 +99,7 @@ class Runner:
             params = model.params
             if config.mesh is not None:
                 params = shard_params(params, decoder.axes(self.model), config.mesh)
-            self.params = prepared(
-                self.model, params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
-            )
+            self.params = prepared(self.model, params, dtype, joint=config.mesh is None, int8=config.weights == "int8")
             self.params = with_adapters(self.model, self.params, config.adapters, dtype)
             self.cache_size = cache_size(
                 self.model,
@@ -146,8 +142,9 @@ class Runner:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """What programs are traced and run in."""
-        with self._surroundings(), contextlib.nullcontext() if self.config.mesh is None else jax.set_mesh(
-            self.config.mesh
+        with (
+            self._surroundings(),
+            contextlib.nullcontext() if self.config.mesh is None else jax.set_mesh(self.config.mesh),
         ):
             yield
 
@@ -156,9 +153,7 @@ class Runner:
         cache_dtype = jnp.dtype(config.cache_dtype or dtype)
 
         def new() -> DeviceState:
-            cache = decoder.new_paged_cache(
-                self.model, self.pages, config.page_size, config.max_sequences, cache_dtype
-            )
+            cache = decoder.new_paged_cache(self.model, self.pages, config.page_size, config.max_sequences, cache_dtype)
             return DeviceState(cache, jnp.zeros(config.max_sequences, jnp.int32))
 
         return jax.jit(new)()
@@ -312,9 +307,7 @@ class Runner:
 
     def _run_several(self, shape: Shape, form: Any, said: np.ndarray) -> Any:
         args = (self.params, self.state, said)
-        run = self._executable(
-            ("several", shape, form), lambda: self.programs.several(shape, form), *args, donate=(1,)
-        )
+        run = self._executable(("several", shape, form), lambda: self.programs.several(shape, form), *args, donate=(1,))
         tokens, self.state = run(*args)
         return tokens
 
