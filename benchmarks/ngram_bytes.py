@@ -10,9 +10,7 @@ weight as it has had different continuations. Without a folder only the n-grams 
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections import defaultdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -38,28 +36,49 @@ def documents(config: DataConfig, part: str) -> list[tuple[int, ...]]:
     ]
 
 
-def ngram_nats(train: list[tuple[int, ...]], held_out: list[tuple[int, ...]], order: int, vocab: int) -> float:
-    """Mean nats a token of the held-out documents, the first of each left out: nothing comes before it."""
-    follows: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for text in train:
-        for place in range(1, len(text)):
-            for length in range(min(order - 1, place) + 1):
-                follows[text[place - length : place]][text[place]] += 1
-    totals = {context: sum(counts.values()) for context, counts in follows.items()}
-    nats, counted = 0.0, 0
-    for text in held_out:
-        for place in range(1, len(text)):
-            probability = 1.0 / vocab
-            for length in range(min(order - 1, place) + 1):
-                context = text[place - length : place]
-                counts = follows.get(context)
-                if counts is None:
-                    break
-                kinds, total = len(counts), totals[context]
-                probability = (counts.get(text[place], 0) + kinds * probability) / (total + kinds)
-            nats -= math.log(probability)
-            counted += 1
-    return nats / counted
+def _windows(documents: list[tuple[int, ...]], order: int, vocab: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For contexts of 0 to order - 1 tokens: (number of the predicted token, context and token as one integer).
+
+    Predicted are all tokens but the first of a document; a context does not reach before its document.
+    """
+    ids = np.concatenate([np.asarray(text, np.int64) for text in documents])
+    lengths = np.array([len(text) for text in documents])
+    place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    windows, code = [], ids
+    for length in range(order):
+        if length:  # the token so many before, as the leading digit
+            code = code.copy()
+            code[length:] += ids[:-length] * vocab**length
+        there = np.flatnonzero(place >= max(1, length))
+        windows.append((there, code[there]))
+    return windows
+
+
+def ngram_nats(
+    train: list[tuple[int, ...]], held_out: list[tuple[int, ...]], orders: tuple[int, ...], vocab: int
+) -> dict[int, float]:
+    """Order -> mean nats a token of the held-out documents, the first of each left out: nothing comes before it."""
+    most = max(orders)
+    if vocab**most > 2**63 - 1:
+        raise SystemExit(f"{vocab} ** {most} does not fit an integer: choose lower orders")
+    counted = sum(len(text) - 1 for text in held_out)
+    chances = np.full(sum(len(text) for text in held_out), 1.0 / vocab)
+    nats = {}
+    pairs = zip(_windows(train, most, vocab), _windows(held_out, most, vocab), strict=True)
+    for order, ((_, seen), (there, asked)) in enumerate(pairs, start=1):
+        grams, counts = np.unique(seen, return_counts=True)
+        contexts, first, kinds = np.unique(grams // vocab, return_index=True, return_counts=True)
+        totals = np.add.reduceat(counts, first)
+        context = np.searchsorted(contexts, asked // vocab).clip(max=len(contexts) - 1)
+        known = contexts[context] == asked // vocab
+        gram = np.searchsorted(grams, asked).clip(max=len(grams) - 1)
+        times = np.where(grams[gram] == asked, counts[gram], 0)
+        blended = (times + kinds[context] * chances[there]) / (totals[context] + kinds[context])
+        # A context that was never seen has no say; longer ones were not seen either.
+        chances[there] = np.where(known, blended, chances[there])
+        if order in orders:
+            nats[order] = float(-np.log(chances[_windows(held_out, 1, vocab)[0][0]]).sum() / counted)
+    return nats
 
 
 def model_nats(folder: Path) -> tuple[float, int]:
@@ -89,9 +108,8 @@ def main() -> None:
     config = DataConfig("python:topics") if folder is None else load_run(folder / "config.toml", environment={}).data
     vocab = load_tokenizer(config.tokenizer).vocab_size
     train, held_out = documents(config, "train"), documents(config, "eval")
-    rows: list[dict[str, Any]] = [
-        {"what": f"{order}-gram", "nats": ngram_nats(train, held_out, order, vocab)} for order in ORDERS
-    ]
+    nats_by_order = ngram_nats(train, held_out, ORDERS, vocab)
+    rows: list[dict[str, Any]] = [{"what": f"{order}-gram", "nats": nats} for order, nats in nats_by_order.items()]
     if folder is not None:
         nats, counted = model_nats(folder)
         rows.append({"what": f"the model of {folder.name}", "nats": nats, "tokens": counted})

@@ -3,10 +3,12 @@
     python benchmarks/train_gpu.py --out train.json                       # the 1.14B Llama shape, B8 T2048, AdamW
     python benchmarks/train_gpu.py --forms 'capibara;plain' --rounds 2
 
-Each form is a process of its own, one after another, round after round, so that none shares the GPU. `capibara` is the
-command as a user runs it: data read and packed as a stream (so that attention is over whole rows, as the others' is),
-every step logged, checkpoints on; its figure is the median of metrics.jsonl. `hand` is the best step written by hand
-around our attention and loss, `plain` is jax.numpy and cuDNN's attention, both unrolled, without data or logs.
+Each form is a process of its own, one after another, round after round, so that none shares the GPU. All train on the
+same batches, of ids as frequent as words are (the n-th as 1 / (n + 2.7)): how often an id comes decides how long the
+embedding's gradient takes. `capibara` is the command as a user runs it: data read and packed as a stream (so that
+attention is over whole rows, as the others' is), every step logged, checkpoints on; its figure is the median of
+metrics.jsonl. `hand` is the best step written by hand around our attention and loss, `plain` is jax.numpy and cuDNN's
+attention, both unrolled, without data or logs.
 """
 
 from __future__ import annotations
@@ -26,9 +28,28 @@ from typing import Any
 HERE = Path(__file__).parent
 BATCH, LENGTH = 8, 2048
 FORMS = ("capibara", "hand", "plain", "hf")
+VOCAB = 32000
 
 
-def _capibara(precision: str, steps: int) -> dict[str, Any]:
+def _write_ids(file: Path, steps: int) -> None:
+    import numpy as np
+
+    chances = 1 / (np.arange(VOCAB) + 2.7)
+    ids = np.random.default_rng(0).choice(VOCAB, BATCH * (LENGTH + 1) * (steps + 8), p=chances / chances.sum())
+    np.save(file, ids.astype(np.int32))
+    words = {"type": "WordLevel", "vocab": {f"w{number}": number for number in range(VOCAB)}, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
+    file.with_name("tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def _batches(file: Path, steps: int) -> Any:
+    """[steps, batch, length + 1] of the ids that every form reads."""
+    import numpy as np
+
+    return np.load(file)[: steps * BATCH * (LENGTH + 1)].reshape(steps, BATCH, LENGTH + 1)
+
+
+def _capibara(precision: str, steps: int, ids: Path) -> dict[str, Any]:
     from capibara.train.logs import read_metrics
 
     with tempfile.TemporaryDirectory() as folder:
@@ -37,9 +58,12 @@ def _capibara(precision: str, steps: int) -> dict[str, Any]:
             "train.precision": precision,
             "train.batch_size": BATCH,
             "train.sequence_length": LENGTH,
-            "train.checkpoint_every": steps // 2,
+            "train.checkpoint_every": steps,
             "train.eval_batches": 1,
+            "data.path": str(ids),
+            "model.tokenizer": str(ids.with_name("tokenizer.json")),
             "data.pack": "stream",
+            "data.shuffle": "false",
             "log.every": 1000,
         }
         command = [sys.executable, "-m", "capibara", "train", "gpu", "--out", f"{folder}/run"]
@@ -53,7 +77,7 @@ def _capibara(precision: str, steps: int) -> dict[str, Any]:
     return {"seconds": seconds, "first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"], "run": kept}
 
 
-def _by_hand(form: str, precision: str, steps: int) -> dict[str, Any]:
+def _by_hand(form: str, precision: str, steps: int, ids: Path) -> dict[str, Any]:
     """In this process: the step of training_step_gpu.py, unrolled."""
     import functools
 
@@ -74,13 +98,14 @@ def _by_hand(form: str, precision: str, steps: int) -> dict[str, Any]:
         params, state = llama.adamw(params, gradients, state)
         return jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(dtype), (params, state)), value
 
-    ids = jax.random.randint(jax.random.key(1), (BATCH, LENGTH + 1), 0, config.vocab)
-    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, llama.state_shapes(shapes), batch).compile()
+    batches = [
+        {"inputs": jnp.asarray(rows[:, :-1]), "targets": jnp.asarray(rows[:, 1:])} for rows in _batches(ids, steps)
+    ]
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, llama.state_shapes(shapes), batches[0]).compile()
     params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(dtype), llama.init(config, key)))(jax.random.key(0))
     state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), llama.state_shapes(shapes))
     seconds, losses = [], []
-    for _ in range(steps):
+    for batch in batches:
         start = time.perf_counter()
         (params, state), value = compiled(params, state, batch)
         losses.append(float(value))
@@ -89,7 +114,7 @@ def _by_hand(form: str, precision: str, steps: int) -> dict[str, Any]:
     return {"seconds": seconds[5:], "first_loss": losses[0], "last_loss": losses[-1], "peak_gib": peak}
 
 
-def _hugging_face(precision: str, steps: int) -> dict[str, Any]:
+def _hugging_face(precision: str, steps: int, ids: Path) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -102,13 +127,14 @@ def _hugging_face(precision: str, steps: int) -> dict[str, Any]:
     model = transformers.LlamaForCausalLM(config).to("cuda", dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     compiled = torch.compile(model)
-    ids = torch.randint(0, 32000, (BATCH, LENGTH), device="cuda")
+    # It shifts the labels itself.
+    batches = [torch.tensor(rows[:, :-1], dtype=torch.long, device="cuda") for rows in _batches(ids, steps)]
     seconds, losses = [], []
-    for _ in range(steps):
+    for batch in batches:
         torch.cuda.synchronize()
         start = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16, enabled=precision != "bfloat16"):
-            loss = compiled(input_ids=ids, labels=ids).loss
+            loss = compiled(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -119,10 +145,10 @@ def _hugging_face(precision: str, steps: int) -> dict[str, Any]:
     return {"seconds": seconds[5:], "first_loss": losses[0], "last_loss": losses[-1], "peak_gib": peak}
 
 
-def run_form(form: str, precision: str, steps: int) -> dict[str, Any]:
+def run_form(form: str, precision: str, steps: int, ids: Path) -> dict[str, Any]:
     if form == "capibara":
-        return _capibara(precision, steps)
-    return _hugging_face(precision, steps) if form == "hf" else _by_hand(form, precision, steps)
+        return _capibara(precision, steps, ids)
+    return _hugging_face(precision, steps, ids) if form == "hf" else _by_hand(form, precision, steps, ids)
 
 
 def main() -> None:
@@ -133,18 +159,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", help="write the rows as JSON")
     parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--ids", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.only:
-        print(json.dumps(run_form(asked.only, asked.precision, asked.steps)))
+        print(json.dumps(run_form(asked.only, asked.precision, asked.steps, Path(asked.ids))))
         return
     forms = asked.forms.split(";")
     rows: dict[str, list[dict[str, Any]]] = {form: [] for form in forms}
     # A second round finds its programs compiled.
     environment = {"JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(), **os.environ}
+    ids = Path(tempfile.mkdtemp(), "ids.npy")
+    _write_ids(ids, asked.steps)
     for _ in range(asked.rounds):
         for form in forms:
             start = time.perf_counter()
-            command = [sys.executable, __file__, "--only", form, "--precision", asked.precision]
+            command = [sys.executable, __file__, "--only", form, "--precision", asked.precision, "--ids", str(ids)]
             done = subprocess.run(
                 [*command, "--steps", str(asked.steps)], capture_output=True, text=True, env=environment, check=False
             )

@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -235,3 +235,19 @@ def test_plain_values_have_a_word_for_none_and_no_derived_keys() -> None:
     assert plain(Outer("n"))["cap"] == "none"
     assert "derived" not in plain(Outer("n"))
     assert plain({"a": (1, None)}) == {"a": [1, "none"]}
+
+
+@pytest.mark.quick
+def test_one_of_some_values_is_that_value_and_of_its_type() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Chosen:
+        count: Literal[1, 2] = 1
+        pack: bool | Literal["stream"] = True
+
+    def built(**values: Any) -> Chosen:
+        return build(Chosen, Table({"x": values}), "x")
+
+    assert built(count=2, pack="stream") == Chosen(2, "stream")
+    for values in ({"count": 3}, {"count": True}, {"pack": "streams"}):
+        with pytest.raises(ValueError, match=f"x.{next(iter(values))} is one of"):
+            built(**values)

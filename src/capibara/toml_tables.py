@@ -182,7 +182,7 @@ def _converted(hint: Any, value: Any, path: str, places: Mapping[str, str]) -> A
                 continue
         return _converted(choices[-1], value, path, places)
     if origin is typing.Literal:
-        if value in inner:
+        if any(value == one and type(value) is type(one) for one in inner):  # true is no 1
             return value
         raise rule_error(
             f"{path} is one of {', '.join(map(repr, inner))}", _shown(value, path, places), f"use {inner[0]!r}"
@@ -195,11 +195,6 @@ def _converted(hint: Any, value: Any, path: str, places: Mapping[str, str]) -> A
         if not isinstance(value, list | tuple):
             raise rule_error(f"{path} is a list", _shown(value, path, places), f"write {path.split('.')[-1]} = [...]")
         return tuple(_converted(inner[0], one, path, places) for one in value)
-    if origin is typing.Literal:
-        if value in inner and any(type(value) is type(one) for one in inner):
-            return value
-        words = " or ".join(map(repr, inner))
-        raise rule_error(f"{path} is {words}", _shown(value, path, places), f"use {inner[0]!r}")
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise rule_error(f"{path} is a table of keys", _shown(value, path, places), f"write [{path}]")

@@ -130,3 +130,26 @@ def test_processes_take_the_newest_step_that_all_of_them_have(tmp_path: Path, mo
         assert restored() == 2
         answers["emergency/steps"] = []
         assert restored() is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("emergency", [True, False])
+def test_what_a_run_can_begin_anew_may_be_of_another_shape(tmp_path: Path, emergency: bool) -> None:
+    """None stands in its place, whether its shape is another, it was not saved, or it is not asked for any more."""
+    state = {"x": jnp.arange(4.0), "rest": {"a": jnp.ones((8, 2)), "b": jnp.ones(3)}, "gone": jnp.ones(2)}
+    shape = jax.ShapeDtypeStruct
+    target = {
+        "x": shape((4,), jnp.float32),
+        "rest": {"a": shape((4, 2), jnp.float32), "b": shape((3,), jnp.float32)},
+        "new": shape((5,), jnp.float32),
+    }
+    with both(tmp_path) as checkpoints:
+        (checkpoints.emergency_copy if emergency else checkpoints.save)(1, state)
+        restored = checkpoints.restore(target, renewed=["rest", "new", "gone"])
+        assert restored.emergency == emergency
+        assert restored.state["x"].tolist() == [0, 1, 2, 3]
+        assert restored.state["rest"]["a"] is None
+        assert restored.state["rest"]["b"].tolist() == [1, 1, 1]
+        assert restored.state["new"] is None
+        with pytest.raises(ValueError, match="rest/a' is float32"):
+            checkpoints.restore(target, renewed=["new", "gone", "res"])

@@ -21,6 +21,7 @@ from capibara.errors import TPUError, parts_of, rule_error, unknown_name
 from capibara.kernels.core import op as ops
 from capibara.kernels.core.op import Op, register, unregister
 from capibara.kernels.core.spec import Case, Implementation
+from capibara.train import exit_codes
 
 runner = CliRunner()
 
@@ -155,3 +156,11 @@ def test_a_jaxlib_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     assert told["fix"] == "pip install --upgrade --force-reinstall jax jaxlib"
     shown = subprocess.run(command[:-1], env=env, capture_output=True, text=True, check=False)
     assert (shown.returncode, len(shown.stderr.splitlines())) == (1, 1), shown.stderr
+
+
+@pytest.mark.quick
+def test_every_way_a_training_process_ends_is_a_code() -> None:
+    ends = {name: getattr(exit_codes, name) for name in exit_codes.__all__ if name != "FINAL"}
+    assert sorted(ends.values()) == sorted(code for code in failures.Code if code != failures.Code.INTERRUPTED)
+    for code in ends.values():
+        assert f"{code} " in failures.CODES

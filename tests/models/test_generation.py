@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.models import ModularCapibaraModel, load_preset
+from capibara.models import ModularCapibaraModel, decoder, load_preset
 from capibara.models.generation import sample
 
 SHARES = np.array([0.5, 0.3, 0.15, 0.05])
@@ -38,6 +38,20 @@ def test_numbers_that_mean_nothing_are_refused(option: dict[str, float], rule: s
     model = ModularCapibaraModel(load_preset("dev").model)
     with pytest.raises(ValueError, match=rule):
         model.generate([1, 2], max_tokens=1, **option)
+
+
+def test_another_way_of_drawing_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(load_preset("dev").model, hidden=32, layers=1, max_length=64)
+    model = ModularCapibaraModel(config, precision="float32")
+    traced: list[int] = []
+    logits = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda *args: (traced.append(1), logits(*args))[1])
+    ways: list[dict[str, float]] = [{"temperature": t} for t in (0.0, 0.7, 1.3)]
+    ways += [{"temperature": 5.0, "top_k": 1}, {"temperature": 5.0, "top_p": 0.0}, {"temperature": 5.0}]
+    texts = [[int(t[0]) for t, _ in model.stream([[1, 2]], max_tokens=6, **way)] for way in ways]
+    assert len(traced) == 2, "the prompt's program and the next token's"
+    assert texts[0] == texts[3] == texts[4], "the likeliest, whichever way it is asked for"
+    assert texts[5] != texts[0]
 
 
 def test_ids_that_the_tokenizer_has_not_are_never_drawn() -> None:

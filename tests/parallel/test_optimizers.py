@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 
 from capibara.models import ModularModelConfig, decoder
-from capibara.parallel.optimizers import OPTIMIZERS, _muon_dimensions, make_optimizer, optimizer_named
+from capibara.models.preset import OptimizerSettings
+from capibara.parallel.optimizers import (
+    OPTIMIZERS,
+    _muon_dimensions,
+    make_optimizer,
+    optimizer_named,
+    planned_optimizer,
+)
 
 # A few float32 operations on numbers of about 1: each rounds by 2**-24, and eight steps of them add up.
 _TOLERANCE = 64 * 2.0**-24
@@ -127,3 +135,45 @@ def test_biases_norms_and_a_state_spaces_decays_do_not_decay(name: str) -> None:
 
 def _paths(dimensions: Any) -> list[Any]:
     return jax.tree_util.tree_leaves_with_path(dimensions, is_leaf=lambda node: hasattr(node, "output_axis"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("key", ["b1", "b2", "eps"])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_each_number_changes_what_happens_or_is_refused(name: str, key: str) -> None:
+    takes = {"adamw": ("b1", "b2", "eps"), "muon": ("b1", "b2", "eps"), "lion": ("b1", "b2"), "sgd": ("b1",)}
+    value = {"b1": 0.999, "b2": 0.6, "eps": 0.3}[key]
+    if key not in takes.get(name, ()):
+        with pytest.raises(ValueError, match=rf"'{name}' takes .*Got {key} = {value}.*leave {key} out"):
+            make_optimizer(name, 0.1, **{key: value})
+        with pytest.raises(ValueError, match=f"'{name}' takes"):
+            OptimizerSettings(name=name, **{key: value})
+        return
+    params = {"embed": jnp.ones((4, 4)), "layers": {"w": jnp.ones((2, 4, 4))}}
+    slopes = [
+        jax.tree.map(lambda p, n=n: jnp.sin(n + jnp.arange(float(p.size))).reshape(p.shape), params) for n in (0, 3)
+    ]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def changes(numbers: tuple[tuple[str, float], ...]) -> Any:
+        optimizer = make_optimizer(name, 0.1, **dict(numbers))
+        state = optimizer.init(params)
+        for slope in slopes:
+            made, state = optimizer.update(slope, state, params)
+        return made
+
+    usual, other = changes(()), changes(((key, value),))
+    assert float(jnp.abs(usual["embed"] - other["embed"]).max()) > 1e-3
+    if key == "eps":  # of both parts
+        assert float(jnp.abs(usual["layers"]["w"] - other["layers"]["w"]).max()) > 1e-3
+
+
+@pytest.mark.quick
+def test_gradient_descent_keeps_a_momentum_where_it_has_one_and_a_plan_counts_it() -> None:
+    def kept(optimizer: Any) -> int:
+        init, _ = optimizer_named(optimizer, True)
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(init, {"w": jnp.ones((8, 8))})))
+
+    assert kept(make_optimizer("sgd", 0.1, b1=0.0)) == kept(planned_optimizer("sgd", 0.0)) == 0
+    assert kept(make_optimizer("sgd", 0.1)) == kept(planned_optimizer("sgd")) == 64
+    assert planned_optimizer("adamw") == "adamw"

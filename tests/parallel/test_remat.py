@@ -53,6 +53,22 @@ def test_each_policy_keeps_less() -> None:
     assert dots - full == 6 * x.nbytes
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_layers_that_are_written_out_are_computed_again_behind_a_barrier(policy: str) -> None:
+    # Without one the compiler finds the same operations twice, does them once, and keeps what it was to forget.
+    def barriers(unroll: int | bool) -> bool:
+        def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, weights, unroll=unroll)[0].sum()
+
+        step = jax.jit(jax.grad(checkpoint_scans(loss, policy)))
+        return "optimization_barrier" in step.lower(jnp.ones((6, 8, 8)), jnp.ones((4, 8))).as_text()
+
+    assert barriers(unroll=True)
+    assert barriers(unroll=2)
+    assert not barriers(unroll=1)
+
+
 def test_scans_inside_of_custom_gradients_are_their_authors() -> None:
     @jax.custom_vjp
     def inner(x: jax.Array) -> jax.Array:

@@ -332,3 +332,117 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts() -> None:
             params, state, metrics = step(after, new, batch_of())
             assert int(metrics["skipped_in_a_row"]) == 0
             assert int(state["skipped"]) == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("not_finite", ["gradient", "loss"])
+def test_either_of_loss_and_gradient_is_enough_to_skip(not_finite: str) -> None:
+    """The square root has no slope at 0; a loss may be infinite where its slope is 1."""
+
+    def pull(p: Any, batch: Any, key: Any) -> Any:
+        x = p["w"].sum()
+        return (jnp.sqrt(x) if not_finite == "gradient" else x + batch["x"].sum()), {}
+
+    batch = {"x": jnp.full((1,), jnp.inf)}
+    params = {"w": jnp.zeros((2,))}
+    value, slope = jax.value_and_grad(lambda p: pull(p, batch, None)[0])(params)
+    assert bool(jnp.isfinite(value)) == (not_finite == "gradient")
+    assert bool(jnp.isfinite(slope["w"]).all()) == (not_finite == "loss")
+    optimizer = make_optimizer("sgd", 0.1)
+    after, state, metrics = jax.jit(step_function(pull, optimizer, FLOAT32))(
+        params, initial_state(optimizer, params, FLOAT32), batch
+    )
+    assert not np.asarray(after["w"]).any()
+    assert int(metrics["skipped_in_a_row"]) == int(state["skipped"]) == 1
+
+
+def test_the_rate_that_is_told_is_the_one_that_was_applied() -> None:
+    """A step that was skipped is none of the schedule's."""
+    rate = schedule_named("linear", 1.0, steps=4)
+    optimizer = make_optimizer("sgd", rate, b1=0.0)
+
+    def pull(p: Any, batch: Any, key: Any) -> Any:
+        return p["w"].sum() * batch["x"].sum(), {}
+
+    options = StepOptions("float32", rate=rate)
+    step = jax.jit(step_function(pull, optimizer, options))
+    params = {"w": jnp.zeros((1,))}
+    state = initial_state(optimizer, params, options)
+    told, applied = [], []
+    for x in (1.0, jnp.nan, 1.0):
+        after, state, metrics = step(params, state, {"x": jnp.full((1,), x)})
+        told.append(float(metrics["learning_rate"]))
+        applied.append(float(params["w"][0] - after["w"][0]))
+        params = after
+    assert applied == pytest.approx([1.0, 0.0, 0.75])
+    assert told == pytest.approx([1.0, 0.75, 0.75])
+
+
+@pytest.mark.quick
+def test_what_experts_did_is_added_up_in_the_state() -> None:
+    def with_shares(params: Any, batch: Any, key: Any) -> Any:
+        value, metrics = loss(params, batch, key)
+        return value, {**metrics, "expert_share": jnp.array([[0.25, 0.75]]) + 0 * value}
+
+    optimizer = make_optimizer("sgd", 0.1)
+    job = trainer_job(with_shares, params_of(), batch_of(), optimizer, FLOAT32, accumulate=(2,))
+    run, (_, state, _) = job.build(accumulate=2)
+    assert state["expert_share"].shape == (1, 2)
+    start = initial_state(optimizer, params_of(), FLOAT32, expert_share=state["expert_share"])
+    step = jax.jit(run)
+    params, state, _ = step(params_of(), start, batch_of())
+    _, state, metrics = step(params, state, batch_of())
+    np.testing.assert_allclose(state["expert_share"], [[0.5, 1.5]], rtol=1e-6)
+    np.testing.assert_allclose(metrics["expert_share"], [[0.25, 0.75]], rtol=1e-6)
+
+
+def test_compressed_sums_of_one_device_keep_their_state() -> None:
+    """A program's state goes in as it came out."""
+    options = StepOptions("float32", communication="compressed")
+    params, state, batch = _arguments(options)
+    _, after, _ = jax.eval_shape(step_function(loss, make_optimizer("sgd", 0.1), options), params, state, batch)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+# Pipelines.
+
+
+def noisy_loss(params: Any, batch: Any, key: Any) -> Any:
+    value, metrics = loss(params, batch, key)
+    return value * (1 if key is None else jax.random.uniform(key)), metrics
+
+
+@pytest.mark.quick
+def test_a_loss_that_draws_is_no_pipeline_and_says_so() -> None:
+    def job_of(fn: Any) -> Any:
+        return trainer_job(fn, params_of(), batch_of(), make_optimizer("sgd", 0.1), FLOAT32, accumulate=(2,))
+
+    assert job_of(loss).why_no_stages() == ""
+    assert "draws at random" in job_of(noisy_loss).why_no_stages()
+    with pytest.raises(ValueError, match="draws at random"):
+        job_of(noisy_loss).built({"accumulate": 2}, stages=2)
+
+
+@pytest.mark.quick
+def test_a_pipeline_is_tried_with_the_microbatches_that_are_asked_for() -> None:
+    batch = batch_of(rows=9)
+    optimizer = make_optimizer("sgd", 0.1)
+    assert trainer_job(loss, params_of(), batch, optimizer, FLOAT32, accumulate=(3,)).why_no_stages() == ""
+    assert trainer_job(loss, params_of(), batch, optimizer, FLOAT32).why_no_stages() == ""
+
+
+def test_metrics_come_through_a_pipeline() -> None:
+    def with_metrics(params: Any, batch: Any, key: Any) -> Any:
+        value, metrics = loss(params, batch, key)
+        return value, {**metrics, "twice": 2 * value}
+
+    optimizer = make_optimizer("sgd", 0.1)
+    # Layers divide over the stages.
+    params = {**params_of(), "layers": {"w": params_of()["layers"]["w"][:2]}}
+    job = trainer_job(with_metrics, params, batch_of(), optimizer, FLOAT32, accumulate=(2,))
+    state = initial_state(optimizer, params, FLOAT32)
+    whole = jax.jit(job.build(accumulate=1)[0])(params, state, batch_of())[2]
+    with jax.set_mesh(Mesh(jax.devices()[:2], ("pipeline",))):
+        staged = jax.jit(job.built({"accumulate": 2}, stages=2)[0])(params, state, batch_of())[2]
+    for name in ("loss", "twice", "by_place", "grad_norm"):
+        np.testing.assert_allclose(staged[name], whole[name], rtol=1e-5, atol=1e-6)

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.serve.engines import GREEDY, engine_of, model_of, plain, prompts_of, run, tokens_of, wanted
 
 from capibara.models import ModularCapibaraModel
 from capibara.models.blocks import spec
 from capibara.serve import LoraAdapter, Request, SamplingParams
 from capibara.train.config import LoraSettings
 from capibara.train.lora import adapter_weights, merged
-from tests.serve.engines import GREEDY, engine_of, model_of, plain, prompts_of, run, tokens_of, wanted
 
 
 def adapter(name: str, seed: int, settings: LoraSettings) -> tuple[LoraAdapter, ModularCapibaraModel]:
@@ -23,9 +23,7 @@ def adapter(name: str, seed: int, settings: LoraSettings) -> tuple[LoraAdapter, 
     factors = spec.initial(adapter_weights(model.config, settings), jax.random.key(seed), jnp.float32)
     leaves, tree = jax.tree.flatten(factors)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    factors = tree.unflatten(
-        [jax.random.normal(key, leaf.shape) * 0.3 for key, leaf in zip(keys, leaves, strict=True)]
-    )
+    factors = tree.unflatten([jax.random.normal(key, leaf.shape) * 0.3 for key, leaf in zip(keys, leaves, strict=True)])
     changed = ModularCapibaraModel(
         model.config, params=merged(model.config, model.params, factors, settings), precision="float32"
     )

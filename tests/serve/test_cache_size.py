@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.serve.engines import CONFIG, GREEDY, answers, engine_of, model_of, prompts_of, run
 
 from capibara.hardware import devices
 from capibara.serve import EngineConfig, Request, SamplingParams, cache_size
-from tests.serve.engines import CONFIG, GREEDY, answers, engine_of, model_of, prompts_of, run
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -33,7 +33,7 @@ def test_memory_bounds_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 1 << 30)
     assert (size().pages, size().limited_by) == (4 * 16, "max_sequences")
     assert "4 sequences of 64 tokens at a time" in str(size())
-    working = cache_size._working_bytes(model_of("attention").config, EngineConfig(**CONFIG))
+    working = cache_size.working_bytes(model_of("attention").config, EngineConfig(**CONFIG), 64, page, "float32")
     with_memory(monkeypatch, 2 * (100_000 + working + 40 * page))
     less = size(memory_share=0.5)
     assert (less.pages, less.limited_by, less.longest_sequences) == (40, "memory", 2)

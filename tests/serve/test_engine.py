@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, run, tokens_of, wanted
 
 from capibara.serve import EngineConfig, QueueFull, Request, SamplingParams
-from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, run, tokens_of, wanted
 
 
 @pytest.mark.parametrize("name", ["window", "moe", "hybrid", "attention"])
@@ -194,4 +194,13 @@ def test_hidden_states_of_padding_are_no_token(programs: Path) -> None:
     engine = engine_of(model_of("attention"), programs)
     prompts = prompts_of(3, 9, 9, 8)
     assert answers(engine, prompts[:1]) == answers(engine, prompts)[:1]
-    assert np.isfinite(np.concatenate([np.ravel(leaf) for layer in engine.runner.state.cache for block in layer.values() for leaf in block.values()])).all()
+    assert np.isfinite(
+        np.concatenate(
+            [
+                np.ravel(leaf)
+                for layer in engine.runner.state.cache
+                for block in layer.values()
+                for leaf in block.values()
+            ]
+        )
+    ).all()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.serve.engines import engine_of, model_of, prompts_of, run, tokens_of, wanted
 
 from capibara.serve import Request, SamplingParams
-from tests.serve.engines import engine_of, model_of, prompts_of, run, tokens_of, wanted
 
 pytest.importorskip("llguidance")
 

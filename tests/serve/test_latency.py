@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, wanted
 
 from capibara.serve import Engine, Request, RequestOutput, SamplingParams, Usage
 from capibara.serve.engine import StepTime
 from capibara.serve.latency import LatencyController, TpuInferenceOptimizer
 from capibara.serve.programs import Shape
 from capibara.serve.scheduler import StepPlan
-from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, wanted
 
 
 def seconds_of(shape: Shape) -> float:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from tests.serve.engines import answers, engine_of, model_of, prompts_of, wanted
 
 from capibara.mesh import MeshConfig
 from capibara.models import ModularCapibaraModel
-from tests.serve.engines import answers, engine_of, model_of, prompts_of, wanted
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
 

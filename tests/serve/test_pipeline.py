@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.serve.engines import CONFIG, GREEDY, model_of, prompts_of, wanted
 
 from capibara.compile.warmup import make_program
 from capibara.jax.tpu_v4.inference import TpuInferenceOptimizer, create_inference_pipeline
 from capibara.models import ModularCapibaraModel
 from capibara.serve import EngineConfig, InferencePipeline
-from tests.serve.engines import CONFIG, GREEDY, model_of, prompts_of, wanted
 
 
 def pipeline_of(programs: Path, batch: int = 4, length: int = 64, **optimizer: Any) -> InferencePipeline:

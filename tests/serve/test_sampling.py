@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.serve.engines import answers, engine_of, model_of, prompts_of, run, wanted
 
 from capibara.serve import Request, SamplingParams, sampling
-from tests.serve.engines import answers, engine_of, model_of, prompts_of, run, wanted
 
 VOCAB = 40
 DEFAULTS: dict[str, float] = {

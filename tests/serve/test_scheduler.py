@@ -1,4 +1,4 @@
-"""The scheduler against a device that is played: every token comes once, in order, whatever was batched or sent away."""
+"""The scheduler against a device that is played: every token comes once, in order, whatever is batched or sent off."""
 
 from __future__ import annotations
 
@@ -146,7 +146,11 @@ def test_pieces_of_prompts_go_beside_tokens_and_never_past_the_budget() -> None:
     plan = scheduler.plan()
     assert plan is not None
     # A token of the first, a chunk of the second, and what is left for the third.
-    assert [(chunk.sequence.request.id, chunk.count) for chunk in plan.chunks] == [("short", 1), ("long", 5), ("other", 2)]
+    assert [(chunk.sequence.request.id, chunk.count) for chunk in plan.chunks] == [
+        ("short", 1),
+        ("long", 5),
+        ("other", 2),
+    ]
     assert not plan.chunks[1].samples
     assert not plan.decodes_only
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.serve.engines import answers, engine_of, model_of, prompts_of, wanted
 
 from capibara.serve.speculation import NgramDrafts
-from tests.serve.engines import answers, engine_of, model_of, prompts_of, wanted
 
 
 @pytest.mark.quick

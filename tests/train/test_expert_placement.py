@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.train.tiny_runs import MOE, packed_batches, tiny_model
 
+from capibara.checkpoints.store import Checkpoints
 from capibara.models import ModularModelConfig, decoder
+from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.parallel.optimizers import make_optimizer
+from capibara.train.compiled_step import CompiledStep, StepMaker
+from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.expert_placement import busiest, moe_slots, new_orders, reordered
-from capibara.train.logs import read_metrics
+from capibara.train.logs import MetricsLog, read_metrics
+from capibara.train.loop import Loop, LoopOptions, Preempted
+from capibara.train.trainable import ModelTrainable
 
 MODEL = ModularModelConfig(
     hidden=16,
@@ -120,3 +129,74 @@ def test_a_run_places_its_experts_anew_and_goes_on_as_before(tmp_path: Path) -> 
     ]
     assert len(losses[0]) == 6
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+class _StopAt:
+    """A request to stop that comes at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def should_stop(self, step: int) -> bool:
+        return step == self.step
+
+
+def test_when_experts_are_placed_hangs_on_the_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at a step between two checkpoints, or killed there with an emergency copy of an earlier one, and started
+    again: bit for bit the run that was left alone."""
+    batches, told = packed_batches(8, 8), []
+    steps: list[CompiledStep] = []
+    compile_step = StepMaker.compile
+
+    def compiled_once(self: StepMaker, *args: Any) -> CompiledStep:
+        if not steps:
+            steps.append(compile_step(self, *args))
+        return steps[0]
+
+    monkeypatch.setattr(StepMaker, "compile", compiled_once)
+
+    def run(name: str, stop: int = 0, until: int = 8) -> tuple[Any, list[dict[str, Any]]]:
+        killed = name == "killed"
+        emergency = {"emergency_folder": tmp_path / f"{name}_local", "emergency_every": 1} if killed else {}
+        with Checkpoints(tmp_path / name, **emergency) as checkpoints:
+            loop = Loop(
+                ModelTrainable(tiny_model(tmp_path, MOE), "float32"),
+                TrainSettings(
+                    steps=8, batch_size=8, precision="float32", remat="none", accumulate=1, checkpoint_every=4
+                ),
+                OptimizerSettings(learning_rate=0.1, warmup_steps=0),
+                LoopOptions(axes={"data": 2, "expert": 4}, devices=jax.devices()[:8], load_threshold=1.0),
+                checkpoints=checkpoints,
+                tell=told.append,
+            )
+            kept = loop.prepare(batches[0])
+            data = wrap_dataset(batches)
+            if kept is not None:
+                data.restore(kept["data"])
+            if stop and killed:
+                loop.save = lambda *args, **kwargs: None  # type: ignore[method-assign]  # it dies before that
+            with contextlib.suppress(Preempted), MetricsLog(tmp_path / f"{name}_log", loop.step) as log:
+                loop.run(data, until=until, log=log, preemption=_StopAt(stop) if stop else None)  # type: ignore[arg-type]
+        return loop, read_metrics(tmp_path / f"{name}_log" / "metrics.jsonl")
+
+    alone, rows = run("alone")
+    placed = [text.split(":")[0] for text in told if "placed anew" in text]
+    assert placed[0] == "step 4", "a checkpoint's step, by the four steps before it"
+    names = ("step", "loss", "expert_load_max", "expert_share")
+    for end, first in (("stopped", {"stop": 6}), ("killed", {"stop": 7, "until": 6})):
+        told.clear()
+        run(end, **first)
+        after, again = run(end)
+        assert [text.split(":")[0] for text in told if "placed anew" in text] == placed
+        assert any("restored step 6" in text for text in told)
+        for mine, its in zip(jax.tree.leaves(after.params), jax.tree.leaves(alone.params), strict=True):
+            assert np.array_equal(mine, its)
+        mine, its = ([[row.get(name) for name in names] for row in log] for log in (again, rows))
+        assert mine == its
+    # A step's line has one number of the experts; all of them are in a checkpoint's.
+    assert all(1 <= row["expert_load_max"] <= 8 for row in rows if "loss" in row)
+    whole = {row["step"]: np.array(row["expert_share"]) for row in rows if "expert_share" in row}
+    assert sorted(whole) == [4, 8]
+    assert whole[4].shape == (2, 8)
+    np.testing.assert_allclose(whole[4].sum(axis=1), 1, rtol=1e-6)
+    assert not any("expert_share" in row and "loss" in row for row in rows)

@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.train.tiny_runs import packed_batches, tiny_model
 
 from capibara.checkpoints.store import Checkpoints
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.train import recovery
+from capibara.train.config import LoraSettings
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog, read_metrics
 from capibara.train.loop import Loop, LoopOptions
+from capibara.train.lora import LoraTrainable
 from capibara.train.trainable import LossTrainable
 
 STEPS = 6
@@ -77,6 +80,65 @@ def test_a_lost_device_costs_no_step_and_each_is_told_once(
     assert len(manager.errors) == 1
     assert len(loop.devices) == 1
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
+
+
+def test_a_device_lost_in_the_first_step_costs_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch is drawn before the first step, and is still the one after step 0."""
+    _, alone = _run(tmp_path / "alone")
+    run_step, calls = Loop._one_step, iter(range(100))
+
+    def failing(self: Loop, batch: Any, after: int) -> Any:
+        if next(calls) == 0:
+            jax.tree.map(lambda x: x.delete(), self.params)
+            raise jax.errors.JaxRuntimeError("DATA_LOSS: lost device 1")
+        return run_step(self, batch, after)
+
+    monkeypatch.setattr(Loop, "_one_step", failing)
+    monkeypatch.setattr(recovery, "choose_devices", lambda in_use, **_: list(in_use)[:1])
+    with recovery.TpuRecoveryManager(backoff_seconds=0).recovery_context():
+        _, losses = _run(tmp_path / "lost")
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+
+
+def test_weights_that_are_frozen_are_read_again_where_a_device_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody keeps a copy of them: what lay on the lost device is gone."""
+    model = tiny_model(tmp_path)
+    weights = jax.tree.map(np.asarray, model.params)
+    model._params = None
+    meshes: list[Any] = []
+
+    def load(mesh: Any) -> Any:
+        meshes.append(mesh)
+        return jax.tree.map(jnp.asarray, weights)
+
+    batches = packed_batches(4, 4)
+    loop = Loop(
+        LoraTrainable(model, LoraSettings(rank=2), "float32", load=load),
+        TrainSettings(steps=4, batch_size=4, precision="float32", remat="none", accumulate=1),
+        OptimizerSettings(warmup_steps=0),
+        LoopOptions(axes={"data": 2}, devices=jax.devices()[:2]),
+    )
+    run_step, calls = Loop._one_step, iter(range(100))
+
+    def failing(self: Loop, batch: Any, after: int) -> Any:
+        if next(calls) == 2:
+            jax.tree.map(lambda x: x.delete(), self.state["frozen"])
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: lost device 1")
+        return run_step(self, batch, after)
+
+    monkeypatch.setattr(Loop, "_one_step", failing)
+    monkeypatch.setattr(recovery, "choose_devices", lambda in_use, **_: list(in_use)[:1])
+    manager = recovery.TpuRecoveryManager(backoff_seconds=0, checkpoint_frequency=1)
+    with manager.recovery_context(), MetricsLog(None) as log:
+        loop.prepare(batches[0])
+        result = loop.run(wrap_dataset(batches), until=4, log=log)
+    assert [row["step"] for row in result.history] == [1, 2, 3, 4]
+    assert [mesh.size for mesh in meshes] == [2, 1]
+    frozen = jax.tree.leaves(loop.state["frozen"])
+    assert {len(leaf.sharding.device_set) for leaf in frozen} == {1}
+    assert all(np.isfinite(row["loss"]) for row in result.history)
 
 
 def test_history_has_numbers_and_the_file_has_all() -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.train.tiny_runs import DENSE, packed_batches, tiny_model
 
 from capibara.models import decoder
@@ -18,7 +19,7 @@ from capibara.train.config import LoraSettings, load_run
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog
 from capibara.train.loop import Loop, LoopOptions
-from capibara.train.lora import LoraTrainable, adapter_weights
+from capibara.train.lora import LoraTrainable, adapter_weights, merged
 from capibara.train.run import train
 
 
@@ -85,4 +86,33 @@ def test_a_run_from_a_folder_leaves_its_whole_model(tmp_path: Path) -> None:
     again = from_checkpoint(tmp_path / "run")
     for ours, theirs in zip(jax.tree.leaves(trained.model.params), jax.tree.leaves(again.params), strict=True):
         assert np.array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
-    assert not np.array_equal(again.params["layers"][0]["mlp"]["up"], base.params["layers"][0]["mlp"]["up"])
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), again.params["layers"], base.params["layers"])
+    names = [name for block in changed[0].values() for name, moved in block.items() if moved is True]
+    assert sorted(names) == sorted(LoraSettings.targets), "every one of them, and nothing else"
+
+
+def test_the_whole_model_is_on_no_device_when_the_changes_are_added(tmp_path: Path) -> None:
+    """Weights are read again over the run's mesh, and stay cut as they are read."""
+    base = tiny_model(tmp_path)
+    weights, meshes = jax.tree.map(np.asarray, base.params), []
+    base._params = None
+
+    def load(mesh: Any) -> Any:
+        meshes.append(mesh)
+        cut = NamedSharding(mesh, PartitionSpec(None, "model"))
+        return jax.tree.map(
+            lambda x: jax.device_put(x, cut if x.ndim > 1 else NamedSharding(mesh, PartitionSpec())), weights
+        )
+
+    lora = LoraSettings(rank=2, alpha=8.0)
+    trainable = LoraTrainable(base, lora, "float32", load=load)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    trainable.frozen(mesh)
+    assert base._params is None
+    factors = jax.tree.map(lambda x: x + 0.5, trainable.init(jax.random.key(0)))
+    trainable.publish(jax.device_put(factors, NamedSharding(mesh, PartitionSpec())))
+    assert meshes == [mesh, mesh]
+    wanted = merged(base.config, weights, factors, lora)
+    for mine, right in zip(jax.tree.leaves(base.params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-6)
+        assert mine.ndim == 1 or mine.addressable_shards[0].data.size * 2 == mine.size

@@ -40,8 +40,7 @@ def assert_same_run(kind: str, rows: int, folder: Path, axes: dict[str, int], **
     for leaf, expected in zip(jax.tree.leaves(loop.params), params, strict=True):
         np.testing.assert_allclose(np.asarray(leaf), expected, rtol=BOUND, atol=BOUND)
         assert len(leaf.sharding.device_set) == np.prod(list(axes.values()))
-    assert loop.chosen is not None
-    return loop.chosen.layout.name
+    return loop.compiled.chosen.layout.name
 
 
 @pytest.mark.quick

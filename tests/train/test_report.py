@@ -293,7 +293,8 @@ def _loop(**chosen: Any) -> Any:
     }
     told: list[str] = []
     options = SimpleNamespace(offload_activations=False)
-    return SimpleNamespace(chosen=SimpleNamespace(**values), options=options, tell=told.append, told=told)
+    compiled = SimpleNamespace(chosen=SimpleNamespace(**values))
+    return SimpleNamespace(compiled=compiled, options=options, tell=told.append, told=told)
 
 
 @pytest.mark.quick

@@ -125,7 +125,7 @@ def test_a_killed_run_goes_on_with_the_same_losses_to_the_last_bit(runs: Runs, k
         process.send_signal(signal.SIGKILL)
         process.communicate()
         killed += 1
-    assert killed, "the run ended before it was killed"
+    assert killed == kills, "the run ended before it was killed so often"
     logged = runs.last_step(out)
     text = runs.finish(out, "--devices", "1", "--resume")
     restored = [

@@ -13,9 +13,11 @@ import pytest
 from tests.train.tiny_runs import packed_batches, run_loop, tiny_model
 
 from capibara.mesh import create_training_mesh, training_mesh_config
+from capibara.models import decoder
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.parallel.run import lower_program
 from capibara.train.data.wrapped import wrap_dataset
+from capibara.train.logs import MetricsLog
 from capibara.train.loop import Diverged
 from capibara.train.trainer import TpuDistributedTrainer
 
@@ -57,7 +59,7 @@ def trained(batches: Any = None, epochs: int = 1, **flags: Any) -> TpuDistribute
 
 def lowered(trainer: TpuDistributedTrainer) -> str:
     assert trainer.loop is not None
-    return str(lower_program(trainer.loop._program).as_text())
+    return str(lower_program(trainer.loop.compiled.program).as_text())
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_gradient_checkpointing_computes_again_and_keeps_less(plain: TpuDistribu
     assert lowered(found).count("stablehlo.tanh") > lowered(plain).count("stablehlo.tanh")
     assert plain.loop is not None
     assert found.loop is not None
-    temporaries = [t.loop._compiled.memory_analysis().temp_size_in_bytes for t in (plain, found)]
+    temporaries = [t.loop.compiled.memory_analysis().temp_size_in_bytes for t in (plain, found)]
     assert temporaries[1] < temporaries[0]
     same_params(plain, found)
 
@@ -126,7 +128,7 @@ def test_offloaded_activations_go_to_the_host_on_a_chip(plain: TpuDistributedTra
             in jax.export.export(step, platforms=[platform])(toy_params(), toy_batches(1)[0]).mlir_module()
         )
     assert found.loop is not None
-    assert dict(found.loop._program.layout.choices)["remat"] == "offload"  # type: ignore[union-attr]
+    assert dict(found.loop.compiled.program.layout.choices)["remat"] == "offload"
 
 
 def test_optimizer_sharding_cuts_its_state(plain: TpuDistributedTrainer) -> None:
@@ -156,6 +158,87 @@ def test_compressed_sums_train_and_their_rest_is_kept_in_checkpoints(tmp_path: P
     mesh = create_training_mesh(8, 4, 2)
     with pytest.raises(ValueError, match="on a mesh of the data axis alone"):
         trained(batches, mesh=mesh, settings=settings)
+
+
+def test_what_was_not_sent_begins_anew_on_another_number_of_devices(tmp_path: Path) -> None:
+    told: list[str] = []
+    batches, emergency = toy_batches(4), tmp_path / "kept"
+    settings = TrainSettings(communication="compressed", checkpoint_every=2)
+    trained(batches[:2], settings=settings, checkpoint_folder=emergency)
+    four = training_mesh_config(4, 4, 1)
+    found = trained(batches, mesh=four, settings=settings, checkpoint_folder=emergency, tell=told.append)
+    assert any("begins at nothing" in text for text in told)
+    assert found.loop is not None
+    assert found.loop.step == 4
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(found.state["unsent"])} == {4}
+    same_params(found, trained(batches), bound=0.05)  # Adam's steps of 1e-2, of gradients that are a hundredth off
+    # Sums by the compiler have none, and leave it out.
+    plain_sums = trained(batches, mesh=four, checkpoint_folder=emergency, async_gradient_communication=True)
+    assert "unsent" not in plain_sums.state
+
+
+def test_calls_that_were_done_are_not_made_again(tmp_path: Path) -> None:
+    """A program of two calls, ended in the second and started again: three steps of each call, no more."""
+    first, second = toy_batches(3), toy_batches(6)[3:]
+    settings = TrainSettings(checkpoint_every=1)
+
+    def trainer() -> TpuDistributedTrainer:
+        return TpuDistributedTrainer(
+            (toy_loss, toy_params()), DATA_8, precision="float32", optimizer=OPTIMIZER, settings=settings,
+            checkpoint_folder=tmp_path / "kept",
+        )  # fmt: skip
+
+    whole = TpuDistributedTrainer((toy_loss, toy_params()), DATA_8, precision="float32", optimizer=OPTIMIZER)
+    history = [*whole.train(first).history, *whole.train(second).history]
+    dying = trainer()
+    dying.train(first)
+
+    class Cut(list[Any]):
+        """Batches whose file is gone after the first."""
+
+        def __iter__(self) -> Iterator[Any]:
+            yield self[0]
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        dying.train(Cut(second))
+    again = trainer()
+    assert again.train(first).history == []
+    losses = [row["loss"] for row in again.train(second).history]
+    assert again.loop is not None
+    assert again.loop.step == 6
+    assert losses == pytest.approx([row["loss"] for row in history[-len(losses) :]], rel=1e-6)
+    same_params(whole, again)
+    assert again.train(first).step == 9, "and the next call is a new one"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"accumulate": 2}, "gradient_accumulation_steps="),
+        ({"remat": "full"}, "use_gradient_checkpointing="),
+        ({"precision": "bfloat16"}, "precision="),
+        ({"steps": 7}, "epochs="),
+        ({"batch_size": 4}, "batches have it"),
+        ({"sequence_length": 4}, "batches have it"),
+        ({"eval_every": 4}, "capibara train"),
+    ],
+)
+def test_settings_that_would_not_be_read_are_refused(changes: dict[str, Any], fix: str) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=rf"leave {name} to its other arguments.*{fix}"):
+        TpuDistributedTrainer((toy_loss, toy_params()), precision="float32", settings=TrainSettings(**changes))
+
+
+@pytest.mark.quick
+def test_sums_of_gradients_are_asked_for_once() -> None:
+    with pytest.raises(ValueError, match="Gradients are summed in one way"):
+        TpuDistributedTrainer(
+            (toy_loss, toy_params()),
+            async_gradient_communication=True,
+            settings=TrainSettings(communication="sequential"),
+        )
 
 
 def test_bad_flags_say_the_rule() -> None:
@@ -298,16 +381,28 @@ def test_a_run_moves_from_32_devices_to_8_and_back(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_z_loss_is_added(tmp_path: Path) -> None:
-    """z_loss times the mean square of log(sum of exponentials), over the targets that count."""
+def test_z_loss_is_minimised_and_is_no_part_of_the_loss_that_is_told(tmp_path: Path) -> None:
+    """The metric is the cross-entropy alone, in training and evaluation; the gradient is of both."""
     (batch,) = packed_batches(1, 8)
     model = tiny_model(tmp_path)
-    _, without = run_loop(tiny_model(tmp_path), [batch])
-    _, with_it = run_loop(tiny_model(tmp_path), [batch], settings={"z_loss": 0.1})
-    scores = model(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
-    squares = np.asarray(jax.nn.logsumexp(scores, -1)) ** 2
-    expected = 0.1 * (squares * batch["mask"]).sum() / batch["mask"].sum()
-    assert with_it.history[0]["loss"] - without.history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+    _, without = run_loop(model, [batch])
+    loop, with_it = run_loop(tiny_model(tmp_path), [batch], settings={"z_loss": 0.1, "eval_batches": 1})
+    assert with_it.history[0]["loss"] == pytest.approx(without.history[0]["loss"], rel=1e-6)
+
+    def both(params: Any) -> jax.Array:
+        scores = model.apply(params, batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+        highest = jax.nn.logsumexp(scores, -1)
+        picked = jnp.take_along_axis(scores, batch["targets"][..., None], -1)[..., 0]
+        return ((highest - picked + 0.1 * highest**2) * batch["mask"]).sum() / batch["mask"].sum()
+
+    slopes = jax.jit(jax.grad(both))(tiny_model(tmp_path).params)
+    norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(slopes)))
+    assert with_it.history[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert norm > 1.05 * without.history[0]["grad_norm"]
+    with MetricsLog(None) as log:
+        held_out = loop.evaluate(lambda: wrap_dataset([batch]), log)
+    plain = decoder.loss(model.config, loop.params, batch, dtype=jnp.float32)[0]
+    assert held_out == pytest.approx(float(plain), rel=1e-5)
 
 
 # The guard against NaN.

@@ -15,13 +15,14 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from capibara.checkpoints.leaves import (
     Leaf,
+    changed,
     check_target,
     default_sharding,
     describe,
@@ -171,12 +172,14 @@ class EmergencyCopies:
         wanted: Mapping[str, Leaf],
         newer_than: tuple[int, int],
         partial: bool = False,
+        renewed: Sequence[str] = (),
     ) -> EmergencyCopy | None:
         """The newest copy that every process has whole, and that covers the target's layout; None where there is none.
 
         Args:
           target: shapes with shardings, by name.
           newer_than: serial and step of the checkpoint that would be restored otherwise.
+          renewed: as of `Checkpoints.restore`.
         """
         self.wait()
         mine: dict[int, _Header] = {}
@@ -187,6 +190,7 @@ class EmergencyCopies:
                 self._refuse(path, damage)
                 continue
             if (header.after, step) > newer_than:
+                header.leave_out(changed(header.leaves, wanted, renewed))
                 if why := header.lacks(target):
                     self._refuse(path, why)
                 else:
@@ -194,7 +198,8 @@ class EmergencyCopies:
         common = set.intersection(*map(set, gather("emergency/steps", sorted(mine), self.timeout)))
         for step in sorted(common, reverse=True):
             header = mine[step]
-            check_target(header.leaves, wanted, str(header.path), partial)
+            there = {name: leaf for name, leaf in wanted.items() if name not in header.left_out}
+            check_target(header.leaves, there, str(header.path), partial)
             pieces: dict[str, dict[Index, Any]] | None = None
             try:
                 pieces = header.pieces()
@@ -202,7 +207,7 @@ class EmergencyCopies:
                 self._refuse(header.path, damage)
             whole = all(gather("emergency/whole", pieces is not None, self.timeout))
             if whole and pieces is not None:
-                arrays = {name: header.array(name, leaf, pieces[name]) for name, leaf in target.items()}
+                arrays = {name: header.array(name, target[name], pieces[name]) for name in there}
                 return EmergencyCopy(step, arrays, header.extra, header.path)
         return None
 
@@ -218,11 +223,18 @@ class _Header:
         self.after: int = header["after"]
         self.extra: dict[str, Any] = header["extra"]
         self.leaves = {name: Leaf.from_json(leaf) for name, leaf in header["leaves"].items()}
+        self.left_out: frozenset[str] = frozenset()
         self._start = start
         self._shards = [
             (name, tuple((a, b) for a, b in place), offset, size, crc)
             for name, place, offset, size, crc in header["shards"]
         ]
+
+    def leave_out(self, names: frozenset[str]) -> None:
+        """Read the file as if it had none of these."""
+        self.left_out = names
+        self.leaves = {name: leaf for name, leaf in self.leaves.items() if name not in names}
+        self._shards = [shard for shard in self._shards if shard[0] not in names]
 
     @classmethod
     def read(cls, path: Path) -> _Header:

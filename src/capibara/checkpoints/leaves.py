@@ -12,7 +12,16 @@ from typing import Any
 
 from capibara.errors import rule_error
 
-__all__ = ["Leaf", "check_target", "default_sharding", "describe", "from_storable", "named_leaves", "storable"]
+__all__ = [
+    "Leaf",
+    "changed",
+    "check_target",
+    "default_sharding",
+    "describe",
+    "from_storable",
+    "named_leaves",
+    "storable",
+]
 
 _LISTED = 8  # leaves named in an error
 
@@ -122,6 +131,12 @@ def default_sharding(name: str, leaf: Any) -> Any:
         spec = tuple(sharding.spec) + (None,) * (len(leaf.shape) - len(sharding.spec))
         return NamedSharding(sharding.mesh, PartitionSpec(*spec, None), memory_kind=sharding.memory_kind)
     return sharding
+
+
+def changed(saved: Mapping[str, Leaf], target: Mapping[str, Leaf], below: Sequence[str]) -> frozenset[str]:
+    """Leaves under these names that the checkpoint has otherwise, or that one of the two does not have."""
+    names = {name for name in (*saved, *target) if any(name == top or name.startswith(f"{top}/") for top in below)}
+    return frozenset(name for name in names if saved.get(name) != target.get(name))
 
 
 def _several(lines: Sequence[str]) -> str:

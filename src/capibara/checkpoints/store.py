@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from capibara.checkpoints import arrays
 from capibara.checkpoints import manifest as manifests
 from capibara.checkpoints.catalogue import Catalogue, Saved
 from capibara.checkpoints.emergency import EmergencyCopies
-from capibara.checkpoints.leaves import check_target, describe, named_leaves
+from capibara.checkpoints.leaves import changed, check_target, describe, named_leaves
 from capibara.checkpoints.manifest import Manifest
 from capibara.checkpoints.policy import Keep
 from capibara.checkpoints.storage import Alert, is_local, storage_path, storage_reason
@@ -305,7 +305,9 @@ class Checkpoints:
 
     # Restoring.
 
-    def restore(self, target: Any, step: int | None = None, *, partial: bool = False) -> Restored:
+    def restore(
+        self, target: Any, step: int | None = None, *, partial: bool = False, renewed: Sequence[str] = ()
+    ) -> Restored:
         """The state as it was, laid out as the target says: on any mesh, any number of devices.
 
         Without a step it is the newest: the emergency copy where that is newer and every process has it whole, else
@@ -315,6 +317,8 @@ class Checkpoints:
           target: a pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
           step: this step and no other; if it is damaged that is an error.
           partial: the target has some of the leaves only (the parameters without the optimizer's state).
+          renewed: names of leaves, or of what they are under ("state/unsent"), that a run can begin anew: where one was
+            saved in another shape, or not at all, the state that comes back has None in its place.
 
         Raises:
           CheckpointError: there is no good one; `.damaged` says what is wrong with each.
@@ -326,7 +330,7 @@ class Checkpoints:
         chosen, damaged = self._choose(step)
         if step is None and self.emergency is not None:
             newer_than = (chosen.serial, chosen.step) if chosen is not None else (-1, -1)
-            copy = self.emergency.restore(leaves, wanted, newer_than, partial)
+            copy = self.emergency.restore(leaves, wanted, newer_than, partial, renewed)
             if copy is not None:
                 self._warn(damaged, f"the emergency copy of step {copy.step}")
                 return Restored(copy.step, _rebuilt(target, copy.arrays), copy.extra, str(copy.source), True)
@@ -337,17 +341,23 @@ class Checkpoints:
                 self._alert(Alert("emergency", chosen.step, text))
         self._warn(damaged, f"step {chosen.step}")
         where = f"{self.folder / chosen.name}"
-        check_target(chosen.manifest.leaves, wanted, where, partial)
+        new = changed(chosen.manifest.leaves, wanted, renewed)
+        saved, wanted, leaves = (
+            {name: leaf for name, leaf in tree.items() if name not in new}
+            for tree in (chosen.manifest.leaves, wanted, leaves)
+        )
+        check_target(saved, wanted, where, partial)
         state = arrays.read(self._checkpointer(), self.folder / chosen.name, leaves, chosen.manifest.leaves)
         return Restored(chosen.step, _rebuilt(target, state), dict(chosen.manifest.extra), where)
 
-    def restore_latest(self, target: Any) -> Restored | None:
-        """`restore(target)`, or None in a run that has saved nothing yet. Saves that are all damaged are an error.
+    def restore_latest(self, target: Any, *, renewed: Sequence[str] = ()) -> Restored | None:
+        """`restore(target, renewed=renewed)`, or None in a run that has saved nothing yet.
 
-        A run that was killed in its first save has saved nothing: one folder, whose manifest was still to come.
+        Saves that are all damaged are an error. A run that was killed in its first save has saved nothing: one folder,
+        whose manifest was still to come.
         """
         try:
-            return self.restore(target)
+            return self.restore(target, renewed=renewed)
         except CheckpointError as error:
             if len(error.damaged) > 1 or any("did not finish" not in text for text in error.damaged.values()):
                 raise
@@ -432,7 +442,7 @@ def _versions() -> dict[str, str]:
 def _rebuilt(target: Any, arrays: Mapping[str, Any]) -> Any:
     import jax
 
-    return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in named_leaves(target)])
+    return jax.tree.unflatten(jax.tree.structure(target), [arrays.get(name) for name in named_leaves(target)])
 
 
 def _none_good(folder: Any, step: int | None, damaged: Mapping[str, str]) -> CheckpointError:

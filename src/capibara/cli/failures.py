@@ -23,13 +23,14 @@ class Code(IntEnum):
     DOES_NOT_FIT = 3
     ONLY_LOWERED = 4
     PREEMPTED = 42
+    HUNG = 43
     INTERRUPTED = 130  # by the shells' custom: 128 and the signal's number
 
 
 CODES = (
     "Exit codes: 0 all is well; 1 it failed: a wrong result, a program that does not compile; 2 bad input; 3 it does "
-    "not fit; 4 lowered only, for want of a compiler; 42 preempted and saved. With --json a failure is JSON as well, "
-    "under the key error."
+    "not fit; 4 lowered only, for want of a compiler; 42 preempted and saved; 43 no progress, its "
+    "stacks written down. With --json a failure is JSON as well, under the key error."
 )
 
 

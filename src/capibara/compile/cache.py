@@ -61,7 +61,8 @@ class ExecutableCache:
             )
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever a damaged file or another compiler makes of it: it is compiled again
+        # Whatever a damaged file or another compiler makes of it: it is compiled again.
+        except Exception as error:  # noqa: BLE001
             say_once(_log, name, "A compiled program in %s cannot be read, and is made anew: %s", path, error)
             path.unlink(missing_ok=True)
             return None

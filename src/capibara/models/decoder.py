@@ -8,6 +8,7 @@ that a layout's rules put them on a mesh.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,26 @@ def _check_mesh() -> None:
         )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of the table. What a frequent token's row gets is a sum of thousands, which bfloat16 could not hold."""
+    return table[ids].astype(dtype)
+
+
+def _rows_forward(table: jax.Array, ids: jax.Array, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # An empty slice keeps the table's type without keeping the table.
+    return _rows(table, ids, dtype), (ids, jnp.zeros_like(table, shape=(table.shape[0], 0)))
+
+
+def _rows_backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+    ids, table = kept
+    zeros = jnp.zeros((table.shape[0], gradient.shape[-1]), jnp.float32)
+    return zeros.at[ids].add(gradient.astype(jnp.float32)).astype(table.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
 def _embedded(model: ModularModelConfig, params: Any, inputs: jax.Array, dtype: Any) -> jax.Array:
     _check_mesh()
     if jnp.issubdtype(inputs.dtype, jnp.floating):
@@ -130,7 +151,7 @@ def _embedded(model: ModularModelConfig, params: Any, inputs: jax.Array, dtype: 
     else:
         if inputs.ndim != 2:
             raise rule_error("Token ids are [batch, length]", list(inputs.shape), "add a batch axis: ids[None]")
-        x = params["embed"].astype(dtype)[inputs]
+        x = _rows(params["embed"], inputs, dtype)
         if model.embed_scale != 1:
             x = x * jnp.asarray(model.embed_scale, dtype)
     return with_sharding_constraint(x, _RESIDUAL)
@@ -243,10 +264,13 @@ def loss(
         targets = jnp.where(batch["mask"] != 0, targets, IGNORED)
     if "segment_ids" in batch:
         targets = jnp.where(batch["segment_ids"] != 0, targets, IGNORED)
-    entropy = cross_entropy(
-        x, _head(model, params, x.dtype), targets, z_loss=z_loss, softcap=model.softcap, ignore_index=IGNORED
-    )
-    return entropy + extra, {"loss": entropy, **metrics}
+    head = _head(model, params, x.dtype)
+    options: dict[str, Any] = {"softcap": model.softcap, "ignore_index": IGNORED}
+    if not z_loss:
+        entropy = cross_entropy(x, head, targets, **options)
+        return entropy + extra, {"loss": entropy, **metrics}
+    total, of_z = cross_entropy(x, head, targets, z_loss=z_loss, return_z_loss=True, **options)
+    return total + extra, {"loss": total - of_z, **metrics}
 
 
 def make_loss(model: ModularModelConfig, **options: Any) -> Callable[[Any, Any], jax.Array]:
@@ -343,8 +367,8 @@ def paged(
 ) -> tuple[jax.Array, list[Any]]:
     """The tokens [tokens] of a ragged batch: (hidden states [tokens, hidden], the cache then).
 
-    `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out of
-    the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
+    `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out
+    of the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
     """
     x = _embedded(model, params, tokens[None], dtype)
     after = []

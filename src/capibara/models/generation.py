@@ -22,25 +22,32 @@ _PROMPT_STEP = 64
 """Prompts are padded to a multiple of this, so that few lengths are compiled."""
 
 
-def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int = 0, top_p: float = 1.0) -> jax.Array:
+def sample(logits: jax.Array, key: jax.Array, temperature: Any, top_k: Any = 0, top_p: Any = 1.0) -> jax.Array:
     """A token of each row of [batch, vocab]: the likeliest at temperature 0, else drawn.
 
-    With `top_k` the so many likeliest alone are drawn from, with `top_p` the fewest that have this share together.
+    With `top_k` the so many likeliest alone are drawn from, with `top_p` the fewest that have this share together. All
+    three may be traced: one program draws in every way, and does of it what is asked for.
     """
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1)
-    logits = logits / temperature
-    if top_k:
-        least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][..., -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if top_p < 1:
-        ordered = jnp.sort(logits, axis=-1)[..., ::-1]
-        share = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+    top_k, top_p = jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32)
+
+    def least(logits: jax.Array) -> jax.Array:
+        """Of the likeliest that are drawn from the least likely, [batch, 1]."""
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        last = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1]) - 1
+        of_k = jax.lax.dynamic_slice_in_dim(ordered, last, 1, axis=-1)
+        share = jnp.cumsum(jax.nn.softmax(jnp.where(ordered < of_k, -jnp.inf, ordered), axis=-1), axis=-1)
         # The first that reaches the share is still in.
         count = jnp.sum(share < top_p, axis=-1, keepdims=True)
-        least = jnp.take_along_axis(ordered, count, axis=-1)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits, axis=-1)
+        of_p = jnp.take_along_axis(ordered, jnp.minimum(count, logits.shape[-1] - 1), axis=-1)
+        return jnp.where(top_p < 1, jnp.maximum(of_k, of_p), of_k)
+
+    def drawn(logits: jax.Array) -> jax.Array:
+        logits = logits / temperature
+        all_of_them = jnp.full((*logits.shape[:-1], 1), -jnp.inf, logits.dtype)
+        cut = jax.lax.cond((top_k > 0) | (top_p < 1), least, lambda _: all_of_them, logits)
+        return jax.random.categorical(key, jnp.where(logits < cut, -jnp.inf, logits), axis=-1)
+
+    return jax.lax.cond(jnp.asarray(temperature) == 0, lambda x: jnp.argmax(x, axis=-1), drawn, logits)
 
 
 def _checked(prompts: Sequence[Sequence[int]], max_tokens: int, model: ModularModelConfig) -> int:
@@ -76,27 +83,27 @@ def _check_drawing(temperature: float, top_k: int, top_p: float) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def _programs(holder: _Holder, temperature: float, top_k: int, top_p: float, words: int, dtype: Any) -> tuple[Any, Any]:
+def _programs(holder: _Holder, words: int, dtype: Any) -> tuple[Any, Any]:
     model = holder.model
 
-    def next_token(params: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def next_token(params: Any, x: jax.Array, key: jax.Array, drawing: Any) -> tuple[jax.Array, jax.Array]:
         scores = decoder.logits(model, params, x)
         if words < model.vocab:
             scores = jnp.where(jnp.arange(model.vocab) < words, scores, -jnp.inf)
-        token = sample(scores, key, temperature, top_k, top_p)
+        token = sample(scores, key, *drawing)
         chance = jax.nn.log_softmax(scores, axis=-1)
         return token, jnp.take_along_axis(chance, token[:, None], axis=-1)[:, 0]
 
     @functools.partial(jax.jit, donate_argnums=2)
-    def first(params: Any, ids: jax.Array, cache: Any, lengths: jax.Array, key: jax.Array) -> Any:
+    def first(params: Any, ids: jax.Array, cache: Any, lengths: jax.Array, key: jax.Array, drawing: Any) -> Any:
         x, cache = decoder.decode(model, params, ids, cache, jnp.zeros_like(lengths), lengths, dtype=dtype)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return *next_token(params, last, key), cache
+        return *next_token(params, last, key, drawing), cache
 
     @functools.partial(jax.jit, donate_argnums=2)
-    def following(params: Any, token: jax.Array, cache: Any, start: jax.Array, key: jax.Array) -> Any:
+    def following(params: Any, token: jax.Array, cache: Any, start: jax.Array, key: jax.Array, drawing: Any) -> Any:
         x, cache = decoder.decode(model, params, token[:, None], cache, start, jnp.ones_like(start), dtype=dtype)
-        return *next_token(params, x[:, 0], key), cache
+        return *next_token(params, x[:, 0], key, drawing), cache
 
     return first, following
 
@@ -131,8 +138,8 @@ def generate(
     """(tokens, their log-probabilities), one of each row a step, until all rows are done.
 
     A row that has given one of the `stop` tokens gives -1 from then on. The programs are compiled once for each padded
-    length and are kept. `words` is how many tokens the tokenizer has: ids beyond it, which fill a vocabulary up to a
-    round number, stand for nothing and are not drawn.
+    length, however tokens are drawn, and are kept. `words` is how many tokens the tokenizer has: ids beyond it, which
+    fill a vocabulary up to a round number, stand for nothing and are not drawn.
     """
     longest = _checked(prompts, max_tokens, model)
     _check_drawing(temperature, top_k, top_p)
@@ -141,13 +148,12 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-    first, following = _programs(
-        _Holder(model), float(temperature), int(top_k), float(top_p), words or model.vocab, jnp.dtype(dtype)
-    )
+    first, following = _programs(_Holder(model), words or model.vocab, jnp.dtype(dtype))
+    drawing = (np.float32(temperature), np.int32(top_k), np.float32(top_p))
     room = -(-(width + max_tokens) // _PROMPT_STEP) * _PROMPT_STEP
     cache = decoder.new_cache(model, len(prompts), room, dtype)
     key = jax.random.key(seed)
-    token, chance, cache = first(params, jnp.asarray(ids), cache, lengths, jax.random.fold_in(key, 0))
+    token, chance, cache = first(params, jnp.asarray(ids), cache, lengths, jax.random.fold_in(key, 0), drawing)
     done = np.zeros(len(prompts), bool)
     for number in range(1, max_tokens + 1):
         shown = np.where(done, -1, np.asarray(token))
@@ -156,4 +162,4 @@ def generate(
         if done.all() or number == max_tokens:
             return
         place = lengths + (number - 1)
-        token, chance, cache = following(params, token, cache, place, jax.random.fold_in(key, number))
+        token, chance, cache = following(params, token, cache, place, jax.random.fold_in(key, number), drawing)

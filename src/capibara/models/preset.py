@@ -106,16 +106,18 @@ class OptimizerSettings:
     final: float = 0.1
     weight_decay: float = 0.1
     b1: float = 0.9
+    """Of "adamw", "lion" and "muon", and the momentum of "sgd"."""
     b2: float = 0.95
+    """Of "adamw", "lion" and "muon"."""
     eps: float = 1e-8
+    """Of "adamw" and "muon"."""
     clip: float = 1.0
     """The largest norm of all gradients together; 0 clips nothing."""
 
     def __post_init__(self) -> None:
-        from capibara.parallel.optimizers import OPTIMIZERS
+        from capibara.parallel.optimizers import check_decays
 
-        if self.name not in OPTIMIZERS:
-            raise unknown_name("optimizer", self.name, OPTIMIZERS)
+        check_decays(self.name, b1=self.b1, b2=self.b2, eps=self.eps)
         if self.schedule not in SCHEDULES:
             raise unknown_name("optimizer.schedule", self.schedule, SCHEDULES)
         for name in ("learning_rate", "eps"):

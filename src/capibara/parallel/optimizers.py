@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error, unknown_name
 
-__all__ = ["OPTIMIZERS", "make_optimizer", "optimizer_named", "schedule_named"]
+__all__ = ["OPTIMIZERS", "check_decays", "make_optimizer", "optimizer_named", "planned_optimizer", "schedule_named"]
 
 Init = Callable[[Any], Any]
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -81,6 +81,45 @@ OPTIMIZERS: dict[str, Callable[[bool], tuple[Init, Update]]] = {
 }
 
 
+_TAKES = {
+    "adamw": ("b1", "b2", "eps"),
+    "adafactor": (),
+    "lion": ("b1", "b2"),
+    "muon": ("b1", "b2", "eps"),
+    "sgd": ("b1",),
+}
+"""Which of the decays and eps an optimizer has a use for. Adafactor's own are a power of the step and 1e-30."""
+
+
+def check_decays(name: str, *, b1: float = _B1, b2: float = _B2, eps: float = _EPSILON) -> None:
+    """Refuse a value that the optimizer would not read; the defaults are nobody's wish."""
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
+    for key, value, usual in (("b1", b1, _B1), ("b2", b2, _B2), ("eps", eps, _EPSILON)):
+        if value != usual and key not in _TAKES[name]:
+            takes = " and ".join(_TAKES[name]) or "none of them"
+            raise rule_error(
+                f"Of b1, b2 and eps the optimizer {name!r} takes {takes}", f"{key} = {value}", f"leave {key} out"
+            )
+
+
+class Momentum:
+    """Gradient descent that keeps a momentum, for a plan, which does without optax."""
+
+    def init(self, params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        state = jax.tree.map(lambda m, g, p: (_B1 * m + g + _DECAY * p).astype(m.dtype), state, gradients, params)
+        return jax.tree.map(lambda m: -_RATE * m, state), state
+
+
+def planned_optimizer(name: str, b1: float = _B1) -> Any:
+    """What a plan takes for a trainer's optimizer: its name, but for gradient descent with momentum, which keeps one
+    where "sgd" keeps nothing."""
+    return Momentum() if name == "sgd" and b1 else name
+
+
 def make_optimizer(
     name: str,
     learning_rate: Any,
@@ -94,7 +133,9 @@ def make_optimizer(
     """optax's optimizer of this name; `learning_rate` is a number or a schedule of the step.
 
     Weight decay is taken off weights of two dimensions and more a layer, not off norms, biases and the decays of a
-    state space. With `clip` the gradients' global norm is at most that.
+    state space. With `clip` the gradients' global norm is at most that. Of `b1`, `b2` and `eps` AdamW and Muon take
+    all (Muon's part for embeddings, head and norms is Adam), Lion the first two, and gradient descent the first as its
+    momentum; Adafactor takes none.
     """
     import optax
 
@@ -104,8 +145,7 @@ def make_optimizer(
             lambda path, p: not _is_offset(path) and p.ndim - ("layers" in _names(path)) > 1, params
         )
 
-    if name not in OPTIMIZERS:
-        raise unknown_name("optimizer", name, OPTIMIZERS)
+    check_decays(name, b1=b1, b2=b2, eps=eps)
     if name == "adamw":
         made = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=is_matrix)
     elif name == "lion":
@@ -121,7 +161,7 @@ def make_optimizer(
     elif name == "muon":
         # Its part for embeddings, head and norms, Adam, takes no mask for the decay: so it is added to both here, and
         # the rate comes last. At a rate of 1 its own scaling is a change of sign.
-        both = optax.contrib.muon(1.0, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_muon_dimensions)
+        both = optax.contrib.muon(1.0, eps=eps, adam_b1=b1, adam_b2=b2, muon_weight_dimension_numbers=_muon_dimensions)
         made = optax.chain(
             both,
             optax.scale(-1.0),
@@ -129,7 +169,8 @@ def make_optimizer(
             optax.scale_by_learning_rate(learning_rate),
         )
     else:
-        made = optax.chain(optax.add_decayed_weights(weight_decay, is_matrix), optax.sgd(learning_rate, momentum=b1))
+        descent = optax.sgd(learning_rate, momentum=b1 or None)  # a momentum of 0 would still be kept
+        made = optax.chain(optax.add_decayed_weights(weight_decay, is_matrix), descent)
     return optax.chain(optax.clip_by_global_norm(clip), made) if clip else made
 
 

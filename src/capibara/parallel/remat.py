@@ -86,7 +86,10 @@ def _one(equation: Any, policy: str) -> Any:
     name = equation.primitive.name
     if name == "scan":
         before, count = scan_parts(equation.params)
-        body = _forgetful(equation.params["jaxpr"], policy, range(before, before + count))
+        unroll, length = equation.params["unroll"], equation.params["length"]
+        body = _forgetful(
+            equation.params["jaxpr"], policy, range(before, before + count), looped=unroll == 1 and length > 1
+        )
         return equation.replace(params={**equation.params, "jaxpr": body})
     if name in _TRANSPARENT:
         key = _TRANSPARENT[name]
@@ -96,7 +99,7 @@ def _one(equation: Any, policy: str) -> Any:
     return equation
 
 
-def _forgetful(body: Any, policy: str, carried: range) -> Any:
+def _forgetful(body: Any, policy: str, carried: range, looped: bool) -> Any:
     keep: Any = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,
@@ -107,7 +110,6 @@ def _forgetful(body: Any, policy: str, carried: range) -> Any:
             offload_dst="pinned_host",
         ),
     }[policy]
-    # A scan already keeps the compiler from merging the second computation with the first.
     run = core.jaxpr_as_fun(body)
     if policy == OFFLOAD and not _names_its_input(body.jaxpr):
         unnamed = run
@@ -115,7 +117,9 @@ def _forgetful(body: Any, policy: str, carried: range) -> Any:
         def run(*args: Any) -> Any:
             return unnamed(*(checkpoint_name(x, LAYER_INPUT) if n in carried else x for n, x in enumerate(args)))
 
-    slim = jax.checkpoint(run, policy=keep, prevent_cse=False)
+    # A loop keeps the compiler from merging the second computation with the first; where layers are written out one
+    # after another it would merge them, and keep everything.
+    slim = jax.checkpoint(run, policy=keep, prevent_cse=not looped)
     return jax.make_jaxpr(slim)(*body.in_avals)
 
 

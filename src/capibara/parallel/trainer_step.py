@@ -26,6 +26,9 @@ from capibara.parallel.training_step import microbatches_of
 
 __all__ = [
     "COMMUNICATION",
+    "EXPERT_SHARE",
+    "FROZEN",
+    "UNSENT",
     "StepOptions",
     "compute_dtype",
     "counted_targets",
@@ -46,6 +49,13 @@ one after another, or as int8 with what was rounded off sent the next time."""
 
 FROZEN = "frozen"
 """The state's key of weights that are not trained: they pass through the step, and a loss gets (trained, frozen)."""
+
+UNSENT = "unsent"
+"""The state's key of what each device has not sent yet of its own gradients, where they are sent compressed."""
+
+EXPERT_SHARE = "expert_share"
+"""The metric [layers, experts] of how each layer's tokens went to its experts, and the state's key of its sum over the
+steps since the experts were looked at last."""
 
 _PARAM = {"mixed": jnp.float32, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
 _COMPUTE = {"mixed": jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -81,9 +91,17 @@ class StepOptions:
 
 
 def initial_state(
-    optimizer: Any, params: Any, options: StepOptions, data_size: int = 1, frozen: Any = None
+    optimizer: Any,
+    params: Any,
+    options: StepOptions,
+    data_size: int = 1,
+    frozen: Any = None,
+    expert_share: Any = None,
 ) -> dict[str, Any]:
-    """What a step keeps beside the parameters, before the first one. `frozen` are weights that are not trained."""
+    """What a step keeps beside the parameters, before the first one.
+
+    `frozen` are weights that are not trained, `expert_share` is the shape of that metric where the loss has it.
+    """
     state = {
         "optimizer": _stored(optimizer.init(_wide(params, options)), options),
         "step": jnp.int32(0),
@@ -91,8 +109,9 @@ def initial_state(
         "skipped_in_a_row": jnp.int32(0),
     }
     if options.communication == "compressed":
-        # What each device has not sent yet of its own gradients.
-        state["unsent"] = jax.tree.map(lambda p: jnp.zeros((data_size, *p.shape), jnp.float32), params)
+        state[UNSENT] = jax.tree.map(lambda p: jnp.zeros((data_size, *p.shape), jnp.float32), params)
+    if expert_share is not None:
+        state[EXPERT_SHARE] = jnp.zeros(expert_share.shape, jnp.float32)
     return state if frozen is None else {**state, FROZEN: frozen}
 
 
@@ -137,24 +156,41 @@ def trainer_job(
         if rows % parts:
             divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
             raise rule_error(f"accumulate divides the batch's {rows} rows", parts, f"use one of {divisors}")
-    state = jax.eval_shape(lambda p, f: initial_state(optimizer, p, options, data_size, f), params, frozen)
+    # A loss that draws gets a key in training, so it is looked at with one.
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    metrics = jax.eval_shape(loss, params if frozen is None else (params, frozen), batch, key)[1]
+    share = metrics.get(EXPERT_SHARE)
+    share = share if share is not None and len(share.shape) == 2 else None  # a user's own metric of that name
+    state = jax.eval_shape(
+        lambda p, f: initial_state(optimizer, p, options, data_size, f, expert_share=share), params, frozen
+    )
 
     def build(remat: str = "none", accumulate: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         slim = checkpoint_scans(_positional(loss), remat)
         return step_function(slim, optimizer, options, accumulate), (params, state, batch)
 
     def staged(microbatches: int, remat: str = "none") -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # The pipeline cuts the loss apart where rows meet; metrics would be cut with it.
         if frozen is not None:
             raise rule_error("A pipeline trains all of its weights", "weights that are frozen", "use other mesh axes")
-        slim = checkpoint_scans(lambda p, b: loss(p, b, None)[0], remat)
+        slim = checkpoint_scans(without_key, remat)
         sums = options.precision != "bfloat16"
 
         def run(p: Any, b: Any, key: Any) -> Any:
-            value = pipelined(slim, microbatches=microbatches, float32_sums=sums)(p, b)
-            return value, {"loss": value}
+            # The pipeline cuts the loss and its metrics apart where rows meet.
+            return pipelined(slim, microbatches=microbatches, float32_sums=sums)(p, b)
 
         return step_function(run, optimizer, options, 1), (params, state, batch)
+
+    def without_key(p: Any, b: Any) -> Any:
+        value, metrics = loss(p, b, None)
+        return value, {"loss": value, **metrics}
+
+    @functools.cache
+    def why_no_stages() -> str:
+        if frozen is None and _reads_key(loss, params, batch, key):
+            # One key for all microbatches would be the same noise in each of them.
+            return "a loss that draws at random (a router's jitter, dropout), where each microbatch passes alone"
+        return why_not_pipelined(without_key, (params, batch), microbatches=accumulate)
 
     return Job(
         build=build,
@@ -164,10 +200,15 @@ def trainer_job(
         knobs=MappingProxyType({"remat": remat, "accumulate": accumulate}),
         name=name,
         staged=staged,
-        why_no_stages=functools.cache(lambda: why_not_pipelined(lambda p, b: loss(p, b, None)[0], (params, batch))),
+        why_no_stages=why_no_stages,
         rows=rows,
         optimizer=type(optimizer).__name__,
     )
+
+
+def _reads_key(loss: Loss, params: Any, batch: Any, key: Any) -> bool:
+    traced = jax.make_jaxpr(lambda key, p, b: loss(p, b, key))(key, params, batch).jaxpr
+    return any(traced.invars[0] is atom for equation in traced.eqns for atom in equation.invars)
 
 
 def _positional(loss: Loss) -> Loss:
@@ -210,10 +251,14 @@ def step_function(loss: Loss, optimizer: Any, options: StepOptions, accumulate: 
             "skipped": state["skipped"] + bad,
             "skipped_in_a_row": jnp.where(finite, 0, state["skipped_in_a_row"] + 1),
         }
+        if EXPERT_SHARE in state:
+            new_state[EXPERT_SHARE] = state[EXPERT_SHARE] + metrics[EXPERT_SHARE]
         metrics = {"loss": value, **metrics, "grad_norm": norm, "skipped_in_a_row": new_state["skipped_in_a_row"]}
         metrics = jax.tree.map(_everywhere, metrics)
         if options.rate is not None:
-            metrics["learning_rate"] = jnp.asarray(options.rate(state["step"]), jnp.float32)
+            # The optimizer counts the steps that it made, and its schedule waits for those that were skipped.
+            made = state["step"] - (state["skipped"] if options.guard else 0)
+            metrics["learning_rate"] = jnp.asarray(options.rate(made), jnp.float32)
         return new_params, {**new_state, **frozen}, metrics
 
     return step
@@ -322,9 +367,9 @@ def _by_hand(loss: Loss, options: StepOptions, accumulate: int) -> Callable[...,
     def run(params: Any, batch: Any, key: jax.Array, state: Mapping[str, Any]) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.shape.get("data", 1) == 1:
-            return *_accumulated(loss, accumulate, params, batch, key), {}
+            return *_accumulated(loss, accumulate, params, batch, key), {k: state[k] for k in (UNSENT,) if k in state}
         compressed = options.communication == "compressed"
-        unsent = state["unsent"] if compressed else ()
+        unsent = state[UNSENT] if compressed else ()
         spread = PartitionSpec("data")
         value, metrics, gradients, unsent = jax.shard_map(
             local,
@@ -334,6 +379,6 @@ def _by_hand(loss: Loss, options: StepOptions, accumulate: int) -> Callable[...,
             axis_names={"data"},
             check_vma=False,
         )(params, batch, key, unsent)
-        return value, metrics, gradients, ({"unsent": unsent} if compressed else {})
+        return value, metrics, gradients, ({UNSENT: unsent} if compressed else {})
 
     return run

@@ -145,7 +145,9 @@ def training_job(
         not_smaller=MappingProxyType(refused),
         notes=notes,
         staged=staged,
-        why_no_stages=functools.cache(lambda: why_not_pipelined(loss, (shapes, inputs))),
+        why_no_stages=functools.cache(
+            lambda: why_not_pipelined(loss, (shapes, inputs), microbatches=tried["accumulate"])
+        ),
         unit=work.unit,
         rows=rows,
         lengths=work.lengths,

@@ -109,6 +109,7 @@ def preset_job(preset: Preset, knobs: Mapping[str, tuple[Any, ...]] | None = Non
     import jax.numpy as jnp
 
     from capibara.models import decoder
+    from capibara.parallel.optimizers import planned_optimizer
     from capibara.parallel.training_step import training_job
 
     train = preset.train
@@ -121,7 +122,7 @@ def preset_job(preset: Preset, knobs: Mapping[str, tuple[Any, ...]] | None = Non
         ),
         decoder.param_shapes(preset.model, jnp.bfloat16 if narrow else jnp.float32),
         decoder.batch_shapes(train.batch_size, train.sequence_length),
-        optimizer=preset.optimizer.name,
+        optimizer=planned_optimizer(preset.optimizer.name, preset.optimizer.b1),
         tokens=train.tokens,
         mixed=not narrow,
         knobs={**named, **(knobs or {})},

@@ -13,12 +13,13 @@ from capibara.errors import rule_error
 from capibara.hardware.devices import attached
 from capibara.hardware.facts import GiB
 from capibara.models import decoder
+from capibara.models.blocks.spec import Weight
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
     from capibara.serve.config import EngineConfig
 
-__all__ = ["CacheSize", "cache_size"]
+__all__ = ["CacheSize", "cache_size", "working_bytes"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class CacheSize:
         }
         size = (self.pages * self.page_bytes + self.state_bytes) / GiB
         return (
-            f"a cache of {self.tokens:,} tokens in {self.pages:,} pages, {size:.2f} GiB a device, {why[self.limited_by]}: "
-            f"{self.longest_sequences} sequences of {self.max_length:,} tokens at a time"
+            f"a cache of {self.tokens:,} tokens in {self.pages:,} pages, {size:.2f} GiB a device, "
+            f"{why[self.limited_by]}: {self.longest_sequences} sequences of {self.max_length:,} tokens at a time"
         )
 
 
@@ -74,7 +75,7 @@ def cache_size(
 
     if config.pages is not None:
         return size(config.pages, "pages")
-    room = _room(model, config, dtype, weight_bytes)
+    room = _room(config, weight_bytes, working_bytes(model, config, wanted, page_bytes, dtype))
     if room is None or page_bytes == 0:
         return size(wanted, "max_sequences")
     fits = (room - state_bytes) // page_bytes
@@ -84,7 +85,9 @@ def cache_size(
             f"The cache holds one sequence of max_length, {max_length} tokens "
             f"({of_one * page_bytes / GiB:.2f} GiB of {config.memory_share:.0%} of the device's memory)",
             f"room for {tokens} tokens beside the weights",
-            f"use max_length={tokens} or less" if tokens > 1 else "use int8 weights, a larger memory_share or more devices",
+            f"use max_length={tokens} or less"
+            if tokens > 1
+            else "use int8 weights, a larger memory_share or more devices",
         )
     return size(min(wanted, fits), "max_sequences" if fits >= wanted else "memory")
 
@@ -121,23 +124,26 @@ def _split(model: ModularModelConfig, config: EngineConfig) -> int:
     return min(parts, default=1)
 
 
-def _room(model: ModularModelConfig, config: EngineConfig, dtype: Any, weight_bytes: int) -> int | None:
+def _room(config: EngineConfig, weight_bytes: int, working_bytes: int) -> int | None:
     device = jax.devices()[0] if config.mesh is None else config.mesh.devices.flat[0]
     here = next(one for one in attached() if one.index == device.id)
     if here.memory_limit_bytes is None:
         return None
     held = (device.memory_stats() or {}).get("bytes_in_use") if here.platform != "cpu" else None
-    if held is None:
-        held = weight_bytes
-    return int(here.memory_limit_bytes * config.memory_share) - held - _working_bytes(model, config)
+    return int(here.memory_limit_bytes * config.memory_share) - (weight_bytes if held is None else held) - working_bytes
 
 
-def _working_bytes(model: ModularModelConfig, config: EngineConfig) -> int:
-    """What a step needs beside weights and cache, about: logits and what drawing makes of them, and a layer's values."""
+def working_bytes(model: ModularModelConfig, config: EngineConfig, pages: int, page_bytes: int, dtype: Any) -> int:
+    """What a step needs beside weights and cache, about: logits, what drawing makes of them, and a layer's values.
+
+    Args:
+      pages: that a batch has at most.
+    """
+    layers = jax.tree.leaves(decoder.weights(model)["layers"], is_leaf=lambda node: isinstance(node, Weight))
+    widest = max([model.hidden, *(math.prod(weight.shape[2:]) for weight in layers)])
     rows = config.max_sequences * (1 + config.speculative_tokens)
-    widest = max(
-        (math.prod(weight.shape[2:]) for leaf in decoder.weights(model)["layers"] for weight in jax.tree.leaves(
-            leaf, is_leaf=lambda node: hasattr(node, "axes")) if hasattr(weight, "shape")),
-        default=model.hidden,
-    )  # fmt: skip
-    return 4 * rows * model.vocab * 3 + 4 * config.max_batch_tokens * max(widest, model.hidden) * jnp.dtype(jnp.float32).itemsize
+    working = 3 * rows * model.vocab * 4 + 4 * config.max_batch_tokens * widest * 4
+    if jnp.dtype(dtype) == jnp.int8:  # one layer's pages are widened before they are read
+        with_pages = sum(not model.blocks[name].keeps_state for names in model.period for name in names)
+        working += pages * page_bytes * 4 // max(1, with_pages * model.repeats)
+    return working

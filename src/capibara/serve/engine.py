@@ -17,7 +17,7 @@ from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
 from capibara.serve.grammar import Grammar, Grammars
 from capibara.serve.kv_cache import PagePool
-from capibara.serve.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
 from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
 from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence, StepPlan
 from capibara.serve.speculation import NgramDrafts

@@ -167,7 +167,9 @@ class LatencyController:
         else:
             limits.prefill_tokens = self._prompt_tokens(budget, len(decoding))
             limits.prefill_chunk = max(1, min(longest, limits.prefill_tokens))
-        several = self._decodes_alone() and self._milliseconds(self._decode(max(1, len(decoding)), self._steps)) <= budget
+        several = (
+            self._decodes_alone() and self._milliseconds(self._decode(max(1, len(decoding)), self._steps)) <= budget
+        )
         engine.decode_steps = self._steps if several else 1
 
     def _most_sequences(self, budget: float) -> int:

@@ -145,9 +145,7 @@ class InferencePipeline:
         asked = SamplingParams(**sampling)
         encode = self.engine.model.encode_prompt
         requests = [
-            Request(
-                f"{next(self._numbers)}", tuple(encode(prompt) if isinstance(prompt, str) else prompt), asked
-            )
+            Request(f"{next(self._numbers)}", tuple(encode(prompt) if isinstance(prompt, str) else prompt), asked)
             for prompt in prompts
         ]
         for number, request in enumerate(requests):
@@ -174,7 +172,7 @@ class InferencePipeline:
                     deliver = asked[output.id] if output.finish_reason is None else asked.pop(output.id)
                     deliver(output)
             stop: BaseException = RuntimeError("the pipeline was closed")
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer is given it
             stop = error
         finally:
             self._closed.set()

@@ -32,6 +32,7 @@ __all__ = [
     "decode_fields",
     "fields_of",
     "ragged_fields",
+    "row_fields",
     "sampling_fields",
 ]
 
@@ -98,19 +99,25 @@ def sampling_fields(rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]
     return {name: ((rows,), _INT if name in whole_numbers else _FLOAT) for name in sampling.Rows._fields}
 
 
+def row_fields(rows: int) -> Fields:
+    """What is said of the rows that tokens are drawn for: the first part of what is said of a step."""
+    return Fields(**sampling_fields(rows))
+
+
 def decode_fields(shape: Shape) -> Fields:
     n = shape.sequences
     return Fields(
+        **sampling_fields(n),
         tokens=((n,), _INT),
         context_lengths=((n,), _INT),
         adapters=((n,), _INT),
         page_table=((n, shape.pages), _INT),
-        **sampling_fields(n),
     )
 
 
 def ragged_fields(shape: Shape) -> Fields:
     return Fields(
+        **sampling_fields(shape.rows),
         tokens=((shape.tokens,), _INT),
         positions=((shape.tokens,), _INT),
         row_of_token=((shape.tokens,), _INT),
@@ -120,7 +127,6 @@ def ragged_fields(shape: Shape) -> Fields:
         slots=((shape.sequences,), _INT),
         page_table=((shape.sequences, shape.pages), _INT),
         sampled_at=((shape.rows,), _INT),
-        **sampling_fields(shape.rows),
     )
 
 
@@ -177,10 +183,13 @@ class StepPrograms:
         )
         return decoder.paged(self.model, params, tokens, state.cache, batch, dtype=self.dtype)
 
-    def forward(self, shape: Shape) -> Callable[[Any, DeviceState, jax.Array], tuple[jax.Array, DeviceState]]:
-        """(params, state, what the host says) -> (logits of the rows to draw for, state)."""
+    def forward(
+        self, shape: Shape
+    ) -> Callable[[Any, DeviceState, jax.Array], tuple[jax.Array, DeviceState, jax.Array]]:
+        """(params, state, what the host says) -> (logits of the rows to draw for, state, what is said of the rows)."""
+        of_rows = row_fields(shape.rows).size
 
-        def run(params: Any, state: DeviceState, said: jax.Array) -> tuple[jax.Array, DeviceState]:
+        def run(params: Any, state: DeviceState, said: jax.Array) -> tuple[jax.Array, DeviceState, jax.Array]:
             parts = fields_of(shape).unpack(said)
             slots = parts["slot"] if shape.decodes else parts["slots"][parts["row_of_token"]]
             # -1: the token was drawn by the step before, and the host has not seen it yet.
@@ -203,17 +212,17 @@ class StepPrograms:
                 )
                 x, cache = decoder.paged(self.model, params, tokens, state.cache, batch, dtype=self.dtype)
                 x = x[parts["sampled_at"]]
-            return self._logits(params, x), state._replace(cache=cache)
+            return self._logits(params, x), state._replace(cache=cache), said[:of_rows]
 
         return run
 
-    def draw(self, shape: Shape, form: sampling.Form) -> Callable[..., Any]:
-        """(logits, last tokens, what the host says) -> (tokens, last tokens).
+    def draw(self, rows: int, form: sampling.Form) -> Callable[..., Any]:
+        """(logits, last tokens, what is said of so many rows) -> (tokens, last tokens).
 
         The forms "full" and "penalised" also take which tokens are allowed, and counts or None, and give
         log-probabilities and the counts then.
         """
-        fields = fields_of(shape)
+        fields = row_fields(rows)
 
         def run(
             logits: jax.Array,
@@ -275,8 +284,6 @@ def copy_pages(model: ModularModelConfig, cache: list[Any], source: jax.Array, t
     ]
 
 
-def begin_counts(
-    counts: sampling.Counts, slot: jax.Array, prompt: jax.Array, output: jax.Array
-) -> sampling.Counts:
+def begin_counts(counts: sampling.Counts, slot: jax.Array, prompt: jax.Array, output: jax.Array) -> sampling.Counts:
     """The counts with those of one slot's tokens in place of what its last sequence left."""
     return sampling.Counts(counts.output.at[slot].set(output), counts.prompt.at[slot].set(prompt))

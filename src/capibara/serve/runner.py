@@ -88,9 +88,7 @@ class Sent:
 class Runner:
     """Weights and cache on the device, and the programs that use them."""
 
-    def __init__(
-        self, model: ModularCapibaraModel, config: EngineConfig, *, max_length: int, words: int
-    ) -> None:
+    def __init__(self, model: ModularCapibaraModel, config: EngineConfig, *, max_length: int, words: int) -> None:
         self.config = config
         self.model = model.config
         self._surroundings = model._surroundings
@@ -101,9 +99,7 @@ class Runner:
             params = model.params
             if config.mesh is not None:
                 params = shard_params(params, decoder.axes(self.model), config.mesh)
-            self.params = prepared(
-                self.model, params, dtype, joint=config.mesh is None, int8=config.weights == "int8"
-            )
+            self.params = prepared(self.model, params, dtype, joint=config.mesh is None, int8=config.weights == "int8")
             self.params = with_adapters(self.model, self.params, config.adapters, dtype)
             self.cache_size = cache_size(
                 self.model,
@@ -146,8 +142,9 @@ class Runner:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """What programs are traced and run in."""
-        with self._surroundings(), contextlib.nullcontext() if self.config.mesh is None else jax.set_mesh(
-            self.config.mesh
+        with (
+            self._surroundings(),
+            contextlib.nullcontext() if self.config.mesh is None else jax.set_mesh(self.config.mesh),
         ):
             yield
 
@@ -156,9 +153,7 @@ class Runner:
         cache_dtype = jnp.dtype(config.cache_dtype or dtype)
 
         def new() -> DeviceState:
-            cache = decoder.new_paged_cache(
-                self.model, self.pages, config.page_size, config.max_sequences, cache_dtype
-            )
+            cache = decoder.new_paged_cache(self.model, self.pages, config.page_size, config.max_sequences, cache_dtype)
             return DeviceState(cache, jnp.zeros(config.max_sequences, jnp.int32))
 
         return jax.jit(new)()
@@ -204,14 +199,16 @@ class Runner:
                 continue
             build = functools.partial(self.programs.forward, shape)
             add(("forward", shape), build, self.params, self.state, said, donate=(1,))
+        for rows in sorted({shape.rows for shape in self.shapes.all() if shape.steps == 1}):
             for form in sampling.FORMS:
-                args = (_shaped((shape.rows, vocab), jnp.float32), self.state.last_tokens, said)
+                said = _shaped((programs.row_fields(rows).size,), jnp.int32)
+                args = (_shaped((rows, vocab), jnp.float32), self.state.last_tokens, said)
                 full = form in ("full", "penalised")
                 if full:
-                    allowed = _shaped((shape.rows, self._words32), jnp.uint32)
+                    allowed = _shaped((rows, self._words32), jnp.uint32)
                     args = (*args, allowed, counts if form == "penalised" else None)
-                draw = functools.partial(self.programs.draw, shape, form)
-                add(("draw", shape, form), draw, *args, donate=(1, 4) if full else (1,))
+                draw = functools.partial(self.programs.draw, rows, form)
+                add(("draw", rows, form), draw, *args, donate=(1, 4) if full else (1,))
         numbers = _shaped((_COPIES,), jnp.int32)
         add(("copy",), self._copying, self.state.cache, numbers, numbers, donate=(0,))
         of_slot = (_shaped((), jnp.int32), _shaped((vocab,), bool), _shaped((vocab,), jnp.int32))
@@ -310,24 +307,25 @@ class Runner:
 
     def _run_several(self, shape: Shape, form: Any, said: np.ndarray) -> Any:
         args = (self.params, self.state, said)
-        run = self._executable(
-            ("several", shape, form), lambda: self.programs.several(shape, form), *args, donate=(1,)
-        )
+        run = self._executable(("several", shape, form), lambda: self.programs.several(shape, form), *args, donate=(1,))
         tokens, self.state = run(*args)
         return tokens
 
     def _run(self, shape: Shape, form: Any, said: np.ndarray, rows: list[int], allowed: Any) -> tuple[Any, Any]:
         args = (self.params, self.state, said)
         run = self._executable(("forward", shape), lambda: self.programs.forward(shape), *args, donate=(1,))
-        logits, self.state = run(*args)
+        logits, self.state, of_rows = run(*args)
         if form is None:
             return None, None
-        args = (logits, self.state.last_tokens, said)
+        args = (logits, self.state.last_tokens, of_rows)
         full = form in ("full", "penalised")
         if full:
             args = (*args, self._allowed(shape.rows, rows, allowed), self._counts if form == "penalised" else None)
         run = self._executable(
-            ("draw", shape, form), lambda: self.programs.draw(shape, form), *args, donate=(1, 4) if full else (1,)
+            ("draw", shape.rows, form),
+            lambda: self.programs.draw(shape.rows, form),
+            *args,
+            donate=(1, 4) if full else (1,),
         )
         tokens, last_tokens, *beside = run(*args)
         self.state = self.state._replace(last_tokens=last_tokens)

@@ -5,8 +5,8 @@ way, then new prompts, in the order of their arrival; a long prompt takes at mos
 come through beside it. When a sequence needs a page and none is there, the one that came last gives up its pages and is
 computed again later, tokens that it had already given included.
 
-Steps may be sent before the last one's tokens are known: `Sequence.in_flight` counts those. What is planned hangs on how
-many tokens a sequence has, and not on which they are.
+Steps may be sent before the last one's tokens are known: `Sequence.in_flight` counts those. What is planned hangs on
+how many tokens a sequence has, and not on which they are.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class OutputText:
         if self._stream is None or self.found is not None:
             return ""
         fresh = self._certain(self._stream.end())
-        if self.found is not None:
-            return fresh
+        # Empty where that came to a stop string.
         rest, self._held = self._held, ""
         return fresh + rest
 

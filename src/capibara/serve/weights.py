@@ -43,9 +43,7 @@ def _layer(model: ModularModelConfig, names: tuple[str, ...], layer: Any, *, joi
     return made
 
 
-def prepared(
-    model: ModularModelConfig, params: Any, dtype: Any, *, joint: bool = True, int8: bool = False
-) -> Any:
+def prepared(model: ModularModelConfig, params: Any, dtype: Any, *, joint: bool = True, int8: bool = False) -> Any:
     """The parameters that `decoder.paged` takes, as new arrays.
 
     Args:

@@ -125,7 +125,8 @@ def load_run(
         raise rule_error(
             "Training needs data", f"no data.path in {config}", "add [data] path = ..., or --set data.path=FILE"
         )
-    keys = {"tokenizer": preset.model.tokenizer, **table.values["data"]}
+    preset = _with_one_tokenizer(preset, table)
+    keys = {**table.values["data"], "tokenizer": preset.model.tokenizer}
     data = toml_tables.build(DataConfig, toml_tables.Table({"data": keys}, table.places), "data")
     return RunConfig(
         preset,
@@ -136,6 +137,20 @@ def load_run(
         toml_tables.build(ScalingSettings, table, "scaling"),
         weights,
     )
+
+
+def _with_one_tokenizer(preset: Preset, table: Table) -> Preset:
+    """The data's tokenizer is the model's: what it is trained on by one it could not write by another."""
+    asked, own = (table.values.get(section, {}).get("tokenizer") for section in ("data", "model"))
+    if asked is None or asked == own:
+        return preset
+    if own is not None:
+        raise rule_error(
+            "A model and its data have one tokenizer",
+            f"model.tokenizer = {own!r}, data.tokenizer = {asked!r}",
+            "set model.tokenizer alone",
+        )
+    return replace(preset, model=replace(preset.model, tokenizer=asked))
 
 
 def _of_hf(folder: Path) -> ModularModelConfig:

@@ -10,6 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from capibara.distribution import NAME
+from capibara.errors import rule_error
+
 __all__ = ["MetricsLog", "read_metrics"]
 
 
@@ -56,9 +59,7 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         self._open(step)
         if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            self._board = _summary_writer()(str(folder / "tensorboard"), purge_step=step + 1)
 
     def _open(self, step: int) -> None:
         """Go on with the lines up to this step."""
@@ -75,7 +76,7 @@ class MetricsLog:
             self._open(step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One step's metrics, or an evaluation's ("eval_loss")."""
+        """One step's metrics, an evaluation's ("eval_loss"), or a checkpoint's ("expert_share")."""
         if self._file is not None:
             self._file.write(_line(row))
             self._file.flush()
@@ -84,7 +85,8 @@ class MetricsLog:
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
-        if self._tell is not None and ("eval_loss" in row or step % self._every == 0 or step == 1):
+        told = "eval_loss" in row or ("loss" in row and (step % self._every == 0 or step == 1))
+        if self._tell is not None and told:
             self._tell(_words(row))
 
     def close(self) -> None:
@@ -102,6 +104,18 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _summary_writer() -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as missing:
+        raise rule_error(
+            "log.tensorboard needs tensorboardX",
+            str(missing),
+            f"pip install tensorboardX (the extra {NAME}[train] has it), or log.tensorboard=false",
+        ) from missing
+    return SummaryWriter
 
 
 def _line(row: Mapping[str, Any]) -> str:

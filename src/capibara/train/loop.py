@@ -13,34 +13,28 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from capibara.axes import mesh_axes_of
 from capibara.checkpoints.store import Checkpoints
 from capibara.errors import CapibaraError, rule_error
-from capibara.kernels.core.dispatch import recording
-from capibara.mesh.layout import Layout
 from capibara.models import step_hooks
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.observe.goodput import Goodput
 from capibara.observe.recorder import Recorder
 from capibara.parallel import run as layouts_run
-from capibara.parallel.job import Job
 from capibara.parallel.optimizers import make_optimizer, schedule_named
-from capibara.parallel.remat import OFFLOAD, POLICIES
-from capibara.parallel.trainer_step import FROZEN, StepOptions, counted_targets, initial_state, trainer_job
-from capibara.plan.search.space import PARAMETERS
+from capibara.parallel.trainer_step import EXPERT_SHARE, FROZEN, UNSENT, StepOptions, counted_targets
 from capibara.processes import process_count, process_index
 from capibara.train import expert_placement
+from capibara.train.compiled_step import CompiledStep, LoopOptions, StepMaker
 from capibara.train.data.batches import Batches
-from capibara.train.layouts import Chosen, choose_layout, with_choice
 from capibara.train.logs import MetricsLog
+from capibara.train.placing import place, rows_and_length, share_of
 from capibara.train.preemption import Preemption
 from capibara.train.trainable import Trainable
 from capibara.train.watchdog import Watchdog
@@ -49,12 +43,8 @@ __all__ = ["Diverged", "Loop", "LoopOptions", "Preempted", "Result"]
 
 _POSITIONS = 8192
 """Steps whose place in the data is remembered, for a state that goes back."""
-_UNROLL_AT_MOST = 64
-"""Repeats of a pattern that a GPU's program writes out: beyond, compiling takes longer than it gives."""
 _SLOWEST_BFLOAT16 = 0.99
 """The slowest decay of a moment that a bfloat16's 8 bits follow when rounded to the nearest."""
-
-
 _COMPILE_SECONDS = 3600.0
 """What planning and compiling a large step may take, where log.hang_seconds is less: nobody waits for it in vain."""
 
@@ -69,39 +59,6 @@ class _Rewound(Exception):
 
 class Preempted(CapibaraError, RuntimeError):
     """The run was asked to stop, and its state is saved."""
-
-
-def rows_and_length(batch: Any) -> tuple[int, int]:
-    """Of a batch of ids its rows and their tokens; of any other its rows, and 1."""
-    rows = int(jax.tree.leaves(batch)[0].shape[0])
-    ids = batch.get("inputs") if isinstance(batch, Mapping) else None
-    if ids is None or len(ids.shape) != 2 or not np.issubdtype(ids.dtype, np.integer):
-        return rows, 1
-    return rows, int(ids.shape[1])
-
-
-def _copied(x: Any, wanted: Any) -> jax.Array:
-    """A copy where the step wants it, since the step takes its memory over, and this may be the caller's own array.
-
-    Copied first: what is only moved may share memory where it already lies on one of the devices.
-    """
-    return jax.device_put(jax.numpy.array(x, wanted.dtype, copy=True), wanted.sharding, may_alias=False)
-
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """How the step is made, beside the settings of the run."""
-
-    axes: Mapping[str, int] | None = None
-    """Of the mesh; None lets the planner choose."""
-    devices: Sequence[Any] | None = None
-    parameters: Sequence[str] = PARAMETERS
-    """What may be cut over the data axis."""
-    communication: str = "automatic"
-    offload_activations: bool = False
-    compiler_options: Mapping[str, Any] | None = None
-    load_threshold: float = math.inf
-    """Of the busiest device's part of the experts' work, in even parts; above it experts are placed anew."""
 
 
 @dataclass
@@ -142,6 +99,8 @@ class Loop:
         self.watchdog = watchdog
         self.recorder = recorder
         self.goodput = goodput
+        self.beside: dict[str, Any] = {}
+        """What else a checkpoint keeps beside the state, as JSON."""
         self.tell = tell or (lambda text: None)
         rate = schedule_named(
             optimizer.schedule,
@@ -169,20 +128,14 @@ class Loop:
             )
         self.devices = list(self.options.devices or jax.devices())
         self.step = 0
-        self.chosen: Chosen | None = None
         self.params: Any = None
         self.state: Any = None
-        self.compile_seconds = math.nan
-        self.decisions: list[Any] = []
-        """What kernel dispatch decided while the step was traced."""
-        self._program: layouts_run.Program | None = None
-        self._compiled: Any = None
+        self._maker = StepMaker(trainable, settings, self.optimizer, self.step_options, self.tell)
+        self._compiled: CompiledStep | None = None
         self._evaluate: Any = None
         self._positions: dict[int, dict[str, Any]] = {}
         self._share = (0, 1)
         self._share_of_peak: tuple[int, float | None] | None = None
-        self._expert_shares: list[np.ndarray] = []
-        """Of each step since the last checkpoint, how the tokens went to the experts of each layer."""
 
     # Making the program.
 
@@ -192,150 +145,57 @@ class Loop:
         Returns what was kept beside the state of the checkpoint that was restored; None for a new run.
         """
         self._compile(batch)
-        assert self._program is not None
-        assert self.chosen is not None
         with self._phase("initialise"):
-            params, state, _ = self._program.arguments
-            frozen = self._frozen(state.get(FROZEN))
-            trained = {name: shape for name, shape in state.items() if name != FROZEN}
-            found = None
-            if restored and self.checkpoints is not None:
-                found = self.checkpoints.restore_latest({"params": params, "state": trained})
-            if found is not None:
-                self.params, self.state = found.state["params"], {**found.state["state"], **frozen}
-                self.step = found.step
-                self.tell(f"restored step {found.step} from {found.source}")
-                return dict(found.extra)
-            self.params = self._started(params)
-            size = self._data_size(self.chosen)
-            self.state = self._on_mesh(
-                lambda p: initial_state(self.optimizer, p, self.step_options, size), trained, self.params
-            )
-            self.state |= frozen
+            step = self.compiled
+            frozen = self._maker.frozen(step)
+            if restored and self.checkpoints is not None and (found := self._restored(self.checkpoints)) is not None:
+                self.state |= frozen
+                return found
+            self.params = self._maker.params(step)
+            self.state = self._maker.state(step, self.params) | frozen
         return None
 
-    def _compile(self, batch: Mapping[str, Any]) -> None:
-        with self._phase("compile"):
-            if len(self.devices) > 1:
-                self.tell(f"planning the step's layout on {len(self.devices)} devices")
-            self.chosen = self._lay_out(batch)
-            job = self._job(batch, self._unroll(), self._data_size(self.chosen))
-            layout = self.chosen.layout
-            if self.options.offload_activations:
-                layout = with_choice(layout, remat=OFFLOAD)
-                if self.devices[0].platform == "cpu":
-                    self.tell("a CPU has one memory: activations stay there, and are computed again as on a chip")
-            self.tell(f"compiling the step: {self.chosen.layout.name}")
-            started = time.perf_counter()
-            self._program = layouts_run.laid_out(job, layout, self.devices)
-            with recording() as self.decisions:
-                lowered = layouts_run.lower_program(self._program)
-            self._compiled = lowered.compile(compiler_options=self._compiler_options())
-            self.compile_seconds = time.perf_counter() - started
-            self.tell(f"compiled in {self.compile_seconds:.1f} s")
-
-    def _compiler_options(self) -> dict[str, Any] | None:
-        options = dict(self.options.compiler_options or {})
-        if self.settings.deterministic and self.devices[0].platform == "gpu":
-            options["xla_gpu_deterministic_ops"] = True
-        return options or None
-
-    def _frozen(self, shapes: Any) -> dict[str, Any]:
-        """Weights that are not trained, where the step puts them."""
-        if shapes is None:
-            return {}
-        assert self._program is not None
-        weights = self.trainable.frozen(self._program.mesh)  # type: ignore[attr-defined]
-        return {FROZEN: jax.tree.map(_copied, weights, shapes)}
-
-    def memory_analysis(self) -> Any:
-        """The compiler's count of the step's memory on a device; None where there is none."""
-        return None if self._compiled is None else self._compiled.memory_analysis()
-
-    def _data_size(self, chosen: Chosen) -> int:
-        return int(chosen.layout.mesh.axes.get("data", 1))
-
-    def _unroll(self) -> int | bool:
-        asked = self.settings.unroll
-        repeats = getattr(self.trainable, "repeats", 1)
-        if asked:
-            return True if asked < 0 else min(asked, repeats)
-        # A loop over layers copies what it keeps for the backward pass into stacks and out again; a GPU's products
-        # cannot read and write there. A TPU's can.
-        return (self.devices[0].platform == "gpu" and repeats <= _UNROLL_AT_MOST) or 1
-
-    def _job(self, batch: Any, unroll: int | bool, data_size: int) -> Job:
-        settings = self.settings
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch
-        )
-        rows, length = rows_and_length(shapes)
-        remat = POLICIES if settings.remat == "auto" else (settings.remat,)
-        parts = (settings.accumulate,) if settings.accumulate else self._divisors(rows)
-        if len(self.devices) == 1 and self.devices[0].platform == "cpu":
-            # A CPU has the host's memory, and nothing to choose.
-            remat = remat[:1]
-            parts = parts[:1]
-        return trainer_job(
-            self.trainable.loss(unroll),
-            self.trainable.shapes(),
-            shapes,
-            self.optimizer,
-            self.step_options,
-            tokens=rows * length,
-            remat=remat,
-            accumulate=parts,
-            data_size=data_size,
-            frozen=getattr(self.trainable, "frozen_shapes", lambda: None)(),
-            name=self.trainable.name,
-        )
-
-    @staticmethod
-    def _divisors(rows: int) -> tuple[int, ...]:
-        return tuple(n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0)
-
-    def _lay_out(self, batch: Any) -> Chosen:
-        axes, parameters = self.options.axes, self.options.parameters
-        if self.options.communication == "automatic":
-            return choose_layout(self._job(batch, 1, 1), self.devices, axes, parameters=parameters)
-        # Summed by hand over the data axis, of parameters that every device has whole.
-        axes = axes or {"data": len(self.devices)}
-        others = [f"{name} {size}" for name, size in axes.items() if name != "data" and size > 1]
-        if others:
-            raise rule_error(
-                f'Gradients are summed by hand ("{self.options.communication}") on a mesh of the data axis alone',
-                ", ".join(others),
-                'use communication "automatic", which leaves the sums to the compiler',
+    def _restored(self, checkpoints: Checkpoints) -> dict[str, Any] | None:
+        """The newest state, if there is one."""
+        params, state, _ = self.compiled.program.arguments
+        trained = {name: shape for name, shape in state.items() if name != FROZEN}
+        renewed = [f"state/{name}" for name in (UNSENT, EXPERT_SHARE)]
+        found = checkpoints.restore_latest({"params": params, "state": trained}, renewed=renewed)
+        if found is None:
+            return None
+        self.params, self.state, self.step = found.state["params"], found.state["state"], found.step
+        self.tell(f"restored step {found.step} from {found.source}")
+        for name in (UNSENT, EXPERT_SHARE):
+            if all(leaf is not None for leaf in jax.tree.leaves(self.state.get(name, ()), is_leaf=lambda x: x is None)):
+                continue
+            self.state[name] = self.compiled.on_mesh(
+                lambda shapes=trained[name]: jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes),
+                trained[name],
             )
-        job = self._job(batch, 1, int(axes.get("data", 1)))
-        kept = tuple(word for word in parameters if word != "full")
-        chosen = choose_layout(job, self.devices, axes, parameters=kept)
-        return replace(chosen, layout=self._with_own_unsent(job, chosen.layout))
+            if name == UNSENT:
+                self.tell(
+                    "what devices had not sent of their gradients, a rounding error of one step, begins at nothing: "
+                    "the checkpoint has none for a data axis of this size"
+                )
+        return dict(found.extra)
 
-    def _with_own_unsent(self, job: Job, layout: Layout) -> Layout:
-        """Each device has what it has not sent itself, and no other's."""
-        _, args = job.build(**job.defaults())
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-        cut = layout.mesh.axes.get("data", 1) > 1
-        specs = [
-            PartitionSpec("data") if cut and any(getattr(key, "key", None) == "unsent" for key in path) else spec
-            for path, spec in zip(paths, layout.specs, strict=True)
-        ]
-        return replace(layout, specs=tuple(specs))
+    def _compile(self, batch: Any) -> None:
+        with self._phase("compile"):
+            self._compiled = self._maker.compile(batch, self.options, self.devices)
 
-    def _started(self, shapes: Any) -> Any:
-        """Parameters to start from, each made where it lies."""
-        assert self._program is not None
-        starting = getattr(self.trainable, "starting_params", lambda mesh: None)(self._program.mesh)
-        if starting is not None:
-            return jax.tree.map(_copied, starting, shapes)
-        return self._on_mesh(self.trainable.init, shapes, jax.random.key(self.settings.seed))
+    @property
+    def compiled(self) -> CompiledStep:
+        """The step; `prepare` makes it."""
+        assert self._compiled is not None
+        return self._compiled
 
-    def _on_mesh(self, make: Callable[..., Any], shapes: Any, *args: Any) -> Any:
-        assert self._program is not None
-        places = jax.tree.map(lambda s: s.sharding, shapes)
-        with layouts_run.surroundings(self._program.layout, self._program.mesh):
-            return jax.jit(make, out_shardings=places)(*args)
+    def share(self) -> tuple[int, int]:
+        """(i, n): of a batch in n equal parts this process's devices read from the i-th alone."""
+        return share_of(self.compiled.program.arguments[2])
+
+    def place(self, batch: Any, share: tuple[int, int] = (0, 1)) -> Any:
+        """A batch, or the part of it that `share` says, as an array over all devices, where the layout puts it."""
+        return place(batch, self.compiled.program.arguments[2], share)
 
     # Running it.
 
@@ -346,58 +206,6 @@ class Loop:
         if self.recorder is not None:
             self.recorder.phase(name)
         return contextlib.nullcontext() if self.goodput is None else self.goodput.phase(name, **step)
-
-    def share(self) -> tuple[int, int]:
-        """(i, n): of a batch in n equal parts this process's devices read from the i-th alone.
-
-        Which rows lie where is the layout's choice: along a model axis over processes each of them has all rows, and
-        the devices of a mesh need not be in the order of processes.
-        """
-        assert self._program is not None
-        inputs = jax.tree.leaves(self._program.arguments[2])[0]  # all arrays of a batch have their rows in one order
-        rows = inputs.shape[0]
-        spans = [
-            index[0].indices(rows) for index in inputs.sharding.addressable_devices_indices_map(inputs.shape).values()
-        ]
-        first, last = min(start for start, *_ in spans), max(stop for _, stop, _ in spans) - 1
-        for count in range(process_count(), 1, -1):
-            if rows % count == 0 and first // (rows // count) == last // (rows // count):
-                return first // (rows // count), count
-        return 0, 1
-
-    def place(self, batch: Any, share: tuple[int, int] = (0, 1)) -> Any:
-        """A batch, or the part of it that `share` says, as an array over all devices, where the layout puts it."""
-        assert self._program is not None
-        wanted = self._program.arguments[2]
-        here: Any = jax.tree.structure(batch)  # jax's stubs do not compare it
-        if here != jax.tree.structure(wanted):
-            raise rule_error(
-                "Every batch has the same arrays",
-                f"{here}, the first {jax.tree.structure(wanted)}",
-                "give each all of them",
-            )
-        return jax.tree.map(lambda x, shape: self._placed(np.asarray(x), shape, share), batch, wanted)
-
-    @staticmethod
-    def _placed(rows: np.ndarray, wanted: Any, share: tuple[int, int]) -> jax.Array:
-        number, parts = share
-        expected = (wanted.shape[0] // parts, *wanted.shape[1:])
-        if rows.shape != expected:
-            raise rule_error(
-                "Every batch has the first one's shape",
-                f"{list(rows.shape)}, the first {list(expected)}",
-                "pad it, or drop the last one",
-            )
-        rows = rows.astype(wanted.dtype)
-        if process_count() == 1:
-            return jax.device_put(rows, wanted.sharding)
-        before = number * expected[0]
-
-        def part(index: Any) -> np.ndarray:
-            first, last, _ = index[0].indices(wanted.shape[0])
-            return rows[(slice(first - before, last - before), *index[1:])]
-
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
     def run(
         self,
@@ -458,7 +266,7 @@ class Loop:
         """The step after this one. A guard that runs it again from an earlier state, or elsewhere, is told so."""
         if self.step != after or (step_hooks.is_guarded() and self._moved()):
             raise _Rewound
-        self.params, self.state, metrics = self._compiled(self.params, self.state, batch)
+        self.params, self.state, metrics = self.compiled.executable(self.params, self.state, batch)
         if step_hooks.is_guarded():
             # A device's error has to come up inside of the guard; and what the step gave outlives the device.
             metrics = jax.device_get(metrics)
@@ -473,8 +281,7 @@ class Loop:
 
     def _moved(self) -> bool:
         """Whether the state was put on other devices than the program's."""
-        assert self._program is not None
-        return self._state_devices() != set(self._program.mesh.devices.flat)
+        return self._state_devices() != set(self.compiled.program.mesh.devices.flat)
 
     # A recovery manager takes the state and puts it back, on the devices that are left.
 
@@ -509,16 +316,18 @@ class Loop:
     def _move_to(self, devices: Sequence[Any], batch: Mapping[str, Any]) -> None:
         """Plan and compile for these devices, and lay the state out anew."""
         self.tell(f"{len(self.devices)} devices became {len(devices)}: planning anew")
-        params, state, step = self.params, self.state, self.step
         self.devices = list(devices)
         self.options = dataclasses.replace(self.options, axes=None, devices=devices)
         self._evaluate = None
         self._compile(batch)
-        assert self._program is not None
-        shapes = self._program.arguments
-        self.params = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, shapes[0])
-        self.state = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, shapes[1])
-        self.step = step
+        params, state, _ = self.compiled.program.arguments
+        trained = {name: x for name, x in self.state.items() if name != FROZEN}
+        shapes = {name: state[name] for name in trained}
+        self.params, self.state = jax.tree.map(
+            lambda x, s: jax.device_put(x, s.sharding), (self.params, trained), (params, shapes)
+        )
+        # What is frozen may have lain on the devices that are gone, and nobody kept a copy of it: it is read again.
+        self.state |= self._maker.frozen(self.compiled)
 
     def _draw(self, batches: Batches) -> tuple[Any, Any] | None:
         """The next batch, as it was drawn and where the layout puts it; None at the end of the data."""
@@ -548,7 +357,7 @@ class Loop:
         seconds = now - last
         row = self._row(step, values, seconds)
         log.write(row)
-        # Numbers alone: the shares of 128 experts in 48 layers would be gigabytes in the end.
+        # Numbers alone: arrays of every step would be gigabytes in the end.
         result.metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
         result.history.append(result.metrics)
         del result.history[:-100_000]
@@ -556,19 +365,15 @@ class Loop:
             self.recorder.step(step, seconds, row["loss"])
         if on_step is not None:
             on_step(step, row)
-        if "expert_share" in values:
-            self._expert_shares.append(np.asarray(values["expert_share"], np.float64))
-            del self._expert_shares[:-1024]
         in_a_row = int(values.get("skipped_in_a_row", 0))
-        if in_a_row:
+        if in_a_row and self.step_options.guard:
             self.tell(f"step {step}: loss or gradient is not finite, the step was skipped ({in_a_row} in a row)")
-        if in_a_row > self.settings.skip_nonfinite or (not self.step_options.guard and not math.isfinite(row["loss"])):
+        if in_a_row > self.settings.skip_nonfinite:
             raise self._diverged(step, in_a_row, batch)
         return now
 
     def _row(self, step: int, values: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        assert self._program is not None
-        rows, length = rows_and_length(self._program.arguments[2])
+        rows, length = rows_and_length(self.compiled.program.arguments[2])
         tokens = rows * length
         rate = tokens / seconds if seconds > 0 else math.nan
         row: dict[str, Any] = {
@@ -579,7 +384,11 @@ class Loop:
             "seconds": seconds,
         }
         for name, value in values.items():
-            if name not in row:
+            if name == EXPERT_SHARE and name in self.state:
+                # The busiest expert's part of its layer's tokens, in even parts. All of them, 128 experts in 48 layers,
+                # are a line of their own at each checkpoint.
+                row["expert_load_max"] = float(np.max(value)) * value.shape[-1]
+            elif name not in row:
                 row[name] = float(value) if value.ndim == 0 else value.tolist()
         return row
 
@@ -632,8 +441,10 @@ class Loop:
         if evaluation is not None and settings.eval_every and self.step % settings.eval_every == 0:
             result.eval_loss = self.evaluate(evaluation, log, self._share)
         stop = preemption is not None and preemption.should_stop(self.step)
-        if stop or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
-            self._place_experts()
+        due = bool(settings.checkpoint_every) and self.step % settings.checkpoint_every == 0
+        if due:
+            self._place_experts(log)
+        if stop or due:
             self.save(position, block=stop)
         elif self.checkpoints is not None and self.step % (self.checkpoints.emergency_every or self.step + 1) == 0:
             with self._phase("checkpoint"):
@@ -643,14 +454,24 @@ class Loop:
         if stop:
             raise Preempted(f"asked to stop at step {self.step}, which is saved")
 
-    def _place_experts(self) -> None:
-        """Divide the experts anew over the devices that have them, where some had far more to do than others."""
-        model = getattr(getattr(self.trainable, "model", None), "config", None)
-        devices = self._experts_devices()
-        if model is None or devices < 2 or not self._expert_shares:
+    def _place_experts(self, log: MetricsLog) -> None:
+        """Tell how the experts were used since the last checkpoint, and divide them anew over the devices that have
+        them where some had far more to do than others.
+
+        What was used is counted in the state, and this comes at every multiple of train.checkpoint_every and at no
+        other step: a run that was stopped or killed places its experts when one that was left alone does.
+        """
+        if EXPERT_SHARE not in self.state:
             return
-        share = np.mean(self._expert_shares, axis=0)
-        self._expert_shares.clear()
+        used = np.asarray(self.state[EXPERT_SHARE], np.float64)
+        share = used / np.maximum(used.sum(axis=1, keepdims=True), 1e-9)
+        log.write({"step": self.step, "expert_share": share.tolist()})
+        counted = self.state[EXPERT_SHARE]
+        self.state |= {EXPERT_SHARE: jax.numpy.zeros_like(counted, device=counted.sharding)}
+        model = getattr(getattr(self.trainable, "model", None), "config", None)
+        devices = self.compiled.expert_devices
+        if model is None or devices < 2:
+            return
         before = expert_placement.busiest(share, devices)
         if before <= self.options.load_threshold:
             return
@@ -665,18 +486,13 @@ class Loop:
             f"work; experts were placed anew, for {after:.2f} times"
         )
 
-    def _experts_devices(self) -> int:
-        assert self._program is not None
-        axes = mesh_axes_of(self._program.layout.rules.get("expert"))
-        return math.prod(self._program.mesh.shape.get(axis, 1) for axis in axes)
-
     def _saved_state(self) -> dict[str, Any]:
         """What is trained: weights that are frozen are where they were read from."""
         return {"params": self.params, "state": {k: v for k, v in self.state.items() if k != FROZEN}}
 
     def _extra(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        assert self.chosen is not None
-        return {"data": dict(position), "layout": self.chosen.layout.name, "processes": process_count()}
+        layout = self.compiled.chosen.layout.name
+        return {"data": dict(position), "layout": layout, "processes": process_count(), **self.beside}
 
     def save(self, position: Mapping[str, Any], block: bool = False) -> None:
         """A checkpoint of this step, unless it has one; `position` is the data's state after it."""
@@ -696,16 +512,16 @@ class Loop:
 
     def evaluate(self, evaluation: Callable[[], Batches], log: MetricsLog, share: tuple[int, int] = (0, 1)) -> float:
         """The mean loss over the held-out part, by the targets that count."""
-        assert self._program is not None
         if self._evaluate is None:
             loss = self.trainable.loss(1)
             self._evaluate = jax.jit(lambda p, b: (loss(p, b, None)[1]["loss"], counted_targets(b)))
         total = weight = 0.0
+        program = self.compiled.program
         with self._phase("evaluation"), evaluation() as batches:
             for number, batch in enumerate(batches):
                 if number == self.settings.eval_batches:
                     break
-                with layouts_run.surroundings(self._program.layout, self._program.mesh):
+                with layouts_run.surroundings(program.layout, program.mesh):
                     value, counted = map(float, self._evaluate(self._loss_params(), self.place(batch, share)))
                 total, weight = total + value * counted, weight + counted
         if not weight:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara.errors import rule_error, unknown_name
 from capibara.models import decoder
@@ -102,6 +103,7 @@ class LoraTrainable(ModelTrainable):
     ) -> None:
         super().__init__(model, precision, z_loss, load)
         self.lora = lora
+        self._mesh: Any = None
 
     def shapes(self) -> Any:
         return spec.shapes(adapter_weights(self.model.config, self.lora), jnp.float32)
@@ -120,6 +122,7 @@ class LoraTrainable(ModelTrainable):
 
     def frozen(self, mesh: Any = None) -> Any:
         """Those weights, as they are."""
+        self._mesh = mesh
         loaded = super().starting_params(mesh)
         if loaded is None:
             raise rule_error(
@@ -146,6 +149,17 @@ class LoraTrainable(ModelTrainable):
         return run
 
     def publish(self, params: Any) -> None:
-        """The model's weights become those with the changes added."""
-        base = super().starting_params()
-        super().publish(merged(self.model.config, base, params, self.lora))
+        """The model's weights become those with the changes added, read again where the run has them: no device holds
+        more of a model than it did while it trained."""
+        base = jax.tree.map(jnp.asarray, super().starting_params(self._mesh))
+        places = jax.tree.map(lambda x: x.sharding, base)
+        mesh = getattr(jax.tree.leaves(places)[0], "mesh", None)
+        whole = jax.tree.leaves(places)[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+        # What was read for this alone gives its memory to the sums.
+        donated = () if self._load is None else (0,)
+        add = jax.jit(
+            lambda base, factors: merged(self.model.config, base, factors, self.lora),
+            out_shardings=places,
+            donate_argnums=donated,
+        )
+        super().publish(add(base, jax.device_put(params, whole)))

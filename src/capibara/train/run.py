@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +70,18 @@ def train(
 ) -> Trained:
     """Train as the config says, in this folder; with `resume` go on from its last checkpoint.
 
-    A folder that has a run already is not written over: it is resumed, or another folder is named.
+    A folder that has a run already is not written over: it is resumed, or another folder is named. One whose run never
+    came to its first step, for want of its data for one, is free again.
     """
     preset = config.preset
     settings = preset.train
-    out = None if folder is None else Path(folder)
+    out = None if folder is None else _local(folder)
     model = ModularCapibaraModel(preset.model, precision=settings.precision, seed=settings.seed)
     _check(config)
     with contextlib.ExitStack() as stack:
-        checkpoints = recorder = watchdog = goodput = None
+        claim = checkpoints = recorder = watchdog = goodput = None
         if out is not None:
-            _claim(out, config, resume)
+            claim = stack.enter_context(_Claim(out, config, resume))
             checkpoint = config.checkpoint
             checkpoints = stack.enter_context(
                 Checkpoints(
@@ -142,6 +144,8 @@ def train(
                 watchdog.beat(loop.step, "data", allow=max(_TOKENISE_SECONDS, watchdog.timeout))
             with evaluation():  # so that data that cannot be read is refused now, and tokenised before the first step
                 pass
+        if claim is not None:
+            claim.begun = True
         result = loop.run(
             batches,
             until=settings.steps,
@@ -200,21 +204,44 @@ def _check(config: RunConfig) -> None:
         )
 
 
-def _claim(out: Path, config: RunConfig, resume: bool) -> None:
-    """The folder is this run's from here on."""
-    file = out / "config.toml"
-    # Process 0 looks before it writes; the others' own look might come after that.
-    there = gather("run/claim", file.exists() if process_index() == 0 else False)[0]
-    if there and not resume:
+def _local(folder: str | Path) -> Path:
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):
         raise rule_error(
-            "A run has a folder of its own",
-            f"{out}, which has one",
-            "go on with it by --resume, or name another folder by --out",
+            "A run's folder is a folder of this machine, where its metrics are written line by line",
+            folder,
+            "mount the bucket, as `capibara launch --bucket` does, and name the folder there",
         )
-    if resume and not there and (out / "checkpoints").exists():
-        raise rule_error("A run's folder has its config.toml", f"{out} without", "name the folder of a run")
-    if not there:
-        _write_config(out, config)
+    return Path(folder)
+
+
+class _Claim:
+    """A folder is this run's from here on, by its config.toml; and nobody's where the run never began."""
+
+    def __init__(self, out: Path, config: RunConfig, resume: bool) -> None:
+        self.out, self.config, self.resume = out, config, resume
+        self.begun = False
+        self._wrote = False
+
+    def __enter__(self) -> _Claim:
+        file = self.out / "config.toml"
+        # Process 0 looks before it writes; the others' own look might come after that.
+        there = gather("run/claim", file.exists() if process_index() == 0 else False)[0]
+        if there and not self.resume:
+            raise rule_error(
+                "A run has a folder of its own",
+                f"{self.out}, which has one",
+                "go on with it by --resume, or name another folder by --out",
+            )
+        if self.resume and not there and (self.out / "checkpoints").exists():
+            raise rule_error("A run's folder has its config.toml", f"{self.out} without", "name the folder of a run")
+        if not there:
+            _write_config(self.out, self.config)
+            self._wrote = process_index() == 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wrote and not self.begun:
+            (self.out / "config.toml").unlink(missing_ok=True)
 
 
 def _write_config(out: Path, config: RunConfig) -> None:
@@ -229,7 +256,7 @@ def _batches(config: RunConfig, tokenizer: Tokenizer, split: str, share: tuple[i
     settings = config.preset.train
     return open_batches(
         config.data,
-        tokenizer=tokenizer if config.data.tokenizer == config.preset.model.tokenizer else None,
+        tokenizer=tokenizer,
         batch_size=settings.batch_size,
         sequence_length=settings.sequence_length,
         seed=settings.seed,

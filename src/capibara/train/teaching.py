@@ -23,8 +23,8 @@ def teach_plan(loop: Loop, name: str, rows: Sequence[Mapping[str, Any]], peak_by
     None, and nothing is kept: where devices only stand for other chips, where nothing was planned or the step is not
     the planned one (activations sent to the host), or after too few steps.
     """
-    chosen = loop.chosen
-    if chosen is None or chosen.simulated or chosen.estimate is None or loop.options.offload_activations:
+    chosen = loop.compiled.chosen
+    if chosen.simulated or chosen.estimate is None or loop.options.offload_activations:
         return None
     speed = speed_of([dict(row) for row in rows])
     if speed is None or speed.steps < _LEAST_STEPS:

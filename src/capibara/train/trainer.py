@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,50 @@ from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.plan.search.space import PARAMETERS
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog
-from capibara.train.loop import Loop, LoopOptions, Result, rows_and_length
+from capibara.train.loop import Loop, LoopOptions, Result
+from capibara.train.placing import rows_and_length
 from capibara.train.trainable import as_trainable
 
 __all__ = ["TpuDistributedTrainer"]
 
 _log = logging.getLogger(__name__)
 _ENDLESS = 2**62
+
+_SAID_ELSEWHERE = {
+    "steps": "the dataset and epochs= say how many",
+    "batch_size": "the dataset's batches have it",
+    "sequence_length": "the dataset's batches have it",
+    "precision": "pass precision=",
+    "accumulate": "pass gradient_accumulation_steps=",
+    "remat": "pass use_gradient_checkpointing= or activation_offloading=",
+    "eval_every": "evaluate by a loss of your own, or train with `capibara train`",
+    "eval_batches": "evaluate by a loss of your own, or train with `capibara train`",
+}
+"""Of `TrainSettings`, what the trainer does not read there."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `train`, counted from 0, and the step that it began after."""
+
+    number: int
+    began: int
+
+
+def _check_settings(settings: TrainSettings | None, precision: str, overlapped: bool) -> None:
+    if settings is None:
+        return
+    usual = TrainSettings()
+    for name, fix in _SAID_ELSEWHERE.items():
+        value = getattr(settings, name)
+        if value != getattr(usual, name) and not (name == "precision" and value == precision):
+            raise rule_error(f"A trainer's settings leave {name} to its other arguments", f"{name}={value!r}", fix)
+    if overlapped and settings.communication not in ("automatic", "overlapped"):
+        raise rule_error(
+            "Gradients are summed in one way",
+            f'async_gradient_communication=True and settings.communication="{settings.communication}"',
+            "leave one of them out",
+        )
 
 
 class TpuDistributedTrainer:
@@ -49,9 +87,12 @@ class TpuDistributedTrainer:
       loss: `loss(module, batch)` of a module that is not a capibara model.
       precision: "mixed", "bfloat16" or "float32"; the model's own by default.
       optimizer: an `OptimizerSettings`; AdamW by default.
-      settings: a `TrainSettings` for the rest: z_loss, seed, skip_nonfinite, unroll, checkpoint_every. What the other
-        arguments and the dataset say (precision, steps, batch, accumulation, recomputation) is not read from it.
-      checkpoint_folder: keep checkpoints there every `settings.checkpoint_every` steps, and go on from the last.
+      settings: a `TrainSettings` for the rest: z_loss, seed, skip_nonfinite, unroll, deterministic, communication,
+        checkpoint_every. What the other arguments and the dataset say (precision, steps, batch, accumulation,
+        recomputation) is refused there.
+      checkpoint_folder: keep checkpoints there every `settings.checkpoint_every` steps, and go on from the last. A
+        program that is started again makes the same calls of `train`: those that were done are passed over, and the
+        one that was not goes on.
       tell: gets lines of text about the run.
     """
 
@@ -88,12 +129,17 @@ class TpuDistributedTrainer:
         self.activation_offloading = activation_offloading
         self.optimizer_sharding = optimizer_sharding
         chosen = precision or getattr(model, "precision", None) or "mixed"
+        _check_settings(settings, chosen, async_gradient_communication)
         self.settings = dataclasses.replace(settings or TrainSettings(), precision=chosen)
         self.trainable = as_trainable(model, loss=loss, precision=chosen, z_loss=self.settings.z_loss)
         self.optimizer = optimizer
         self.checkpoint_folder = None if checkpoint_folder is None else Path(checkpoint_folder)
         self.tell = tell
         self.loop: Loop | None = None
+        self._calls = 0
+        """Of `train`, that came to their end."""
+        self._reached = _Call(0, 0)
+        """The call that the state is of."""
         self._is_capibara = isinstance(model, ModularCapibaraModel)
 
     # What came of it.
@@ -130,21 +176,32 @@ class TpuDistributedTrainer:
             keep = None
             if self.checkpoint_folder is not None:
                 keep = stack.enter_context(Checkpoints(self.checkpoint_folder))
+            kept = None
             if self.loop is None:
                 first = batches.peek()
                 loop = self._loop(first, steps, keep)
                 kept = loop.prepare(first)
-                if kept is not None:
-                    batches.restore(kept["data"])
-                limit = steps or _ENDLESS
+                self._reached = _Call(**(kept or {}).get("call", {"number": 0, "began": 0}))
                 self.loop = loop
+            if self._calls < self._reached.number:
+                if self.tell is not None:
+                    self.tell(f"call {self._calls + 1} of train was done before step {self.loop.step} was saved")
+                self._calls += 1
+                self.trainable.publish(self.loop.params)
+                return Result(self.loop.step, {})
+            if kept is not None:
+                batches.restore(kept["data"])
             else:
-                # Batches of files never end by themselves.
-                limit = _ENDLESS if steps is None else self.loop.step + steps
+                self._reached = _Call(self._calls, self.loop.step)
+            # Batches of files never end by themselves.
+            limit = _ENDLESS if steps is None else self._reached.began + steps
             self.loop.checkpoints = keep
+            self.loop.beside = {"call": dataclasses.asdict(self._reached)}
             log = stack.enter_context(MetricsLog(None, tell=self.tell))
             try:
-                return self.loop.run(batches, until=limit, log=log)
+                result = self.loop.run(batches, until=limit, log=log)
+                self._calls += 1
+                return result
             finally:
                 # After an error too: the step has taken over the memory of what was published before.
                 self.trainable.publish(self.loop.params)

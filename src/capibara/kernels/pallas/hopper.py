@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +33,13 @@ class ProgramsConfig:
     def __post_init__(self) -> None:
         if self.programs < 1:
             raise rule_error("programs is one or more", self.programs, "use 1")
+
+
+def named(name: str, program: Callable[..., None], **options: Any) -> Callable[..., None]:
+    """A kernel's program with its options, under the name that profiles show it by."""
+    bound = functools.partial(program, **options)
+    bound.__name__ = name  # type: ignore[attr-defined]  # where plgpu.kernel looks
+    return bound
 
 
 def refuses_chip(device_kind: str) -> str | None:

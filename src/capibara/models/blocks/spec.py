@@ -149,9 +149,7 @@ def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inp
     return y if scale is None else y * scale.astype(y.dtype)
 
 
-def _with_change(
-    params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int, y: jax.Array
-) -> jax.Array:
+def _with_change(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int, y: jax.Array) -> jax.Array:
     down = params.get(name + LORA_DOWN)
     if down is not None:
         low = jnp.tensordot(x, down.astype(x.dtype), inputs) * params[name + LORA_SCALE].astype(x.dtype)

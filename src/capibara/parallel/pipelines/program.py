@@ -102,11 +102,19 @@ def pipelined(
     return cast("Callable[P, R]", run)
 
 
-def why_not_pipelined(fn: Callable[..., Any], args: Sequence[Any], batch: Sequence[int] = (1,)) -> str:
-    """Why `pipelined` would refuse the function, whatever the mesh, from shapes alone; "" where it would not."""
+def why_not_pipelined(
+    fn: Callable[..., Any], args: Sequence[Any], batch: Sequence[int] = (1,), microbatches: Sequence[int] = ()
+) -> str:
+    """Why `pipelined` would refuse the function, whatever the mesh, from shapes alone; "" where it would not.
+
+    `microbatches` are the numbers of them that may be asked for: the first that is more than one is tried, and where
+    there is none the least that divides the rows.
+    """
+    rows = next((leaf.shape[0] for number in batch for leaf in jax.tree.leaves(args[number]) if leaf.shape), 1)
+    count = next((n for n in (*microbatches, *range(2, rows + 1)) if n > 1 and (n in microbatches or rows % n == 0)), 1)
 
     def cut(*args: Any) -> None:
-        _cut(fn, args, tuple(batch), 2, None)
+        _cut(fn, args, tuple(batch), count, None)
 
     try:
         jax.eval_shape(cut, *args)

@@ -61,8 +61,7 @@ def begin_life(folder: Path, loop: Loop, parameters: int) -> Life:
     from capibara.kernels.lab.bench import versions
     from capibara.processes import process_count
 
-    assert loop.chosen is not None
-    chosen, first = loop.chosen, loop.devices[0]
+    chosen, first = loop.compiled.chosen, loop.devices[0]
     estimate = chosen.estimate
     life = Life(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -77,7 +76,7 @@ def begin_life(folder: Path, loop: Loop, parameters: int) -> Life:
         where=chosen.where.name if not chosen.simulated else f"{len(loop.devices)} x {chosen.where.chip.name}",
         simulated=chosen.simulated,
         parameters=parameters,
-        compile_seconds=loop.compile_seconds,
+        compile_seconds=loop.compiled.seconds,
         memory=_compiled_memory(loop),
         predicted=None
         if estimate is None
@@ -88,7 +87,7 @@ def begin_life(folder: Path, loop: Loop, parameters: int) -> Life:
             "bytes": estimate.memory.total,
             "bound": estimate.bound,
         },
-        kernels=_kernels(loop.decisions),
+        kernels=_kernels(loop.compiled.decisions),
         versions=versions(),
         command=list(sys.argv),
     )
@@ -138,7 +137,7 @@ def _kernels(decisions: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _compiled_memory(loop: Loop) -> dict[str, int] | None:
-    stats = loop.memory_analysis()
+    stats = loop.compiled.memory_analysis()
     if stats is None:
         return None
     names = {

@@ -76,6 +76,45 @@ def test_loss_and_gradients_against_logits_in_memory(given: Any, plain: Any, gra
         assert_close(mine, theirs)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("over", [None, P("a"), P(None, "b")])
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_how_much_of_the_result_is_z_loss(gradient: str, over: P | None) -> None:
+    """With a gradient and without one; tokens or the vocabulary over a mesh; the gradient is that of the result."""
+    hidden, weights, labels = _draw((8,), 16, 64)
+    labels = labels.at[3].set(IGNORED)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    if over is not None:
+        spread = P() if over[0] is None else over
+        hidden, labels = (jax.device_put(x, NamedSharding(mesh, spread)) for x in (hidden, labels))
+        weights = jax.device_put(weights, NamedSharding(mesh, over if over[0] is None else P()))
+    call = functools.partial(cross_entropy, z_loss=0.1, gradient=gradient)
+
+    def pair(hidden: Any, weights: Any) -> Any:
+        return call(hidden, weights, labels, return_z_loss=True)
+
+    wanted = _plain(hidden, weights, labels, z=0.1) - _plain(hidden, weights, labels)
+    wanted = jnp.where(labels == IGNORED, 0, wanted).sum() / 7
+    (total, of_z), slopes = jax.jit(jax.value_and_grad(pair, argnums=(0, 1), has_aux=True))(hidden, weights)
+    alone, right = jax.jit(jax.value_and_grad(lambda h, w: call(h, w, labels), argnums=(0, 1)))(hidden, weights)
+    # Float32, numbers of about 5, and sums over 64 logits and 8 tokens.
+    np.testing.assert_allclose(of_z, wanted, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(pair)(hidden, weights)[1], wanted, rtol=1e-5)
+    np.testing.assert_allclose(total, alone, rtol=1e-6)
+    for mine, theirs in zip(slopes, right, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_z_loss_of_each_token_and_without_any() -> None:
+    hidden, weights, labels = _draw((7,), 8, 30)
+    each, of_z = cross_entropy(hidden, weights, labels, z_loss=0.1, reduction="none", return_z_loss=True)
+    np.testing.assert_allclose(each - of_z, _plain(hidden, weights, labels), rtol=1e-5)
+    assert float(cross_entropy(hidden, weights, labels, return_z_loss=True)[1]) == 0
+    # Nothing is minimised through it.
+    slope = jax.grad(lambda h: cross_entropy(h, weights, labels, z_loss=0.1, return_z_loss=True)[1])(hidden)
+    assert not np.asarray(slope).any()
+
+
 def test_reductions() -> None:
     hidden, weights, labels = _draw((7,), 8, 30)
     labels = labels.at[2].set(IGNORED)

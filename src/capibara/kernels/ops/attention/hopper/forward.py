@@ -499,7 +499,7 @@ class Walk:
         return step if self.table is None else self._read(COUNTS + step)
 
     def block(self, entry: Any) -> Any:
-        return entry if self.table is None else lax.shift_right_logical(entry, jnp.ones_like(entry))
+        return entry if self.table is None else lax.shift_right_logical(entry, 1)
 
     def fetched_before(self, step: Any) -> Any:
         """How many blocks the program has fetched before this step."""

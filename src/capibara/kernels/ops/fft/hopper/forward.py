@@ -30,7 +30,7 @@ from capibara.kernels.ops.fft.matmul import stage
 from capibara.kernels.ops.fft.plan import plan
 from capibara.kernels.ops.fft.rules import scale_of
 from capibara.kernels.ops.fft.twiddles import dft, twiddles
-from capibara.kernels.pallas.hopper import ProgramsConfig, load, multiprocessors, refuses_chip, swizzled
+from capibara.kernels.pallas.hopper import ProgramsConfig, load, multiprocessors, named, refuses_chip, swizzled
 
 SIDE = 64  # of a tile: the rows of one wgmma
 TILE = SIDE * SIDE
@@ -188,7 +188,7 @@ def one_pass(
     tiles = math.prod(re.shape) // TILE
     constants = _constants(radix, inverse, scale)
     kernel = plgpu.kernel(
-        functools.partial(_program, programs=programs),
+        named("fft", _program, programs=programs),
         out_type=[out_struct((tiles, SIDE // radix, SIDE, radix), out_dtype, re)] * 2,
         grid=(programs,),
         grid_names=("program",),

@@ -26,7 +26,7 @@ from capibara.kernels.ops.fft.hopper.moves import (
     store_pairs,
     store_quads,
 )
-from capibara.kernels.pallas.hopper import load, swizzled
+from capibara.kernels.pallas.hopper import load, named, swizzled
 
 ROWS = 64
 COLUMNS = 16  # that one warpgroup transforms together: what its registers hold
@@ -371,7 +371,7 @@ def _load_matrices(matrices_hbm: Any) -> list[Any]:
 
 def _launch(program: Callable[..., None], operands: Sequence[jax.Array], out: Sequence[Any], programs: int) -> Any:
     kernel = plgpu.kernel(
-        functools.partial(program, programs=programs),
+        named("fft_long", program, programs=programs),
         out_type=list(out),
         grid=(programs,),
         grid_names=("program",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,26 @@ CROSS_ENTROPY_GRAD.implement(
 )
 
 
+@overload
+def cross_entropy(
+    hidden: Float[Array, "*tokens depth"],
+    weights: Float[Array, "depth vocabulary"] | Float[Array, "vocabulary depth"], labels: Integer[Array, "*tokens"], *,
+    transpose_weights: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    ignore_index: int = -100, reduction: str = "mean", gradient: str | None = None, block_size: int | None = None,
+    return_z_loss: Literal[False] = False, implementation: str | None = None,
+) -> Float[Array, ""] | Float[Array, "*tokens"]: ...  # fmt: skip
+
+
+@overload
+def cross_entropy(
+    hidden: Float[Array, "*tokens depth"],
+    weights: Float[Array, "depth vocabulary"] | Float[Array, "vocabulary depth"], labels: Integer[Array, "*tokens"], *,
+    transpose_weights: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    ignore_index: int = -100, reduction: str = "mean", gradient: str | None = None, block_size: int | None = None,
+    return_z_loss: Literal[True], implementation: str | None = None,
+) -> tuple[Float[Array, ""] | Float[Array, "*tokens"], Float[Array, ""] | Float[Array, "*tokens"]]: ...  # fmt: skip
+
+
 def cross_entropy(
     hidden: Float[Array, "*tokens depth"],
     weights: Float[Array, "depth vocabulary"] | Float[Array, "vocabulary depth"],
@@ -86,8 +106,13 @@ def cross_entropy(
     reduction: str = "mean",
     gradient: str | None = None,
     block_size: int | None = None,
+    return_z_loss: bool = False,
     implementation: str | None = None,
-) -> Float[Array, ""] | Float[Array, "*tokens"]:
+) -> (
+    Float[Array, ""]
+    | Float[Array, "*tokens"]
+    | tuple[Float[Array, ""] | Float[Array, "*tokens"], Float[Array, ""] | Float[Array, "*tokens"]]
+):
     """The softmax cross-entropy of the logits hidden @ weights, whose logits are never all in memory.
 
     Forward and backward go over the vocabulary in chunks. Logits, sums and the result are float32. On a mesh the
@@ -113,6 +138,8 @@ def cross_entropy(
         be, and "recompute" elsewhere, where the two have not been timed.
       block_size: columns of a chunk of the vocabulary, by default as many as make 256 MiB of logits; with "in_forward"
         and "in_forward_narrow", tokens of a chunk, by default 512 and 384 MiB of logits.
+      return_z_loss: also return how much of the result is z_loss: the result less that is the cross-entropy. It has no
+        gradient of its own.
       implementation: force one by name ("xla", "reference"); a refusal is an error. Only "xla" has chunks, and takes
         a `block_size`.
 
@@ -156,7 +183,7 @@ def cross_entropy(
     def losses(hidden: Any, weights: Any, labels: Any, options: dict[str, Any]) -> Any:
         wanted = options | {"return_sum": True} if label_smoothing else options
         sums = run(CROSS_ENTROPY, (hidden, weights, labels), wanted, implementation=implementation)
-        return token_losses(sums, size, label_smoothing, z_loss)
+        return token_losses(sums, size, label_smoothing, z_loss), sums[0]
 
     def reduced(hidden: Any, weights: Any, labels: Any, ignored: Any, wrong: Any) -> Any:
         # What padding holds may be anything: a NaN times a gradient of 0 would still be one, in the weights' gradient.
@@ -165,15 +192,20 @@ def cross_entropy(
         scale = jnp.where(wrong, jnp.nan, 1.0).astype(wide_type(hidden))
         share = 1 / jnp.maximum((~ignored).sum(), 1).astype(scale.dtype) if reduction == "mean" else 1
         if gradient == "recompute":
-            each = jnp.where(ignored, 0, losses(hidden, weights, labels, params) * scale)
-            return each if reduction == "none" else each.sum() * share
+            each, lse = losses(hidden, weights, labels, params)
+            parts = [each, z_loss * jnp.square(jax.lax.stop_gradient(lse))] if return_z_loss else [each]
+            made = [jnp.where(ignored, 0, part * scale) for part in parts]
+            made = made if reduction == "none" else [part.sum() * share for part in made]
+            return tuple(made) if return_z_loss else made[0]
         columns = {name: value for name, value in params.items() if name != "block"}  # the block is of tokens here
         given = {"label_smoothing": label_smoothing, "z_loss": z_loss, "narrow": gradient == "in_forward_narrow"}
+        given["return_lse"] = return_z_loss
         together = params | {name: value for name, value in given.items() if value}
         undifferentiated = functools.partial(losses, options=columns)
         # Inside shard_map the gradient of weights that all devices share is then their sum.
         arrays = vary_alike((hidden, weights, labels, jnp.where(ignored, 0, scale * share)))
-        return weighted_sum(undifferentiated, tuple(together.items()), implementation, *arrays)
+        total, of_z = weighted_sum(undifferentiated, tuple(together.items()), implementation, *arrays)
+        return (total, of_z) if return_z_loss else total
 
     operands = (hidden, weights, labels, ignored, wrong)
     return with_automatic_axes(reduced, operands, labels if reduction == "none" else None)

@@ -19,7 +19,7 @@ from capibara.errors import rule_error
 def with_automatic_axes(fn: Callable[..., Any], arrays: tuple[Any, ...], laid_out_as: Any) -> Any:
     """`fn(*arrays)`; on a mesh with explicit axes they are automatic inside of it.
 
-    `laid_out_as` is the array whose layout the one result has; None is for a single number.
+    `laid_out_as` is the array whose layout the results have; None is for single numbers.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)

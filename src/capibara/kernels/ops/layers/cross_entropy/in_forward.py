@@ -43,9 +43,9 @@ Params = dict[str, Any]
 def reference_and_grad(
     hidden: jax.Array, weights: jax.Array, labels: jax.Array, token_weights: jax.Array, *,
     transpose_weights: bool = False, soft_cap: float | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    narrow: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(each token's loss times its weight, and the gradients of their sum by hidden and by weights).
+    narrow: bool = False, return_lse: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """(each token's loss times its weight, and the gradients of their sum by hidden and by weights[, each lse]).
 
     `narrow` is about memory and rounding, and changes nothing here.
     """
@@ -56,10 +56,10 @@ def reference_and_grad(
             hidden, weights, labels, transpose_weights=transpose_weights, soft_cap=soft_cap, return_sum=True
         )
         each = token_weights * token_losses(sums, size, label_smoothing, z_loss)
-        return each.sum(), each
+        return each.sum(), (each, sums[0])
 
-    (d_hidden, d_weights), each = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, weights)
-    return each, d_hidden, d_weights
+    (d_hidden, d_weights), (each, lse) = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, weights)
+    return (each, d_hidden, d_weights, lse) if return_lse else (each, d_hidden, d_weights)
 
 
 def chunk_tokens(tokens: int, depth: int, vocabulary: int, itemsize: int, block: int | None) -> int:
@@ -93,9 +93,9 @@ def chunks(call: Call) -> int:
 
 def xla(
     hidden: jax.Array, weights: jax.Array, labels: jax.Array, token_weights: jax.Array, *, transpose_weights: bool,
-    soft_cap: float | None, label_smoothing: float, z_loss: float, narrow: bool, block: int | None,
+    soft_cap: float | None, label_smoothing: float, z_loss: float, narrow: bool, return_lse: bool, block: int | None,
     over: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """`over`: mesh axes that split the vocabulary; `weights` is then this device's part, and labels count from it."""
     product = Product(hidden, transpose_weights, soft_cap, narrow)
     rows, flat_labels, scale = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), token_weights.reshape(-1)
@@ -109,7 +109,7 @@ def xla(
     is_word = None if padded == size else columns < size
 
     def step(start: Any, count: int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        each, d_rows, d_weights = carry
+        each, d_rows, d_weights, *kept = carry
         here, label, factor = (lax.dynamic_slice_in_dim(x, start, count) for x in (rows, flat_labels, scale))
         logits = product.logits(here, weights)
         is_label = label[:, None] == columns
@@ -129,10 +129,13 @@ def xla(
         part = product.of_rows(flow, weights)
         part = (lax.psum(part, over) if over else part).astype(hidden.dtype)
         update = lax.dynamic_update_slice_in_dim
-        return update(each, loss, start, 0), update(d_rows, part, start, 0), d_weights + product.of_weights(here, flow)
+        kept = [update(x, lse, start, 0) for x in kept]
+        d_weights = d_weights + product.of_weights(here, flow)
+        return update(each, loss, start, 0), update(d_rows, part, start, 0), d_weights, *kept
 
     summed = product.result
-    empty = (jnp.zeros(tokens, product.wide), jnp.zeros_like(rows), jnp.zeros(weights.shape, summed))
+    of_tokens = jnp.zeros(tokens, product.wide)
+    empty = (of_tokens, jnp.zeros_like(rows), jnp.zeros(weights.shape, summed), *([of_tokens] if return_lse else []))
     carry = tuple(vary_like(x, hidden) for x in empty)
     count = chunk_tokens(tokens, rows.shape[1], padded, summed.itemsize, block)
     whole = tokens // count
@@ -140,16 +143,18 @@ def xla(
         carry = lax.fori_loop(0, whole, lambda i, c: step(i * count, count, c), carry)
     if tokens - whole * count:
         carry = step(whole * count, tokens - whole * count, carry)
-    each, d_rows, d_weights = carry
+    each, d_rows, d_weights, *kept = carry
     d_weights = lax.slice_in_dim(d_weights, 0, size, axis=product.axis).astype(weights.dtype)
-    return each.reshape(labels.shape), d_rows.reshape(hidden.shape), d_weights
+    lse = [x.reshape(labels.shape) for x in kept]
+    return each.reshape(labels.shape), d_rows.reshape(hidden.shape), d_weights, *lse
 
 
 def mesh_rule(call: Call) -> str:
     """r0, r1, ... are the axes of the tokens, d the depth, v the vocabulary."""
     tokens = " ".join(f"r{axis}" for axis in range(len(call.need("hidden").shape) - 1))
     hidden, weights = f"{tokens} d".strip(), "v d" if call.params["transpose_weights"] else "d v"
-    return f"{hidden}, {weights}, {tokens}, {tokens} -> {tokens}, {hidden}, {weights}"
+    lse = f", {tokens}" if call.params["return_lse"] else ""
+    return f"{hidden}, {weights}, {tokens}, {tokens} -> {tokens}, {hidden}, {weights}{lse}"
 
 
 @on_one_device
@@ -158,14 +163,14 @@ def local(op: Op, arrays: tuple[Any, ...], params: Params, axes: Axes, prefer: P
     over = axes.get("v", ())
     arrays = own_labels(arrays, params, axes)
     if over:
-        each, d_hidden, d_weights = xla(*arrays, **params, over=over)
+        each, d_hidden, d_weights, *lse = xla(*arrays, **params, over=over)
     else:
-        each, d_hidden, d_weights = run(op, arrays, params, prefer=prefer, local=True)
+        each, d_hidden, d_weights, *lse = run(op, arrays, params, prefer=prefer, local=True)
     rows = tuple(name for factor, names in axes.items() if factor.startswith("r") for name in names)
     if rows:
         wide = jnp.promote_types(jnp.float32, d_weights.dtype)
         d_weights = lax.psum(d_weights.astype(wide), rows).astype(d_weights.dtype)
-    return each, d_hidden, d_weights
+    return each, d_hidden, d_weights, *lse
 
 
 def _tolerance(call: Call) -> float:
@@ -188,10 +193,11 @@ CROSS_ENTROPY_AND_GRAD = Op(
         "label_smoothing": 0.0,
         "z_loss": 0.0,
         "narrow": False,
+        "return_lse": False,
         "block": None,
     },
     hints=("block",),
-    untuned=("soft_cap", "label_smoothing", "z_loss"),
+    untuned=("soft_cap", "label_smoothing", "z_loss", "return_lse"),
     check=rules.check,
     cost=rules.cost_grad,
     tolerance=_tolerance,
@@ -209,21 +215,32 @@ CROSS_ENTROPY_AND_GRAD.implement(
 def weighted_sum(
     undifferentiated: Any, params: tuple[tuple[str, Any], ...], implementation: str | None, hidden: jax.Array,
     weights: jax.Array, labels: jax.Array, token_weights: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """The sum of the tokens' losses, each times its weight. Where nothing is differentiated, no gradient is made:
-    `undifferentiated(hidden, weights, labels)` then gives the losses."""
-    losses = undifferentiated(hidden, weights, labels)
-    return jnp.where(token_weights == 0, 0, token_weights * losses).sum()
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """(the sum of the tokens' losses, each times its weight; with `return_lse` what of it is z_loss, else None).
+
+    Where nothing is differentiated, no gradient is made: `undifferentiated(hidden, weights, labels)` then gives each
+    token's (loss, lse).
+    """
+    losses, lse = undifferentiated(hidden, weights, labels)
+    return jnp.where(token_weights == 0, 0, token_weights * losses).sum(), _z_part(dict(params), token_weights, lse)
+
+
+def _z_part(params: Params, token_weights: jax.Array, lse: Any) -> jax.Array | None:
+    """It is told, and not minimised by itself: it has no gradient of its own."""
+    if not params.get("return_lse"):
+        return None
+    return jnp.where(token_weights == 0, 0, token_weights * params.get("z_loss", 0.0) * jnp.square(lse)).sum()
 
 
 def _forward(_: Any, params: Any, implementation: Any, *arrays: Any) -> tuple[Any, Any]:
     each, *grads = run(CROSS_ENTROPY_AND_GRAD, arrays, dict(params), implementation=implementation)
-    return each.sum(), tuple(grads)
+    lse = grads.pop() if dict(params).get("return_lse") else None
+    return (each.sum(), _z_part(dict(params), arrays[-1], lse)), tuple(grads)
 
 
-def _backward(_: Any, params: Any, implementation: Any, grads: Any, cotangent: Any) -> tuple[Any, ...]:
+def _backward(_: Any, params: Any, implementation: Any, grads: Any, cotangents: Any) -> tuple[Any, ...]:
     def scaled(x: Any) -> Any:
-        return (x.astype(cotangent.dtype) * cotangent).astype(x.dtype)
+        return (x.astype(cotangents[0].dtype) * cotangents[0]).astype(x.dtype)
 
     return *map(scaled, grads), None, None
 

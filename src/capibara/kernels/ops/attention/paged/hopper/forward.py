@@ -27,7 +27,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, smem_bytes, swizzled
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes, swizzled
 
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
@@ -160,8 +160,8 @@ def hopper_forward(
     parts = splits * config.warpgroups
     out_dtype = query.dtype if parts == 1 else jnp.float32
     kernel = plgpu.kernel(
-        functools.partial(
-            _kernel, n=n, config=config, splits=splits, per_tile=per_tile, rows=rows, window=window,
+        named(
+            "paged_attention", _kernel, n=n, config=config, splits=splits, per_tile=per_tile, rows=rows, window=window,
             scale=scale_of(scale, n.depth), softcap=softcap,
         ),
         out_type=[
@@ -266,7 +266,7 @@ def _kernel(
                 if per_tile == 1:
                     row = row * 0
                 else:
-                    row = lax.shift_right_logical(row, jnp.full_like(row, int(math.log2(n.group))))
+                    row = lax.shift_right_logical(row, int(math.log2(n.group)))
                 row = row + position
                 seen = key <= row
                 return seen if window is None else seen & (key > row - window)

@@ -24,7 +24,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.conv.conv2d import rules, winograd
 from capibara.kernels.ops.conv.conv2d.points import TAPS, transforms
-from capibara.kernels.pallas.hopper import load, refuses_chip
+from capibara.kernels.pallas.hopper import load, named, refuses_chip
 
 TILE = 4
 SPAN = TILE + TAPS - 1
@@ -161,7 +161,7 @@ def conv2d_hopper(
         assert vector is not None  # refuses has seen to it
         width = THREADS * vector
         return plgpu.kernel(
-            functools.partial(body, tiles=tiles, along=along, width=width, vector=vector),
+            named("conv2d", body, tiles=tiles, along=along, width=width, vector=vector),
             out_type=out_struct(shape, dtype, inputs),
             grid=(n.images * down, -(-along // tiles), channels // width),
             grid_names=("row", "stretch", "piece"),

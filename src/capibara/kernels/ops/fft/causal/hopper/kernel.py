@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels.pallas.hopper import hidden_zero, load, store_to_memory, swizzled
+from capibara.kernels.pallas.hopper import hidden_zero, load, named, store_to_memory, swizzled
 
 ROWS = 64  # of one wgmma, and of a block
 SIDE = 2 * ROWS
@@ -55,7 +55,7 @@ def run(
     """
     how = {"conjugate": conjugate, "filters": h is not None, "pairs": sizes is not None}
     kernel = plgpu.kernel(
-        functools.partial(_program, programs=programs, batch=batch, **how),
+        named("fft_causal", _program, programs=programs, batch=batch, **how),
         out_type=[out],
         grid=(programs,),
         grid_names=("program",),

@@ -24,7 +24,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.fft.hopper.forward import LAYOUT, SIDE, TILE, complex_product
 from capibara.kernels.ops.fft.twiddles import dft, twiddles
-from capibara.kernels.pallas.hopper import ProgramsConfig, load, multiprocessors, refuses_chip, swizzled
+from capibara.kernels.pallas.hopper import ProgramsConfig, load, multiprocessors, named, refuses_chip, swizzled
 
 LARGEST_RADIX = 16  # beyond, the elementwise work of XLA's radix would be more than the memory's
 BF16 = jnp.bfloat16
@@ -149,7 +149,7 @@ def filter_tiles(
     matrices = jnp.asarray(dft(SIDE, False), BF16)
     factors = jnp.asarray(twiddles(TILE, SIDE, SIDE, False), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_program, programs=programs, conjugate=conjugate),
+        named("fft_filter", _program, programs=programs, conjugate=conjugate),
         out_type=[out_struct(re.shape, BF16, re)] * 2,
         grid=(programs,),
         grid_names=("program",),

@@ -10,7 +10,6 @@ on its way while one is computed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from capibara.kernels.ops.layers.activation.folding import fold_rows, group_scal
 from capibara.kernels.ops.layers.activation.masking import Strides, scale
 from capibara.kernels.ops.layers.activation.tanh_formulas import value, value_and_slope
 from capibara.kernels.pallas import prng
-from capibara.kernels.pallas.hopper import load, multiprocessors, refuses_chip
+from capibara.kernels.pallas.hopper import load, multiprocessors, named, refuses_chip
 
 THREADS = 128  # of a warpgroup
 VECTORS = (8, 4, 2)  # neighbouring columns of a thread: 16 bytes of bfloat16 at most, a pair at least
@@ -174,9 +173,9 @@ def _run(
     share = max(1, min(fold.rows, config.programs // (fold.groups * pieces)))
     scalars = [group_scalars(fold, seed, offsets)] if rate else []
     outs = plgpu.kernel(
-        functools.partial(
-            _program, config=config, rows=fold.rows, share=share, stride=fold.stride, kind=kind, rate=rate,
-            offset=offsets is not None, has_up=has_up, grad=grad,
+        named(
+            "activation", _program, config=config, rows=fold.rows, share=share, stride=fold.stride, kind=kind,
+            rate=rate, offset=offsets is not None, has_up=has_up, grad=grad,
         ),
         out_type=[out_struct(flat, x.dtype, x)] * outputs,
         grid=(fold.groups * share * pieces,),

@@ -36,7 +36,15 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.grouped.rules import Sizes, floats, out_dtype_of, sizes
 from capibara.kernels.ops.layers.grouped.tiles import row_tiles
-from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, smem_bytes, swizzled
+from capibara.kernels.pallas.hopper import (
+    SMEM_BYTES,
+    SWIZZLE,
+    multiprocessors,
+    named,
+    refuses_chip,
+    smem_bytes,
+    swizzled,
+)
 
 STEP = 64  # of the contraction: one swizzle atom of 16-bit numbers
 PIECE_ROWS = 64  # results leave through shared memory in pieces of 64 rows by one swizzle atom
@@ -334,8 +342,14 @@ def _grouped_rows(
     out = out_struct((lhs.shape[0], columns), out_dtype, lhs)
     programs = multiprocessors(current_target().device_kind)
     kernel = plgpu.kernel(
-        functools.partial(
-            _program, config=config, programs=programs, transposed=transposed, activation=activation, outputs=outputs
+        named(
+            "grouped_gemm",
+            _program,
+            config=config,
+            programs=programs,
+            transposed=transposed,
+            activation=activation,
+            outputs=outputs,
         ),
         out_type=[out] * outputs,
         grid=(programs,),

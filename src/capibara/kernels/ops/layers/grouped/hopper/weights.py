@@ -42,7 +42,7 @@ from capibara.kernels.ops.layers.grouped.hopper.forward import (
     staging,
 )
 from capibara.kernels.ops.layers.grouped.tiles import group_spans, longest_first
-from capibara.kernels.pallas.hopper import multiprocessors, swizzled
+from capibara.kernels.pallas.hopper import multiprocessors, named, swizzled
 
 EIGHT = 8  # rows of a swizzle atom: where TMA can start
 EDGE_ROWS = STEP + EIGHT  # at most 7 rows before the whole steps and 63 after them
@@ -76,7 +76,7 @@ def _contract_rows(
         left, right = (jnp.pad(x, ((0, wanted - rows), (0, 0))) for x in (left, right))
     programs = multiprocessors(current_target().device_kind)
     (out,) = plgpu.kernel(
-        functools.partial(_program, config=config, programs=programs),
+        named("grouped_weights", _program, config=config, programs=programs),
         out_type=[out_struct((len(ends), left.shape[1], right.shape[1]), out_dtype, left)],
         grid=(programs,),
         grid_names=("program",),

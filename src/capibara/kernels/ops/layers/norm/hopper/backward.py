@@ -6,7 +6,6 @@ registers, all the way from its first row to its last, and writes those sums onc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from capibara.kernels.ops.layers.norm.hopper.forward import (
     vector_pieces,
 )
 from capibara.kernels.ops.layers.norm.rules import sizes, sizes_of
-from capibara.kernels.pallas.hopper import load
+from capibara.kernels.pallas.hopper import load, named
 
 REGISTERS = 255  # of a thread
 SUM_REGISTERS = 128  # of those, for the sums of dscale and dbias
@@ -181,8 +180,7 @@ def norm_backward(
     stride = programs_of_a_group(config, n.groups, n.rows)
     partial_sums = out_struct((n.groups, stride, cut.lines, cut.width), jnp.float32, x)
     dx, *rest = plgpu.kernel(
-        functools.partial(
-            _program, cut=cut, config=config, rows=n.rows, stride=stride, kind=kind, offset=offset,
+        named("norm_backward", _program, cut=cut, config=config, rows=n.rows, stride=stride, kind=kind, offset=offset,
             has_scale=scale is not None, has_sum=d_sum is not None, sums=sums,
         ),
         out_type=[out_struct(shape, x.dtype, x)] + [partial_sums] * sum(sums),

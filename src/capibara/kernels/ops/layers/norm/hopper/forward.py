@@ -26,7 +26,15 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.norm.reference import outputs, shrink_of
 from capibara.kernels.ops.layers.norm.rules import MOST_COLUMNS, sizes, sizes_of
-from capibara.kernels.pallas.hopper import REDUCTION_BYTES, SMEM_BYTES, load, multiprocessors, refuses_chip, smem_bytes
+from capibara.kernels.pallas.hopper import (
+    REDUCTION_BYTES,
+    SMEM_BYTES,
+    load,
+    multiprocessors,
+    named,
+    refuses_chip,
+    smem_bytes,
+)
 from capibara.kernels.pallas.scratch import scratch_bytes
 
 THREADS = 128  # of a warpgroup
@@ -289,8 +297,7 @@ def norm_forward(
     stats = (2 if kind == "layer" else 1) if return_stats else 0
     stride = programs_of_a_group(config, n.groups, n.rows)
     y, *rest = plgpu.kernel(
-        functools.partial(
-            _program, cut=cut, config=config, rows=n.rows, stride=stride, kind=kind, eps=eps, offset=offset,
+        named("norm", _program, cut=cut, config=config, rows=n.rows, stride=stride, kind=kind, eps=eps, offset=offset,
             has=(scale is not None, bias is not None, residual is not None), summed=return_residual, stats=stats,
         ),
         out_type=[out_struct(shape, x.dtype, x)] * (2 if return_residual else 1)

@@ -24,7 +24,7 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.router.rules import refuses_sizes, rows_of
-from capibara.kernels.pallas.hopper import LOG2E, load, refuses_chip, store_to_memory
+from capibara.kernels.pallas.hopper import LOG2E, load, named, refuses_chip, store_to_memory
 
 THREADS = 128  # of a warpgroup, a token each
 VECTOR_BYTES = 16  # of a load
@@ -222,8 +222,7 @@ def route_forward(
     if bias is not None:
         operands.append(bias.astype(jnp.float32))
     outs = plgpu.kernel(
-        functools.partial(
-            _program, biased=bias is not None, config=config, top_k=top_k, gate=gate, normalize=normalize,
+        named("route", _program, biased=bias is not None, config=config, top_k=top_k, gate=gate, normalize=normalize,
             scale=float(scale),
         ),
         out_type=[out_struct((padded, top_k), dtype, logits) for dtype in (jnp.float32, jnp.int32)],

@@ -29,7 +29,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.scan.selective.hopper.forward import CHANNELS, COMPILER_PARAMS, Laid, refuses_form, softplus
 from capibara.kernels.ops.scan.selective.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, smem_bytes, store_to_memory
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, named, smem_bytes, store_to_memory
 
 WARPGROUP = 128
 LN2 = math.log(2)
@@ -441,7 +441,7 @@ def selective_backward(
     if initial_state is not None:
         outs["d_initial"] = struct(of_states)
     results = plgpu.kernel(
-        functools.partial(_program, plan=plan, names=(*operands, *outs)),
+        named("selective_scan_backward", _program, plan=plan, names=(*operands, *outs)),
         out_type=list(outs.values()),
         grid=(batch, blocks),
         grid_names=("batch", "block"),

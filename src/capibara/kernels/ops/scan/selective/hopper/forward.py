@@ -8,7 +8,6 @@ binds is the exponential unit: one for each state and step. A is folded with log
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.scan.selective.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, smem_bytes
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes
 
 CHANNELS = 128  # of a program: the threads of a warpgroup
 MOST_STATES = 64  # two registers each, of 255
@@ -271,7 +270,7 @@ def selective_forward(
         outs["final"] = out_struct((batch, states + more, channels), jnp.float32, x)
     plan = Plan(config, time, states + more, dt_softplus)
     y, *last = plgpu.kernel(
-        functools.partial(_program, plan=plan, names=(*operands, *outs)),
+        named("selective_scan", _program, plan=plan, names=(*operands, *outs)),
         out_type=list(outs.values()),
         grid=(batch, channels // CHANNELS),
         grid_names=("batch", "block"),

@@ -433,7 +433,7 @@ def ssd_backward(
         D is not None,
     )  # fmt: skip
     grid = {"batch": n.batch, "part": all_parts, "chunk": chunks}
-    dx, d_b, d_c, sums, through = launch_over(grid, _program, operands, outs, plan)
+    dx, d_b, d_c, sums, through = launch_over("ssd_backward", grid, _program, operands, outs, plan)
 
     sums = sums.reshape(n.batch, n.heads, each, *sums.shape[2:]).sum(2)
     through = through.reshape(n.batch, n.heads, each, chunks, n.states).sum((2, 4)) * decay[..., 0]

@@ -27,7 +27,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct, vary_alike
 from capibara.kernels.ops.scan.ssd.decays import running_sums
 from capibara.kernels.ops.scan.ssd.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, refuses_chip, smem_bytes, swizzled
+from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes, swizzled
 
 CHUNK = 64
 SLICE = 64  # columns of x a warpgroup holds
@@ -244,11 +244,16 @@ def _compute(
 
 
 def launch_over(
-    grid: dict[str, int], body: Callable[..., None], operands: dict[str, Any], outs: dict[str, Any], plan: Any
+    name: str,
+    grid: dict[str, int],
+    body: Callable[..., None],
+    operands: dict[str, Any],
+    outs: dict[str, Any],
+    plan: Any,
 ) -> list[Any]:
     """`body`, told the names of its references, in three warpgroups for each place of the grid."""
     return plgpu.kernel(
-        functools.partial(body, plan=plan, names=(*operands, *outs)),
+        named(name, body, plan=plan, names=(*operands, *outs)),
         out_type=list(outs.values()),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -315,7 +320,7 @@ def ssd_forward(
         stages=config.stages,
         has_steps=dt is not None,
     )
-    y, *last = launch_over({"batch": batch, "pair": plan.slices // 2}, _program, operands, outs, plan)
+    y, *last = launch_over("ssd", {"batch": batch, "pair": plan.slices // 2}, _program, operands, outs, plan)
     y = y[:, :time].reshape(x.shape)
     return (y, last[0]) if return_final_state else y
 

@@ -116,4 +116,4 @@ def _compute(plan: SweepPlan, refs: dict[str, Any], smem: dict[str, Any], mine: 
 
 def sweep(operands: dict[str, Any], outs: dict[str, Any], plan: SweepPlan) -> list[Any]:
     """The kernel over (batch, pairs of slices)."""
-    return launch_over({"batch": plan.batch, "pair": plan.slices // 2}, _program, operands, outs, plan)
+    return launch_over("ssd_states", {"batch": plan.batch, "pair": plan.slices // 2}, _program, operands, outs, plan)

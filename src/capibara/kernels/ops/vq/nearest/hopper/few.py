@@ -41,7 +41,7 @@ from capibara.kernels.ops.vq.nearest.hopper.common import (
     tile_best,
 )
 from capibara.kernels.ops.vq.nearest.hopper.resolve import look_again
-from capibara.kernels.pallas.hopper import load, swizzled
+from capibara.kernels.pallas.hopper import load, named, swizzled
 
 COMPUTE_REGISTERS, LOOK_REGISTERS = 152, 64  # with those that fetch 472 of 480, which five warpgroups start with
 
@@ -67,7 +67,7 @@ def nearest_of_few(x: jax.Array, codebook: jax.Array, config: SearchConfig, prog
     count = codebook.shape[0]
     codes = lax.pad(codebook, np.zeros((), codebook.dtype), ((0, config.tile - count, 0), (0, 0, 0)))
     (indices,) = plgpu.kernel(
-        functools.partial(_program, config=config, count=count),
+        named("nearest_code_few", _program, config=config, count=count),
         out_type=[out_struct((x.shape[0],), jnp.int32, x)],
         grid=(programs,),
         grid_names=("program",),

@@ -37,7 +37,7 @@ from capibara.kernels.ops.vq.nearest.hopper.common import (
     row_full,
     safe_sqrt,
 )
-from capibara.kernels.pallas.hopper import load, swizzled
+from capibara.kernels.pallas.hopper import load, named, swizzled
 
 SAMPLE = 16  # codes that the centre and the scale are from
 MOST_AHEAD = 4  # steps of the codes that are on the way from memory together
@@ -62,7 +62,7 @@ def prepare(codebook: jax.Array, tile: int) -> Prepared:
     codes = lax.pad(codebook, np.zeros((), codebook.dtype), ((0, padded - count, 0), (0, 0, 0)))
     programs = padded // BLOCK_M
     narrow, half, centre, bounds = plgpu.kernel(
-        functools.partial(_program, count=count, exact=exact),
+        named("nearest_code_prepare", _program, count=count, exact=exact),
         out_type=[
             out_struct((padded, width), narrow_type(codebook.dtype), codebook),
             *(out_struct((size,), jnp.float32, codebook) for size in (padded, width, programs * 4)),

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.vq.nearest.hopper.common import LARGEST_USABLE, THREADS, entry_of
 from capibara.kernels.ops.vq.nearest.hopper.search_resident import stream_of
-from capibara.kernels.pallas.hopper import load
+from capibara.kernels.pallas.hopper import load, named
 
 ROWS = 8  # of a program: few, so that those with several codes are spread over the chip
 TOGETHER = 4  # codes that are compared at a time, where there are many: a wait for memory and four sums, about 1.1 us
@@ -53,7 +53,7 @@ def resolve(
     # One program compares a row with so few fast enough.
     sliced = [by_slices(x, codebook, lists, half, kept)] if codebook.shape[0] > SHORTEST else []
     (indices,) = plgpu.kernel(
-        functools.partial(_resolve_program, kept=kept, streams=streams),
+        named("nearest_code_resolve", _resolve_program, kept=kept, streams=streams),
         out_type=[out_struct((x.shape[0],), jnp.int32, x)],
         grid=(x.shape[0] // ROWS,),
         grid_names=("program",),
@@ -215,7 +215,7 @@ def by_slices(x: jax.Array, codebook: jax.Array, lists: jax.Array, half: jax.Arr
     slices, parts = -(-codes // slice_length(codes)), -(-rows // THREADS)
     together = min(parts, MOST_PARTS)
     (nearest,) = plgpu.kernel(
-        functools.partial(_slice_program, kept=kept, together=together),
+        named("nearest_code_slices", _slice_program, kept=kept, together=together),
         out_type=[out_struct((slices, rows), jnp.int32, x)],
         grid=(-(-parts // together), slices),
         grid_names=("rows", "slice"),

@@ -40,7 +40,7 @@ from capibara.kernels.ops.vq.nearest.hopper.common import (
     tile_best,
     words_of,
 )
-from capibara.kernels.pallas.hopper import load, swizzled
+from capibara.kernels.pallas.hopper import load, named, swizzled
 
 
 def search_scratch(config: SearchConfig, codes: int, x_dtype: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def search(
     """
     padded_rows = math.ceil(x.shape[0] / PROGRAM_M) * PROGRAM_M
     (lists,) = plgpu.kernel(
-        functools.partial(_program, config=config),
+        named("nearest_code_search", _program, config=config),
         out_type=[out_struct((words_of(config.kept, codes.shape[0]), padded_rows), jnp.int32, x)],
         grid=(programs,),
         grid_names=("program",),

@@ -40,7 +40,7 @@ from capibara.kernels.ops.vq.nearest.hopper.common import (
     merged,
     row_full,
 )
-from capibara.kernels.pallas.hopper import load, swizzled
+from capibara.kernels.pallas.hopper import load, named, swizzled
 
 BLOCK_N = 64  # codes of a block of the ring
 BLOCKS = 4  # of a tile, side by side
@@ -90,7 +90,7 @@ def search_resident(
     As `search` returns it, but for the streams, and with no rows beyond x's. The ring has `config.stages` blocks.
     """
     (lists,) = plgpu.kernel(
-        functools.partial(_program, config=config, programs=programs),
+        named("nearest_code_search", _program, config=config, programs=programs),
         out_type=[out_struct((config.kept + 1, x.shape[0]), jnp.int32, x)],
         grid=(programs,),
         grid_names=("program",),
