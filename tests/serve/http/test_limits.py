@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +95,22 @@ def test_a_client_that_does_not_read_is_hung_up_on() -> None:
             # The engine has long finished; the server lets go of the rest.
             _until(lambda: "capibara:http_requests_open 1.0" in call(server.address, "GET", "/metrics")[1])
         assert post(server.address, ask("abc"))[0] == 200
+
+
+def test_a_whole_answer_that_is_not_read_is_dropped() -> None:
+    engine = StandIn(tokens_a_step=2000)
+    with served(engine, client_timeout_s=0.5) as (server, _):
+        asked = ask("x" * 1800, n=4, logprobs=True, top_logprobs=20)
+        with connect(server.address, receive_bytes=4096) as client:
+            client.sendall(raw_request(json.dumps(asked).encode()))
+            head = client.recv(1000, socket.MSG_WAITALL).partition(b"\r\n\r\n")
+            whole = int(head[0].lower().partition(b"content-length: ")[2].split()[0])
+            time.sleep(2)
+            read = len(head[2])
+            with contextlib.suppress(ConnectionError):
+                while part := client.recv(1 << 20):
+                    read += len(part)
+        assert read < whole, "it was kept for a client that did not read"
 
 
 def test_a_head_or_a_body_that_trickles_is_not_waited_for() -> None:

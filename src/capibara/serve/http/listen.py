@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +25,13 @@ class _Server(uvicorn.Server):
         yield  # the process that started this one says when to stop
 
 
-def make_server(app: ASGIApp, header_timeout_s: float) -> uvicorn.Server:
-    """A server to be given a socket that listens: `await server.serve(sockets=[...])`."""
+def make_server(app: ASGIApp, client_timeout_s: float) -> uvicorn.Server:
+    """A server to be given a socket that listens: `await server.serve(sockets=[...])`.
+
+    Args:
+      app: what answers.
+      client_timeout_s: how long a client may take for a request's head, to read an answer, or to ask again.
+    """
 
     class Protocol(H11Protocol):
         """A connection. One that does not get its request's head together in time is closed."""
@@ -56,9 +62,15 @@ def make_server(app: ASGIApp, header_timeout_s: float) -> uvicorn.Server:
                 self._patience.cancel()
             super().connection_lost(exc)
 
+        def timeout_keep_alive_handler(self) -> None:
+            if not self.transport.is_closing() and self.transport.get_write_buffer_size():
+                self.transport.abort()  # the answer lies here unread: closing would wait for it for ever
+            else:
+                super().timeout_keep_alive_handler()
+
         def _be_patient(self) -> None:
             if self._patience is None:
-                self._patience = self.loop.call_later(header_timeout_s, self.transport.close)
+                self._patience = self.loop.call_later(client_timeout_s, self.transport.close)
 
         def send_400_response(self, msg: str) -> None:
             if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -87,7 +99,7 @@ def make_server(app: ASGIApp, header_timeout_s: float) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=math.ceil(client_timeout_s),
         timeout_graceful_shutdown=5,
     )
     return _Server(config)

@@ -76,6 +76,8 @@ class Prompts:
         assert self.tokenizer.chat_template is not None
         self.tool_parser = parser_for(self.tokenizer.chat_template) if tool_parser is None else parser_of(tool_parser)
         self._reads = template_variables(self.tokenizer.chat_template)
+        # With log-probabilities a token is shown with 20 others, the same ones again and again.
+        self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
 
     # Conversations.
 
@@ -189,7 +191,7 @@ class Prompts:
     def _special(self) -> dict[int, str]:
         return {id: text for text, id in self.tokenizer.special_tokens.items()}
 
-    def token_text(self, token: int) -> tuple[str, list[int] | None]:
+    def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and bytes; of a part of a character the bytes are known of a byte tokenizer alone."""
         if token in self._special:
             text = self._special[token]
