@@ -345,7 +345,7 @@ def new_paged_cache(
     ]
 
 
-def _with_own_changes(block: Mapping[str, jax.Array], batch: PagedBatch) -> dict[str, jax.Array]:
+def _with_own_changes(block: Mapping[str, Any], batch: PagedBatch) -> dict[str, Any]:
     """A block's parameters, with a row of scales a token for the low-rank changes that lie side by side in it."""
     own = dict(block)
     if batch.adapters is not None:

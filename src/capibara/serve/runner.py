@@ -189,20 +189,21 @@ class Runner:
             every[key] = self._program(key, build, *args, donate=donate)
 
         counts_shape = (self.config.max_sequences, vocab)
-        counts = sampling.Counts(_shaped(counts_shape, jnp.int32), _shaped(counts_shape, bool))
+        of_output, of_prompt = (_shaped(counts_shape, dtype) for dtype in (jnp.int32, bool))
+        counts = sampling.Counts(of_output, of_prompt)  # type: ignore[arg-type]
         for shape in self.shapes.all():
             said = _shaped((programs.fields_of(shape).size,), jnp.int32)
             if shape.steps > 1:
                 for form in SEVERAL_FORMS:
-                    build = functools.partial(self.programs.several, shape, form)
-                    add(("several", shape, form), build, self.params, self.state, said, donate=(1,))
+                    several = functools.partial(self.programs.several, shape, form)
+                    add(("several", shape, form), several, self.params, self.state, said, donate=(1,))
                 continue
             build = functools.partial(self.programs.forward, shape)
             add(("forward", shape), build, self.params, self.state, said, donate=(1,))
         for rows in sorted({shape.rows for shape in self.shapes.all() if shape.steps == 1}):
             for form in sampling.FORMS:
                 said = _shaped((programs.row_fields(rows).size,), jnp.int32)
-                args = (_shaped((rows, vocab), jnp.float32), self.state.last_tokens, said)
+                args: tuple[Any, ...] = (_shaped((rows, vocab), jnp.float32), self.state.last_tokens, said)
                 full = form in ("full", "penalised")
                 if full:
                     allowed = _shaped((rows, self._words32), jnp.uint32)
@@ -312,7 +313,7 @@ class Runner:
         return tokens
 
     def _run(self, shape: Shape, form: Any, said: np.ndarray, rows: list[int], allowed: Any) -> tuple[Any, Any]:
-        args = (self.params, self.state, said)
+        args: tuple[Any, ...] = (self.params, self.state, said)
         run = self._executable(("forward", shape), lambda: self.programs.forward(shape), *args, donate=(1,))
         logits, self.state, of_rows = run(*args)
         if form is None:
