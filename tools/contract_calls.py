@@ -48,6 +48,7 @@ MODULES = (
     ".experimental.array_serialization", ".experimental.checkpoint", ".experimental.mesh_utils",
     ".experimental.pallas", ".experimental.pjit", ".sharding", ".profiler", ".diagnostics", "._src.core", ".tpu_v4",
     ".tpu_v4.kernels", ".tpu_v4.backend", ".tpu_v4.optimizations", ".tpu_v4.recovery", ".tpu_v4.training",
+    ".tpu_v4.inference",
 )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def modules_by_dotted_imports() -> None:
     import capibara.jax.sharding
     import capibara.jax.tpu_v4
     import capibara.jax.tpu_v4.backend
+    import capibara.jax.tpu_v4.inference
     import capibara.jax.tpu_v4.kernels
     import capibara.jax.tpu_v4.optimizations
     import capibara.jax.tpu_v4.recovery
@@ -666,6 +668,36 @@ def distributed_training() -> None:
     assert trainer.train(dataset=dataset, epochs=1).step == 11
 
 
+@shows(":TpuInferenceOptimizer", ":create_inference_pipeline", of="capibara.jax.tpu_v4.inference")
+def inference_within_a_latency() -> None:
+    import dataclasses
+
+    from capibara.jax.tpu_v4.inference import TpuInferenceOptimizer, create_inference_pipeline
+    from capibara.models import ModularCapibaraModel
+    from capibara.serve import EngineConfig
+
+    model = ModularCapibaraModel(dataclasses.replace(_tiny_model().config, max_length=2048))
+    inference_optimizer = TpuInferenceOptimizer(
+        target_latency_ms=50, batch_size_optimizer=True, memory_efficient_attention=True, use_kv_cache=True
+    )
+    # With a target every size of step is compiled and timed first: of a small pipeline, here.
+    small = EngineConfig(max_sequences=1, max_batch_tokens=2, decode_steps=1, page_size=16)
+    with create_inference_pipeline(
+        model=_tiny_model(), optimizer=inference_optimizer, max_batch_size=1, max_sequence_length=16, config=small
+    ) as inference_pipeline:
+        assert isinstance(inference_pipeline("a", max_tokens=2), str)
+        assert inference_pipeline.latency.target_ms == 50
+        assert inference_pipeline.latency.best_ms > 0
+    without_target = dataclasses.replace(inference_optimizer, target_latency_ms=None)
+    with create_inference_pipeline(
+        model=model, optimizer=without_target, max_batch_size=64, max_sequence_length=2048
+    ) as inference_pipeline:
+        answers = inference_pipeline(["one", "two"], max_tokens=2)
+        assert len(answers) == 2
+        text = inference_pipeline("one", max_tokens=2, temperature=0)
+        assert "".join(inference_pipeline.stream("one", max_tokens=2, temperature=0)) == text
+
+
 @shows("capibara.models:from_hf", "capibara.models:ModularCapibaraModel.to_hf")
 def weights_in_and_out() -> None:
     import tempfile
@@ -711,6 +743,62 @@ def commands() -> None:
         generate(model=str(out), prompt="The ", max_tokens=2, temperature=0.0, seed=1, json=True)
         assert len(json.loads(shown.getvalue())["tokens"]) == 2
         assert from_checkpoint(out).config.layers == 1
+
+
+@shows("capibara.cli.serve:serve", "capibara.cli.bench:serve")
+def serving() -> None:
+    import contextlib
+    import io
+    import json
+    import os
+    import signal
+    import tempfile
+    import threading
+    import time
+    from pathlib import Path
+
+    from capibara.cli import bench
+    from capibara.cli.serve import serve
+
+    tiny = """
+    [model]
+    hidden = 16
+    layers = 1
+    vocab = 259
+    max_length = 64
+    blocks = { attention = { heads = 2 }, mlp = { ffn = 32 } }
+    """
+    shown, failures = io.StringIO(), []
+
+    def client() -> None:
+        try:
+            deadline = time.monotonic() + 120
+            while "}" not in shown.getvalue():
+                assert time.monotonic() < deadline, "not ready"
+                time.sleep(0.05)
+            address = json.loads(shown.getvalue())["address"]
+            shown.truncate(shown.seek(0))
+            bench.serve(server=address, requests=2, rate=50.0, users=None, api_key="k", json=True)
+            assert json.loads(shown.getvalue())["answered"] == 2
+        except BaseException as error:  # noqa: BLE001  # raised by whoever waits
+            failures.append(error)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(shown):
+        model = Path(folder) / "tiny.toml"
+        model.write_text(tiny)
+        thread = threading.Thread(target=client)
+        thread.start()
+        # One shape of a step: compiling is what takes time.
+        serve(
+            model=str(model), host="127.0.0.1", port=0, api_key=["k"], target_latency_ms=50.0,
+            max_sequences=2, max_batch_tokens=16,
+            batch_invariant=True, warm_up=False, log_level="warning", json=True,
+        )  # fmt: skip
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 # The kernel object.

@@ -1,8 +1,9 @@
 """The one decoder: what a `ModularModelConfig` describes, as plain functions of pytrees of parameters.
 
 `weights` declares every parameter; `shapes`, `axes` and `init` come from it. `hidden_states`, `logits` and `loss` run
-it, `prefill` and `decode` go on from a cache. The layers of a pattern are one body that a scan repeats, with their
-parameters stacked; activations are named by logical axes, so that a layout's rules put them on a mesh.
+it, `decode` goes on from a cache, and `paged` from the pages of many sequences at once. The layers of a pattern are one
+body that a scan repeats, with their parameters stacked (but for `paged`); activations are named by logical axes, so
+that a layout's rules put them on a mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
-from capibara.models.blocks.spec import Sequences, Weight
+from capibara.models.blocks.spec import LORA_SCALE, QUANTIZED_SCALE, PagedBatch, Sequences, Weight
 from capibara.parallel.remat import LAYER_INPUT
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ __all__ = [
     "loss",
     "make_loss",
     "new_cache",
+    "new_paged_cache",
+    "paged",
     "param_shapes",
     "weights",
 ]
@@ -225,6 +228,8 @@ def _head(model: ModularModelConfig, params: Any, dtype: Any) -> jax.Array:
 def logits(model: ModularModelConfig, params: Any, x: jax.Array) -> jax.Array:
     """What the head makes of hidden states: float32 [..., vocab]."""
     scores = jnp.einsum("...h,hv->...v", x, _head(model, params, x.dtype), preferred_element_type=jnp.float32)
+    if "head" + QUANTIZED_SCALE in params:
+        scores = scores * params["head" + QUANTIZED_SCALE]
     if model.softcap is not None:
         scores = model.softcap * jnp.tanh(scores / model.softcap)
     return with_sharding_constraint(scores, ("batch", "sequence", "vocab")) if scores.ndim == 3 else scores
@@ -326,3 +331,55 @@ def decode(
 
     x, cache = jax.lax.scan(body, x, (params["layers"], cache))
     return _norm(model, params["norm"], x), cache
+
+
+def new_paged_cache(
+    model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any = jnp.bfloat16
+) -> list[Any]:
+    """Empty pools of so many pages, and states of so many sequences at a time; an entry a layer."""
+    return [
+        {
+            slot_of(names, number): model.blocks[name].new_paged_cache(model, pages, page_size, slots, dtype)
+            for number, name in enumerate(names)
+        }
+        for names in model.period * model.repeats
+    ]
+
+
+def _with_own_changes(block: Mapping[str, Any], batch: PagedBatch) -> dict[str, Any]:
+    """A block's parameters, with a row of scales a token for the low-rank changes that lie side by side in it."""
+    own = dict(block)
+    if batch.adapters is not None:
+        for name, scales in block.items():
+            if name.endswith(LORA_SCALE):  # [adapters, ranks]
+                chosen = jnp.where(batch.adapters < 0, scales.shape[0], batch.adapters)
+                own[name] = scales.at[chosen].get(mode="fill", fill_value=0)[None]
+    return own
+
+
+def paged(
+    model: ModularModelConfig,
+    params: Any,
+    tokens: jax.Array,
+    cache: list[Any],
+    batch: PagedBatch,
+    *,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[jax.Array, list[Any]]:
+    """The tokens [tokens] of a ragged batch: (hidden states [tokens, hidden], the cache then).
+
+    `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out
+    of the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
+    """
+    x = _embedded(model, params, tokens[None], dtype)
+    after = []
+    for names, layer, kept in zip(model.period * model.repeats, params["layers"], cache, strict=True):
+        slots = {}
+        for number, name in enumerate(names):
+            slot = slot_of(names, number)
+            own = _with_own_changes(layer[slot], batch)
+            y = _norm(model, own.pop("norm_"), x)
+            out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
+            x = x + out
+        after.append(slots)
+    return _norm(model, params["norm"], x)[0], after

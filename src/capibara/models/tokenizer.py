@@ -310,6 +310,10 @@ class HuggingFaceTokenizer(Tokenizer):
             mask |= (begins < last) & (first < ends)
         return list(encoding.ids), mask.tolist()
 
+    def to_json(self) -> str:
+        """The tokenizer.json that it was read from, without padding and truncation."""
+        return str(self._special.to_str())
+
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         ids = [int(id) for id in ids]
         for id in ids:

@@ -34,8 +34,9 @@ def _targets(model: ModularModelConfig, lora: LoraSettings) -> Iterator[tuple[in
     found = False
     names: set[str] = set()
     for number, (blocks, layer) in enumerate(zip(model.period, tree["layers"], strict=True)):
-        for slot, block in zip(layer, (model.blocks[name] for name in blocks), strict=True):
-            products = block.products()
+        for place, block in enumerate(blocks):
+            # By name: jax hands dicts back in the order of their keys, not of the pattern.
+            slot, products = decoder.slot_of(blocks, place), model.blocks[block].products()
             names.update(products)
             for name, inputs in products.items():
                 if name in lora.targets:

@@ -9,6 +9,7 @@ from capibara._exports import exports
 
 if TYPE_CHECKING:
     from capibara.jax.tpu_v4 import backend as backend
+    from capibara.jax.tpu_v4 import inference as inference
     from capibara.jax.tpu_v4 import kernels as kernels
     from capibara.jax.tpu_v4 import optimizations as optimizations
     from capibara.jax.tpu_v4 import recovery as recovery
@@ -24,6 +25,6 @@ __all__, __getattr__, __dir__ = exports(
     {
         "capibara.mesh.mesh": "MeshConfig TPUv4MeshConfigurations create_tpu_mesh_config",
     },
-    modules=("backend", "kernels", "optimizations", "recovery", "training"),
+    modules=("backend", "inference", "kernels", "optimizations", "recovery", "training"),
     missing=to_come.no_attribute,
 )

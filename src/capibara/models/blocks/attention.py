@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error
 from capibara.kernels.ops.attention import Rope, attention, rope
+from capibara.kernels.ops.attention.paged.api import paged_attention
 from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product
+from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -125,16 +126,20 @@ class Attention(Block):
     def products(self) -> dict[str, int]:
         return {"query": 1, "key": 1, "value": 1, "out": 2}
 
+    def joint_products(self) -> tuple[tuple[str, ...], ...]:
+        return (("query", "key", "value"),)
+
     def _projected(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        def project(name: str) -> jax.Array:
-            y = product(params, name, x)
+        def biased(name: str, y: jax.Array) -> jax.Array:
             if self.bias:
                 y = y + params[f"{name}_bias"].astype(y.dtype)
             return with_sharding_constraint(y, _HEADS)
 
-        q, k, v = project("query"), project("key"), project("value")
+        each = self.width(model)
+        shapes = {"query": (self.heads, each), "key": (self.kv_heads, each), "value": (self.kv_heads, each)}
+        q, k, v = (biased(name, y) for name, y in zip(shapes, products(params, shapes, x), strict=True))
         if self.qk_norm:
             q = rms_norm(q, params["query_norm"], eps=model.norm_eps)
             k = rms_norm(k, params["key_norm"], eps=model.norm_eps)
@@ -185,15 +190,12 @@ class Attention(Block):
         q, k, v = self._projected(model, params, x)
         places = start[:, None] + jnp.arange(x.shape[1])
 
-        def turned(y: jax.Array) -> jax.Array:
-            return rope(y, places, base=self.rope_base, scaling=self.rope_scaling, rotary_dim=self.rotary_dim or None)
-
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
             # Padding may lie past the cache's end: it is dropped there, where a slice would be moved back over tokens.
             new = new.astype(kept.dtype)
             return jax.vmap(lambda row, part, at: row.at[at].set(part, mode="drop"))(kept, new, places)
 
-        q, k = turned(q), turned(k)
+        q, k = self._turned(q, places), self._turned(k, places)
         cache = {"key": put(cache["key"], k), "value": put(cache["value"], v)}
         keys = jnp.arange(cache["key"].shape[1])
         # Padding after the new tokens comes after every one of them, so that none of them sees it.
@@ -210,8 +212,96 @@ class Attention(Block):
         )
         return self._out(params, mixed), dict(cache)
 
+    def new_paged_cache(
+        self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
+    ) -> dict[str, jax.Array]:
+        # A key's heads side by side: what `paged_attention` fetches from on every chip. Over a mesh each device has
+        # some of the heads.
+        def pool(width: int, dtype: Any) -> jax.Array:
+            heads = jnp.zeros((pages, page_size, self.kv_heads, width), dtype)
+            heads = with_sharding_constraint(heads, (None, None, "heads", None))
+            return heads.reshape(pages, page_size, -1)
+
+        cache = {name: pool(self.width(model), dtype) for name in ("key", "value")}
+        if jnp.dtype(dtype) == jnp.int8:  # a scale a token and head
+            cache |= {f"{name}_scale": pool(1, jnp.float32) for name in ("key", "value")}
+        return cache
+
+    def paged(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        batch: PagedBatch,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        q, k, v = self._projected(model, params, x)
+        q, k = (self._turned(y, jnp.maximum(batch.positions, 0)[None]) for y in (q, k))
+        pages, page_size = cache["key"].shape[:2]
+        column = jnp.clip(batch.positions // page_size, 0, batch.page_table.shape[1] - 1)
+        page = batch.page_table[batch.rows, column]
+        # Padding, and tokens past the pages that a sequence has, are written nowhere.
+        inside = (batch.positions >= 0) & (batch.positions < batch.page_table.shape[1] * page_size)
+        page = jnp.where(inside, page, pages)
+        at = batch.positions % page_size
+
+        def put(name: str, new: jax.Array) -> jax.Array:
+            pool = cache[name]
+            new = new.reshape(new.shape[1], -1).astype(pool.dtype)
+            return pool.at[page, at].set(new, mode="drop", unique_indices=True)
+
+        new = {"key": k, "value": v}
+        if "key_scale" in cache:
+            for name, y in (("key", k), ("value", v)):
+                new[name], new[f"{name}_scale"] = _eight_bits(y)
+        cache = {name: put(name, y) for name, y in new.items()}
+        pools, table = (cache["key"], cache["value"]), batch.page_table
+        if "key_scale" in cache:
+            pools, table = self._widened(cache, table, x.dtype)
+        mixed = paged_attention(
+            q[0].astype(pools[0].dtype),
+            *pools,
+            table,
+            batch.context_lengths,
+            batch.query_starts,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            key_splits=batch.key_splits,
+            implementation=batch.attention,
+        )
+        return self._out(params, mixed[None].astype(x.dtype)), cache
+
+    def _widened(
+        self, cache: Mapping[str, jax.Array], page_table: jax.Array, dtype: Any
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        """Pools of the batch's own pages out of pools of 8-bit numbers, and where each sequence's lie in them.
+
+        Only one layer's are there at a time: memory is saved in what is kept, and not in what is read.
+        """
+        pages, page_size = cache["key"].shape[:2]
+        at = jnp.clip(page_table.reshape(-1), 0, pages - 1)
+
+        def pool(name: str) -> jax.Array:
+            heads = cache[name][at].reshape(-1, page_size, self.kv_heads, cache[name].shape[-1] // self.kv_heads)
+            wide = heads.astype(jnp.float32) * cache[f"{name}_scale"][at][..., None]
+            return wide.astype(dtype).reshape(-1, page_size, cache[name].shape[-1])
+
+        return (pool("key"), pool("value")), jnp.arange(at.size, dtype=jnp.int32).reshape(page_table.shape)
+
+    def _turned(self, y: jax.Array, places: jax.Array) -> jax.Array:
+        return rope(y, places, base=self.rope_base, scaling=self.rope_scaling, rotary_dim=self.rotary_dim or None)
+
     def flops_per_token(self, model: ModularModelConfig, length: int) -> float:
         seen = length if self.window is None else min(length, self.window)
         # Causal: a token sees half of the length on average, less what a window cuts off.
         pairs = length / 2 if seen == length else seen - seen * seen / (2 * length)
         return 4.0 * self.heads * self.width(model) * pairs
+
+
+def _eight_bits(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(8-bit numbers, a scale a token and head) of keys or values [..., heads, head_dim]; each is half a step off."""
+    wide = y.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+    scale = jnp.where(scale > 0, scale, 1)
+    return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale

@@ -11,7 +11,7 @@ import jax
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.ops.layers.activation.api import activation, gated_activation
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product
+from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product, products
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -57,17 +57,23 @@ class Mlp(Block):
     def products(self) -> dict[str, int]:
         return dict.fromkeys(("gate", "up", "down") if self.gated else ("up", "down"), 1)
 
+    def joint_products(self) -> tuple[tuple[str, ...], ...]:
+        return (("gate", "up"),) if self.gated else ()
+
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
-        def biased(name: str, x: jax.Array) -> jax.Array:
-            y = product(params, name, x)
+        def biased(name: str, y: jax.Array) -> jax.Array:
             return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y
 
+        names = ("gate", "up") if self.gated else ("up",)
+        wide = [
+            with_sharding_constraint(biased(name, y), _INNER)
+            for name, y in zip(names, products(params, dict.fromkeys(names, (self.ffn,)), x), strict=True)
+        ]
         if self.gated:
-            gate = with_sharding_constraint(biased("gate", x), _INNER)
-            up = with_sharding_constraint(biased("up", x), _INNER)
-            inner = gated_activation(gate, up, kind=GATED[self.activation])
+            inner = gated_activation(*wide, kind=GATED[self.activation])
         else:
-            inner = activation(with_sharding_constraint(biased("up", x), _INNER), kind=PLAIN[self.activation])
-        return BlockOutput(biased("down", with_sharding_constraint(inner, _INNER)))
+            inner = activation(*wide, kind=PLAIN[self.activation])
+        inner = with_sharding_constraint(inner, _INNER)
+        return BlockOutput(biased("down", product(params, "down", inner)))

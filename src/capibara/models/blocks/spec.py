@@ -6,9 +6,10 @@ as a tree of `Weight`; shapes, logical axes and initial values all come from it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,17 @@ __all__ = [
     "LORA_DOWN",
     "LORA_SCALE",
     "LORA_UP",
+    "QUANTIZED_SCALE",
     "Block",
     "BlockOutput",
+    "PagedBatch",
     "Sequences",
     "Weight",
     "initial",
+    "joint_name",
     "logical_axes",
     "product",
+    "products",
     "shapes",
 ]
 
@@ -111,9 +116,40 @@ LORA_DOWN, LORA_UP, LORA_SCALE = "_lora_down", "_lora_up", "_lora_scale"
 """What a weight's name is followed by in its block for the two factors of a low-rank change of it, and its scale."""
 
 
+QUANTIZED_SCALE = "_quantized_scale"
+"""What a weight's name is followed by for the scales of its outputs, where the weight is held in 8-bit numbers."""
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """The name of several weights of one input side by side, as one product takes them."""
+    return "+".join(names)
+
+
 def product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int = 1) -> jax.Array:
     """x times a weight, over so many of x's last axes; with the weight's low-rank change where the block has one."""
+    return _with_change(params, name, x, inputs, _plain_product(params, name, x, inputs))
+
+
+def products(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]], x: jax.Array) -> list[jax.Array]:
+    """x times several weights, whose outputs have these shapes: as one product where they are held side by side."""
+    joint = joint_name(tuple(shapes))
+    if joint not in params:
+        return [product(params, name, x) for name in shapes]
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes.values()))
+    parts = jnp.split(_plain_product(params, joint, x, 1), ends[:-1], axis=-1)
+    return [
+        _with_change(params, name, x, 1, part.reshape(*part.shape[:-1], *shape))
+        for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    ]
+
+
+def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int) -> jax.Array:
     y = jnp.tensordot(x, params[name].astype(x.dtype), inputs)
+    scale = params.get(name + QUANTIZED_SCALE)
+    return y if scale is None else y * scale.astype(y.dtype)
+
+
+def _with_change(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int, y: jax.Array) -> jax.Array:
     down = params.get(name + LORA_DOWN)
     if down is not None:
         low = jnp.tensordot(x, down.astype(x.dtype), inputs) * params[name + LORA_SCALE].astype(x.dtype)
@@ -140,6 +176,35 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class PagedBatch:
+    """A ragged batch of serving: prompts, pieces of prompts and single tokens of many sequences, one after another.
+
+    Rows of padding have a context of 0 and no tokens.
+    """
+
+    positions: jax.Array
+    """[tokens] of each in its sequence; -1 for padding."""
+    rows: jax.Array
+    """[tokens]: the sequence of each, as a row of the arrays below."""
+    page_table: jax.Array
+    """[sequences, pages]: where each sequence's keys lie in the pools; any number past the pool where they do not."""
+    context_lengths: jax.Array
+    """[sequences]: tokens of each, these included."""
+    query_starts: jax.Array | None
+    """[sequences + 1]: where each sequence's tokens start; None where each has one."""
+    slots: jax.Array
+    """[sequences]: which state each goes on from, for blocks that keep one; past the last for padding."""
+    longest: int = 1
+    """No sequence has more tokens here."""
+    key_splits: int | None = None
+    """Into how many parts attention cuts the keys; what is fastest when None."""
+    attention: str | None = None
+    """The implementation of attention, by name; the fastest when None."""
+    adapters: jax.Array | None = None
+    """[tokens]: the number of the low-rank change that each takes, -1 for none; None where the weights have none."""
+
+
+@dataclass(frozen=True)
 class BlockOutput:
     """What a block adds, losses of its own, and what is worth logging."""
 
@@ -159,6 +224,10 @@ class Block:
     def products(self) -> dict[str, int]:
         """Weights that `product` multiplies with, and how many of their first axes are inputs: LoRA can change them."""
         return {}
+
+    def joint_products(self) -> tuple[tuple[str, ...], ...]:
+        """Weights of one input that `products` multiplies with, which serving may hold side by side."""
+        return ()
 
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
@@ -183,6 +252,26 @@ class Block:
 
         Of the new tokens the first `lengths` [batch] are there, the rest padding that leaves no trace.
         """
+        return self(model, params, x, Sequences()).value, dict(cache)
+
+    keeps_state = False
+    """Whether what it keeps of the past is one state a sequence, of which nothing can be shared or taken back."""
+
+    def new_paged_cache(
+        self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
+    ) -> dict[str, jax.Array]:
+        """What serving keeps of the past: pools of pages, or a state a slot; nothing by default."""
+        return {}
+
+    def paged(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        batch: PagedBatch,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The tokens of a ragged batch, [1, tokens, hidden], and what is kept then."""
         return self(model, params, x, Sequences()).value, dict(cache)
 
     def check(self, model: ModularModelConfig, where: str) -> None:

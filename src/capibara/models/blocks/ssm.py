@@ -15,7 +15,7 @@ from capibara.kernels.ops.conv.causal1d.api import causal_conv1d
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.kernels.ops.scan import selective_scan, state_space_dual
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product
+from capibara.models.blocks.spec import LORA_SCALE, Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -124,6 +124,9 @@ class Ssm(Block):
     def products(self) -> dict[str, int]:
         return {"gate": 1, "in": 1, "out": 1}
 
+    def joint_products(self) -> tuple[tuple[str, ...], ...]:
+        return (("gate", "in"),)
+
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
@@ -151,6 +154,51 @@ class Ssm(Block):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         return self._run(model, params, x, None, cache, lengths)
 
+    keeps_state = True
+
+    def new_paged_cache(
+        self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
+    ) -> dict[str, jax.Array]:
+        # Of one state a sequence no 8-bit numbers are kept: it is small, and its errors would add up token by token.
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        return self.new_cache(model, slots, 0, jnp.float32 if whole else dtype)
+
+    def paged(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        batch: PagedBatch,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        sequences = batch.context_lengths.shape[0]
+        if batch.query_starts is None:
+            starts, lengths = jnp.arange(sequences), (batch.context_lengths > 0).astype(jnp.int32)
+        else:
+            starts, lengths = batch.query_starts[:-1], jnp.diff(batch.query_starts)
+        # A scan needs a row a sequence: rows as long as the longest, whose rest is padding that leaves no trace.
+        step = jnp.arange(batch.longest)
+        real = step < lengths[:, None]
+        token = jnp.where(real, starts[:, None] + step, x.shape[1])
+        fresh = batch.context_lengths == lengths  # begins here, whatever the slot's last sequence left
+
+        def before(kept: jax.Array) -> jax.Array:
+            state = kept.at[batch.slots].get(mode="fill", fill_value=0)
+            return jnp.where(fresh.reshape(-1, *[1] * (state.ndim - 1)), jnp.zeros_like(state), state)
+
+        rows = x[0].at[token].get(mode="fill", fill_value=0)
+        if batch.adapters is not None:  # a token's own scales of low-rank changes go where the token goes
+            params = {
+                name: own[0].at[token].get(mode="fill", fill_value=0) if name.endswith(LORA_SCALE) else own
+                for name, own in params.items()
+            }
+        y, after = self._run(model, params, rows, None, {name: before(kept) for name, kept in cache.items()}, lengths)
+        kept = {
+            name: cache[name].at[batch.slots].set(new.astype(cache[name].dtype), mode="drop")
+            for name, new in after.items()
+        }
+        return jnp.zeros_like(x).at[0, token].set(y, mode="drop"), kept
+
     def _run(
         self,
         model: ModularModelConfig,
@@ -162,8 +210,8 @@ class Ssm(Block):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The block, from a cache and to the next one where there is one."""
         inner_axes = ("batch", "sequence", "mlp")
-        gate = with_sharding_constraint(product(params, "gate", x), inner_axes)
-        z = with_sharding_constraint(product(params, "in", x), inner_axes)
+        inner = (self.inner(model),)
+        gate, z = (with_sharding_constraint(y, inner_axes) for y in products(params, {"gate": inner, "in": inner}, x))
         # Padding takes no step: its step size is 0, which leaves the state as it is.
         real = None if lengths is None else jnp.arange(x.shape[1]) < lengths[:, None]
         after: dict[str, jax.Array] = {}

@@ -1,0 +1,274 @@
+"""The engine on one GPU, beside Hugging Face with a static cache and with its continuous batching.
+
+    python benchmarks/serve_gpu.py --out serve.json                     # the 1.14B Llama shape, 512 prompt + 128 new
+    python benchmarks/serve_gpu.py --forms 'capibara;hf_static' --batches 1,32
+    python benchmarks/serve_gpu.py --forms latency --target 5           # inter-token times from 1 to 200 users
+
+Each form is a process of its own, one after another, so that none shares the GPU. Tokens per second are new tokens over
+the whole time, prompts included; `decode` leaves prompts out. Every form draws the likeliest token and ends after 128.
+Each batch is run `--repeats` times after one that warms it up, and the best is kept, of every form alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT, NEW = 512, 128
+FORMS = ("capibara", "capibara_int8", "hf_static", "hf_batch")
+USERS = (1, 16, 64, 200)
+
+
+def _best(run: Any, repeats: int) -> dict[str, float]:
+    run()
+    rows = [run() for _ in range(repeats)]
+    return max(rows, key=lambda row: row["tokens_per_second"])
+
+
+def _engine(asked: argparse.Namespace, **changes: Any) -> Any:
+    from capibara.models import ModularCapibaraModel, load_preset
+    from capibara.serve import Engine, EngineConfig
+
+    model = ModularCapibaraModel(load_preset(asked.preset).model, precision="bfloat16")
+    most = max(asked.batches)
+    config = {
+        "max_sequences": most, "max_batch_tokens": max(8192, most), "max_length": PROMPT + 2 * NEW,
+        "prefix_sharing": False, "cache_folder": asked.programs,
+    }  # fmt: skip
+    return Engine(model, config=EngineConfig(**{**config, **changes}))
+
+
+def _capibara(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+    import numpy as np
+
+    from capibara.serve import Request, SamplingParams
+
+    start = time.perf_counter()
+    engine = _engine(asked, **changes)
+    vocab = engine.model.config.vocab
+    sampling = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    made = engine.warm_up()
+    ready = time.perf_counter() - start
+    draw = np.random.default_rng(0)
+
+    def run(batch: int) -> dict[str, float]:
+        for number in range(batch):
+            engine.add(Request(str(number), tuple(draw.integers(0, min(vocab, 30000), PROMPT).tolist()), sampling))
+        start, first, seen, at_first = time.perf_counter(), None, 0, 0
+        while engine.has_work():
+            seen += sum(len(output.tokens) for output in engine.step())
+            scheduler = engine.scheduler
+            if first is None and not scheduler.waiting and all(s.generated for s in scheduler.running):
+                first, at_first = time.perf_counter(), seen
+        end = time.perf_counter()
+        assert seen == batch * NEW
+        row = {"tokens_per_second": seen / (end - start), "seconds": end - start}
+        if first is not None and end > first:
+            row["decode_tokens_per_second"] = (seen - at_first) / (end - first)
+        return row
+
+    rows = {str(batch): _best(lambda batch=batch: run(batch), asked.repeats) for batch in asked.batches}
+    return {
+        "batches": rows,
+        "ready_seconds": ready,
+        "programs": made.programs,
+        "compiled": made.compiled,
+        "compiled_while_running": engine.stats().compilations - made.compiled,
+        "cache": str(engine.cache_size),
+    }
+
+
+def _hf_model() -> Any:
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=8,
+        intermediate_size=8192, max_position_embeddings=2048, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+
+
+def _hf_static(asked: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    model = _hf_model()
+
+    def run(batch: int) -> dict[str, float]:
+        ids = torch.randint(0, 30000, (batch, PROMPT), device="cuda")
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+                cache_implementation="static", pad_token_id=0,
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        assert out.shape[1] == PROMPT + NEW
+        return {"tokens_per_second": batch * NEW / seconds, "seconds": seconds}
+
+    return {"batches": {str(b): _best(lambda b=b: run(b), asked.repeats) for b in asked.batches}}
+
+
+def _hf_batch(asked: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from transformers import GenerationConfig
+
+    model = _hf_model()
+    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def run(batch: int) -> dict[str, float]:
+        inputs = [torch.randint(0, 30000, (PROMPT,)).tolist() for _ in range(batch)]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = model.generate_batch(inputs=inputs, generation_config=generation, progress_bar=False)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        seen = sum(len(one.generated_tokens) for one in out.values())
+        return {"tokens_per_second": seen / seconds, "seconds": seconds}
+
+    return {"batches": {str(b): _best(lambda b=b: run(b), asked.repeats) for b in asked.batches}}
+
+
+def trace_of_lengths(count: int, longest: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(prompt, new) of each request: median 400 together, 95th percentile 2k, a quarter of it new tokens."""
+    import numpy as np
+
+    whole = np.exp(np.log(400) + np.log(5) / 1.645 * np.random.default_rng(seed).normal(size=count))
+    return [(max(1, int(n * 3 / 4)), max(2, int(n / 4))) for n in np.clip(whole, 8, longest - 8)]
+
+
+def _latency(asked: argparse.Namespace) -> dict[str, Any]:
+    """Users who ask again as soon as they are answered; a fixed time for each number of them."""
+    import numpy as np
+
+    from capibara.serve import Request, SamplingParams
+    from capibara.serve.latency import LatencyController
+
+    longest = asked.longest
+    engine = _engine(asked, max_length=longest, max_sequences=256, max_batch_tokens=2048, memory_share=0.8)
+    engine.warm_up()
+    controller = LatencyController(engine, asked.target)
+    report = controller.calibrate()
+    rows = []
+    lengths = trace_of_lengths(100_000, longest)
+    number = 0
+    for users in USERS:
+        draw = np.random.default_rng(users)
+        gaps: list[float] = []
+        firsts: list[float] = []
+        running: list[int] = []
+        last: dict[str, float] = {}
+        began: dict[str, float] = {}
+
+        def ask(draw: Any = draw, began: dict[str, float] = began) -> None:
+            nonlocal number
+            prompt, new = lengths[number % len(lengths)]
+            tokens = tuple(draw.integers(0, 30000 if asked.preset == "llama-1b" else 200, prompt).tolist())
+            engine.add(Request(str(number), tokens, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)))
+            began[str(number)] = time.perf_counter()
+            number += 1
+
+        for _ in range(users):
+            ask()
+        start, seen = time.perf_counter(), 0
+        while (now := time.perf_counter()) - start < asked.seconds:
+            controller.adjust()
+            outputs = engine.step()
+            now = time.perf_counter()
+            controller.saw(outputs, now)
+            running.append(engine.stats().running)
+            for output in outputs:
+                if output.tokens:
+                    seen += len(output.tokens)
+                    if output.id in last:
+                        gaps += [now - last[output.id], *[0.0] * (len(output.tokens) - 1)]
+                    else:
+                        firsts.append(now - began[output.id])
+                    last[output.id] = now
+                if output.finish_reason is not None:
+                    ask()
+        seconds = time.perf_counter() - start
+        for id in list(began):
+            engine.cancel(id)
+        while engine.has_work():
+            engine.step()
+        rows.append(
+            {
+                "users": users,
+                "p50_ms": 1e3 * float(np.percentile(gaps, 50)),
+                "p95_ms": 1e3 * float(np.percentile(gaps, 95)),
+                "first_token_p50_ms": 1e3 * float(np.percentile(firsts, 50)),
+                "first_token_p95_ms": 1e3 * float(np.percentile(firsts, 95)),
+                "running": float(np.mean(running)),
+                "tokens_per_second": seen / seconds,
+            }
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    return {"target_ms": asked.target, "possible": report.possible, "best_ms": report.best_ms, "rows": rows}
+
+
+def run_form(form: str, asked: argparse.Namespace) -> dict[str, Any]:
+    if form == "capibara":
+        return _capibara(asked)
+    if form == "capibara_int8":
+        return _capibara(asked, weights="int8")
+    if form == "latency":
+        return _latency(asked)
+    return _hf_static(asked) if form == "hf_static" else _hf_batch(asked)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", default=";".join(FORMS), help="apart by ;")
+    parser.add_argument("--batches", default="1,32,256")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--preset", default="llama-1b")
+    parser.add_argument("--programs", help="a folder where compiled programs are kept from run to run")
+    parser.add_argument("--target", type=float, default=5.0, help="of the form latency, in ms")
+    parser.add_argument("--longest", type=int, default=8192, help="of the form latency")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the form latency, for each number of users")
+    parser.add_argument("--out", help="write the rows as JSON")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.only:
+        asked.batches = [int(batch) for batch in asked.batches.split(",")]
+        print(json.dumps(run_form(asked.only, asked)))
+        return
+    rows = {}
+    for form in asked.forms.split(";"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", form]
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
+        if done.returncode:
+            print(f"{form}: failed\n{done.stderr[-1500:]}", flush=True)
+            continue
+        rows[form] = json.loads(done.stdout.splitlines()[-1])
+        for batch, row in rows[form].get("batches", {}).items():
+            print(f"{form} at {batch}: {row['tokens_per_second']:,.0f} tokens/s", flush=True)
+        for row in rows[form].get("rows", ()):
+            print(form, {key: round(value, 2) for key, value in row.items()}, flush=True)
+    if asked.out:
+        import jax
+
+        document = {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": jax.devices()[0].device_kind,
+            "versions": {"jax": jax.__version__, "python": platform.python_version()},
+            "command": " ".join(["python", *sys.argv]),
+            "prompt": PROMPT,
+            "new": NEW,
+            "forms": rows,
+        }
+        Path(asked.out).write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

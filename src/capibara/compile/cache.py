@@ -1,0 +1,134 @@
+"""Compiled programs on disk: a second start of the same program on the same machine compiles and traces nothing.
+
+An entry is the executable itself, as jax serialises it. Its name is a digest of all that it hangs on: what it computes
+(said by whoever stores it), the source of this package, the versions of jax and of the device's compiler, the devices,
+and the flags in force. What does not fit is another entry, never a wrong one. Entries are read by pickle, as jax's own
+are: the folder is as trusted as the code is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from capibara.errors import rule_error, say_once
+
+__all__ = ["ExecutableCache"]
+
+_log = logging.getLogger(__name__)
+_SUFFIX = ".executable"
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
+_CONFIG = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
+
+
+class ExecutableCache:
+    """A folder of compiled programs of at most so many bytes, of which those unused for longest go first."""
+
+    def __init__(self, folder: str | Path, *, max_bytes: int = 16 << 30) -> None:
+        if max_bytes < 1:
+            raise rule_error("A cache of programs holds a byte or more", max_bytes, "leave max_bytes out")
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def name(self, what: str) -> str:
+        """The name of the entry for a program that is told from every other of this package by `what`."""
+        return hashlib.sha256(f"{_surroundings()}\n{what}".encode()).hexdigest()[:40]
+
+    def load(self, name: str, devices: Sequence[jax.Device] | None = None) -> Any | None:
+        """The program of this name, ready to run; None where there is none that can be read.
+
+        Args:
+          devices: that it was compiled for, in its order; the first of the machine by default.
+        """
+        from jax.experimental import serialize_executable
+
+        path = self._path(name)
+        try:
+            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
+            program = serialize_executable.deserialize_and_load(
+                payload, in_tree, out_tree, execution_devices=list(devices or jax.devices()[:1])
+            )
+        except FileNotFoundError:
+            return None
+        # Whatever a damaged file or another compiler makes of it: it is compiled again.
+        except Exception as error:  # noqa: BLE001
+            say_once(_log, name, "A compiled program in %s cannot be read, and is made anew: %s", path, error)
+            path.unlink(missing_ok=True)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now
+        return program
+
+    def store(self, name: str, program: Any) -> bool:
+        """Keep a program that `jit(...).lower(...).compile()` gave; False where its backend cannot be asked for it."""
+        from jax.experimental import serialize_executable
+
+        try:
+            entry = pickle.dumps(serialize_executable.serialize(program))
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            say_once(_log, "serialize", "Compiled programs are not kept on disk here: %s", error)
+            return False
+        if len(entry) > self.max_bytes:
+            return False
+        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as part:
+            part.write(entry)
+        os.replace(part.name, self._path(name))  # whole or not at all, whoever else writes it
+        self._bound()
+        return True
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.glob(f"*{_SUFFIX}"))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{_SUFFIX}"
+
+    def _bound(self) -> None:
+        entries = []
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):  # another process bounds it too
+                entries.append((path.stat(), path))
+        total = sum(stat.st_size for stat, _ in entries)
+        for stat, path in sorted(entries, key=lambda entry: entry[0].st_mtime):
+            if total <= self.max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= stat.st_size
+
+
+def _surroundings() -> str:
+    """All that a program hangs on beside what it computes."""
+    devices = jax.devices()
+    return "\n".join(
+        [
+            jax.__version__,
+            getattr(devices[0].client, "platform_version", ""),
+            *(f"{device.id} {device.device_kind}" for device in devices),
+            *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS),
+            *(f"{name}={getattr(jax.config, name, None)}" for name in _CONFIG),
+            _source(),
+        ]
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _source() -> str:
+    """A digest of this package's source: programs of another are others."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted((root / "kernels").rglob("*.json")):  # tuned choices and evidence: what dispatch goes by
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,389 @@
+"""The engine: requests in, tokens out, all of them batched together step by step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from capibara.compile.warmup import WarmupReport
+from capibara.errors import rule_error, unknown_name
+from capibara.serve.config import EngineConfig
+from capibara.serve.grammar import Grammar, Grammars
+from capibara.serve.kv_cache import PagePool
+from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
+from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
+from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence, StepPlan
+from capibara.serve.speculation import NgramDrafts
+from capibara.serve.text import OutputText
+
+if TYPE_CHECKING:
+    from capibara.models.modular import ModularCapibaraModel
+    from capibara.models.tokenizer import Tokenizer
+    from capibara.serve.programs import Shape
+
+__all__ = ["Engine", "EngineStats", "StepTime"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done, and what it is at."""
+
+    running: int
+    waiting: int
+    preemptions: int
+    pages: int
+    pages_used: int
+    pages_cached: int
+    """Pages that no request uses, whose keys may be used again."""
+    kv_cache_usage: float
+    """The share of pages in use."""
+    prefix_queries: int
+    """Prompt tokens that were looked for in the cache."""
+    prefix_hits: int
+    """Of them, those that were there."""
+    prompt_tokens: int
+    generation_tokens: int
+    finished: Mapping[str, int]
+    """Finish reason -> requests."""
+    steps: int
+    step_seconds: float
+    """Of the last step, from one result to the next."""
+    compilations: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step took, from the result before it to its own."""
+
+    shape: Shape
+    plan: StepPlan
+    seconds: float
+
+
+@dataclass
+class _Progress:
+    """What the engine keeps of a sequence beside its tokens."""
+
+    text: OutputText
+    stops: frozenset[int]
+    """Tokens that end it."""
+    eos: frozenset[int]
+    grammar: Grammar | None = None
+    drafts: NgramDrafts | None = None
+    error: str | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    tokens: list[int] = field(default_factory=list)
+    """That no output has told of yet."""
+    fresh: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Engine:
+    """A model that serves many requests at once. One thread drives it.
+
+    >>> from capibara.models import ModularCapibaraModel, load_preset
+    >>> model = ModularCapibaraModel(load_preset("dev").model, precision="float32")
+    >>> engine = Engine(model, config=EngineConfig(max_sequences=2, max_batch_tokens=64, page_size=16, max_length=64))
+    >>> engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)))
+    >>> outputs = []
+    >>> while engine.has_work():
+    ...     outputs += engine.step()
+    >>> outputs[-1].finish_reason, outputs[-1].usage.completion_tokens
+    ('length', 4)
+    """
+
+    def __init__(
+        self,
+        model: ModularCapibaraModel,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config = config or EngineConfig()
+        self.tokenizer = tokenizer or model.tokenizer
+        self.max_length = min(config.max_length or model.config.max_length, model.config.max_length)
+        shares = config.prefix_sharing and config.keep_keys and not keeps_state(model)
+        if config.speculative_tokens and keeps_state(model):
+            raise rule_error(
+                "Drafts are for models whose past can be taken back, of attention alone",
+                "speculative_tokens of a model that keeps a state",
+                "use speculative_tokens=0",
+            )
+        words = min(self.tokenizer.vocab_size, model.config.vocab)
+        self.runner = Runner(model, config, max_length=self.max_length, words=words)
+        self.cache_size = self.runner.cache_size
+        """What fits, and why no more does."""
+        _log.info("The engine has %s.", self.cache_size)
+        pool = PagePool(self.cache_size.pages, config.page_size, sharing=shares)
+        prefill = config.prefill_chunk or config.max_batch_tokens
+        self.limits = Limits(config.max_sequences, config.max_batch_tokens, config.max_batch_tokens, prefill)
+        self.scheduler = Scheduler(
+            pool,
+            self.limits,
+            max_length=self.max_length,
+            max_queue=config.max_queue,
+            shares=shares,
+            keeps=config.keep_keys,
+            draft=self._draft if config.speculative_tokens else None,
+        )
+        self._grammars = Grammars(self.tokenizer)
+        self.eos_ids = frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
+        # Rows of one shape only, or drafts between steps: each step is told by the host.
+        self.decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
+        """Tokens in a row that one program draws at most; 1 or the config's, and a controller may change it."""
+        self.on_step: Callable[[StepTime], None] | None = None
+        """Told of each step's time, where someone asks."""
+        self._seeds = np.random.default_rng(config.seed)
+        self._sequences: dict[str, Sequence] = {}
+        self._sent: deque[Sent] = deque()
+        self._ended: list[Sequence] = []
+        self._prompt_tokens = self._generation_tokens = self._steps = self._drafted = self._accepted = 0
+        self._finished: Counter[str] = Counter()
+        self._step_seconds = 0.0
+        self._last_result = 0.0
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt: one is left to draw."""
+        return self.max_length - 1
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.config.adapters)
+
+    # Requests.
+
+    def add(self, request: Request) -> None:
+        """Queue a request. A `ValueError` says what is wrong with it; `QueueFull` that too many wait."""
+        self._check(request)
+        asked = request.sampling
+        grammar = self._grammars.start(asked) if asked.constrained else None
+        sequence = self.scheduler.add(request)
+        seed = asked.seed if asked.seed is not None else int(self._seeds.integers(2**63))
+        sequence.seed = seed
+        sequence.one_by_one = form_of(asked) not in SEVERAL_FORMS
+        eos = frozenset() if asked.ignore_eos else self.eos_ids
+        text = OutputText(self.tokenizer, asked.stop, include_stop=asked.include_stop, spelled=asked.spelled_token_ids)
+        progress = _Progress(text, eos | frozenset(asked.stop_token_ids), eos, grammar)
+        # What may follow hangs on the last token: for a grammar, for a draft, and where all is computed anew.
+        sequence.needs_host = grammar is not None or not self.config.keep_keys
+        if self.config.speculative_tokens:
+            sequence.needs_host = True
+            if grammar is None and not asked.penalised:
+                progress.drafts = NgramDrafts(self.config.speculative_ngram)
+        sequence.state = progress
+        self._sequences[request.id] = sequence
+
+    def _check(self, request: Request) -> None:
+        vocab = self.model.config.vocab
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or high >= vocab:
+            raise rule_error(f"Token ids are from 0 to {vocab - 1}", f"{low} to {high}", "use the model's tokenizer")
+        if request.id in self._sequences:
+            raise rule_error("A request's id is unlike that of any that is running", repr(request.id), "use another")
+        adapter = request.sampling.adapter
+        if adapter is not None and adapter not in self.config.adapters:
+            raise unknown_name("adapter", adapter, self.config.adapters)
+
+    def cancel(self, id: str) -> bool:
+        """End a request; False where there is none of this id. The next step gives its last output."""
+        sequence = self._sequences.get(id)
+        if sequence is None:
+            return False
+        self._finish(sequence, "cancelled")
+        return True
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> WarmupReport:
+        """Make every program that a step may need, so that none is compiled while requests wait.
+
+        Args:
+          progress: called with how many are done, how many there are, and the name of the last one done.
+        """
+        return self.runner.warm_up(progress)
+
+    def close(self) -> None:
+        """End what runs, as cancelled, and give the device's memory back."""
+        for id in list(self._sequences):
+            self.cancel(id)
+        self._sent.clear()
+        self.runner.close()
+
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._sequences or self._sent or self._ended)
+
+    # The loop.
+
+    def step(self) -> list[RequestOutput]:
+        """Send the next step to the device, and give what the one before it brought; each request is in it once."""
+        touched: dict[str, Sequence] = {}
+        # Who hangs on the last token would miss every other step if the next one were planned without it.
+        if any(sequence.needs_host and sequence.in_flight for sequence in self.scheduler.running):
+            while self._sent:
+                self._receive(self._sent.popleft(), touched)
+        plan = self.scheduler.plan(steps=self.decode_steps)
+        if plan is not None:
+            self._sent.append(self.runner.send(plan, self._allowed(plan)))
+        ahead = 1 if self.config.asynchronous and plan is not None else 0
+        while len(self._sent) > ahead:
+            self._receive(self._sent.popleft(), touched)
+        for sequence in self._ended:
+            touched[sequence.request.id] = sequence
+        self._ended = []
+        return [self._output(sequence) for sequence in touched.values()]
+
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        progress = sequence.state
+        assert isinstance(progress, _Progress)
+        if progress.drafts is None:
+            return ()
+        return progress.drafts.guess(sequence.tokens, self.config.speculative_tokens)
+
+    def _allowed(self, plan: StepPlan) -> np.ndarray | None:
+        """The tokens that grammars allow after each chunk, a bit each; None where no request has one."""
+        held = [(n, chunk.sequence.state) for n, chunk in enumerate(plan.chunks) if chunk.samples]
+        grammars = [(n, state.grammar) for n, state in held if isinstance(state, _Progress) and state.grammar]
+        if not grammars:
+            return None
+        allowed = np.full((len(plan.chunks), -(-self.model.config.vocab // 32)), 0xFFFFFFFF, np.uint32)
+        for number, grammar in grammars:
+            grammar.allow(allowed[number])
+        return allowed
+
+    def _receive(self, sent: Sent, touched: dict[str, Sequence]) -> None:
+        if any(chunk.samples for chunk in sent.plan.chunks):
+            for chunk, drawn in sent.drawn():
+                self._take(chunk, drawn, sent.plan.steps)
+                if not chunk.sequence.finished:
+                    touched[chunk.sequence.request.id] = chunk.sequence
+        now = time.perf_counter()
+        self._step_seconds = now - max(sent.at, self._last_result)
+        self._last_result = now
+        self._steps += 1
+        if self.on_step is not None and not sent.compiled:
+            self.on_step(StepTime(sent.shape, sent.plan, self._step_seconds))
+
+    def _take(self, chunk: Chunk, drawn: Drawn, steps: int) -> None:
+        sequence = chunk.sequence
+        in_flight = steps
+        tokens = drawn.tokens
+        right = 0
+        if chunk.draft:
+            while right < len(chunk.draft) and chunk.draft[right] == tokens[right]:
+                right += 1
+            tokens = tokens[: right + 1]
+            self._drafted += len(chunk.draft)
+            self._accepted += right
+        if sequence.finished:
+            sequence.in_flight -= in_flight
+            return
+        tokens = tokens[: sequence.last_token_number - len(sequence.tokens)]
+        kept, finish = self._read(sequence, tokens, drawn)
+        self.scheduler.take(sequence, kept, drawn=in_flight, extra=min(right, len(kept)))
+        if finish is not None:
+            self._finish(sequence, finish)
+
+    def _read(self, sequence: Sequence, tokens: list[int], drawn: Drawn) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the one that ends the request, where one does, and why it ends."""
+        progress, asked = sequence.state, sequence.request.sampling
+        assert isinstance(progress, _Progress)
+        kept: list[int] = []
+        for number, token in enumerate(tokens):
+            kept.append(token)
+            progress.tokens.append(token)
+            if asked.logprobs is not None and drawn.logprobs is not None:
+                own, ids, top = drawn.logprobs(number)
+                likeliest = zip(ids[: asked.logprobs].tolist(), top[: asked.logprobs].tolist(), strict=True)
+                progress.logprobs.append(TokenLogprobs(token, own, tuple(likeliest)))
+            if progress.grammar is not None and not progress.grammar.take(token):
+                progress.error = progress.grammar.error or f"token {token} is not of the grammar"
+                return kept, "error"
+            if token in progress.stops:
+                progress.stop_reason = None if token in progress.eos else token
+                return kept, "stop"
+            progress.fresh.append(progress.text.put(token))
+            if progress.text.found is not None:
+                progress.stop_reason = progress.text.found
+                return kept, "stop"
+            if progress.grammar is not None and progress.grammar.complete:
+                return kept, "stop"
+        if len(sequence.tokens) + len(kept) >= sequence.last_token_number:
+            return kept, "length"
+        return kept, None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        progress = sequence.state
+        assert isinstance(progress, _Progress)
+        progress.finish_reason = reason
+        self._finished[reason] += 1
+        self.scheduler.remove(sequence)
+        del self._sequences[sequence.request.id]
+        self._ended.append(sequence)
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
+        progress, asked = sequence.state, sequence.request.sampling
+        assert isinstance(progress, _Progress)
+        if progress.finish_reason is not None:
+            progress.fresh.append(progress.text.end())
+        tokens, progress.tokens = tuple(progress.tokens), []
+        text, progress.fresh = "".join(progress.fresh), []
+        chances, progress.logprobs = tuple(progress.logprobs), []
+        if sequence.generated == len(tokens) and tokens:
+            self._prompt_tokens += sequence.prompt_length
+        self._generation_tokens += len(tokens)
+        return RequestOutput(
+            sequence.request.id,
+            tokens,
+            text,
+            Usage(sequence.prompt_length, sequence.generated, sequence.cached_tokens),
+            logprobs=chances if asked.logprobs is not None else None,
+            finish_reason=progress.finish_reason,
+            stop_reason=progress.stop_reason,
+            error=progress.error,
+        )
+
+    def stats(self) -> EngineStats:
+        """Where it stands."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            pages=pool.pages,
+            pages_used=pool.used,
+            pages_cached=pool.idle,
+            kv_cache_usage=pool.used / pool.pages,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            finished=MappingProxyType(dict(self._finished)),
+            steps=self._steps,
+            step_seconds=self._step_seconds,
+            compilations=self.runner.compilations,
+            drafted=self._drafted,
+            accepted=self._accepted,
+        )
+
+    def check(self) -> None:
+        """Raise where the books of the cache are wrong; for tests and for a watchful server."""
+        self.scheduler.pool.check(sequence.pages for sequence in self.scheduler.sequences())
+
+
+def keeps_state(model: ModularCapibaraModel) -> bool:
+    """Whether a block of the model keeps a state a sequence, of which no part can be shared."""
+    config = model.config
+    return any(config.blocks[name].keeps_state for layer in config.period for name in layer)

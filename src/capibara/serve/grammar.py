@@ -1,0 +1,121 @@
+"""Output held to a JSON schema, a regular expression or a grammar: which tokens may come next, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from capibara.distribution import NAME
+from capibara.errors import rule_error
+
+if TYPE_CHECKING:
+    from capibara.models.tokenizer import Tokenizer
+    from capibara.serve.request import SamplingParams
+
+__all__ = ["Grammar", "Grammars"]
+
+
+class Grammar:
+    """One request's place in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def allow(self, bits: np.ndarray) -> None:
+        """Set which tokens may come next: a bit each in this row of uint32; tokens past the tokenizer's stay out."""
+        known = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        size = min(len(known), len(bits))
+        bits[:size], bits[size:] = known[:size], 0
+
+    def take(self, token: int) -> bool:
+        """Go on by a token; whether it was one of those allowed."""
+        return bool(self._matcher.consume_token(token))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the output is whole, and nothing but the end of text may follow."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str:
+        """What went wrong; empty where nothing did."""
+        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+class Grammars:
+    """Grammars over one tokenizer, whose words are laid out for them once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._words: Any = None
+
+    def start(self, asked: SamplingParams) -> Grammar:
+        """The grammar that a request asks for, at its beginning; a `ValueError` says what is wrong with it."""
+        library = _library()
+        text, kind = self._text(library, asked)
+        if self._words is None:
+            self._words = _words(library, self._tokenizer)
+        wrong = library.LLMatcher.validate_grammar(text, self._words)
+        if wrong and not wrong.startswith("WARNING"):
+            raise rule_error(f"A {kind} is one that llguidance takes", wrong.strip(), "mend it; its message says where")
+        matcher = library.LLMatcher(self._words, text, log_level=0)
+        if matcher.is_error():
+            raise rule_error(f"A {kind} is one that llguidance takes", matcher.get_error(), "mend or simplify it")
+        return Grammar(matcher)
+
+    def _text(self, library: Any, asked: SamplingParams) -> tuple[str, str]:
+        if asked.regex is not None:
+            return library.LLMatcher.grammar_from_regex(asked.regex), "regular expression"
+        if asked.grammar is not None:
+            return library.LLMatcher.grammar_from_lark(asked.grammar), "grammar"
+        schema = asked.json_schema
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise rule_error("A JSON schema is JSON", str(error), "pass a dict, or mend the text") from error
+        if not isinstance(schema, dict):
+            raise rule_error("A JSON schema is an object", type(schema).__name__, 'pass {"type": "object", ...}')
+        schema = schema or {"type": "object"}
+        # One space after a comma or a colon: with any white space a model may write nothing else. A schema's own
+        # "x-guidance" says otherwise.
+        return library.LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False}), "JSON schema"
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ImportError(f"Output by a schema or a grammar needs llguidance: pip install '{NAME}[serve]'") from error
+    return llguidance
+
+
+def _words(library: Any, tokenizer: Tokenizer) -> Any:
+    """The tokenizer as llguidance takes it: every token's bytes."""
+    from capibara.models.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return library.LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eos_id)
+    if isinstance(tokenizer, ByteTokenizer):
+        return library.LLTokenizer(library.TokenizerWrapper(_Bytes(tokenizer)))
+    raise rule_error(
+        "A grammar needs the bytes of every token, which bytes and a tokenizer.json have",
+        type(tokenizer).__name__,
+        "leave json_schema, regex and grammar out",
+    )
+
+
+class _Bytes:
+    """What `llguidance.TokenizerWrapper` reads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        special = {id: text.encode() for text, id in tokenizer.special_tokens.items()}
+        self.eos_token_id = tokenizer.eos_id
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [bytes((id,)) if id < 256 else special[id] for id in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(special)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())

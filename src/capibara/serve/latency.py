@@ -1,0 +1,239 @@
+"""Keeping a latency: how many sequences run and how much of prompts a step takes, chosen from measured step times.
+
+What a user sees between two tokens is the time of the step that brings the second. A step runs in one of a few compiled
+shapes, so that its time is known from that shape's own past: each is timed once before there are requests, and goes on
+being measured while there are. The largest shapes whose time is within the target then bound what the next step may
+hold. Where even the smallest piece of a prompt takes too long, pieces come so seldom that they stay outside of the 95th
+percentile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from capibara.errors import rule_error
+from capibara.serve.programs import Shape
+
+if TYPE_CHECKING:
+    from capibara.serve.engine import Engine, StepTime
+    from capibara.serve.request import RequestOutput
+
+__all__ = ["LatencyController", "LatencyReport", "TpuInferenceOptimizer"]
+
+_log = logging.getLogger(__name__)
+
+_SEEN = 512
+"""Gaps between tokens that the percentile is taken over."""
+_NEW = 0.2
+"""How much a new measurement of a shape counts against those before it."""
+_SELDOM = 25
+"""Steps between two that take longer than the target: 4 in 100 are outside of the 95th percentile."""
+_LEAST_MARGIN = 0.5
+
+
+@dataclass(frozen=True)
+class TpuInferenceOptimizer:
+    """How an inference pipeline is to run; `create_inference_pipeline` takes it.
+
+    Args:
+      target_latency_ms: the 95th percentile of the time between two tokens of a request stays below it; None takes
+        what the device gives.
+      batch_size_optimizer: choose how many requests run at a time from measured step times; False always lets as many
+        run as the pipeline's max_batch_size says, and keeps to the target by the size of prompts' pieces alone.
+      memory_efficient_attention: attention in tiles that never holds all scores at once; False computes them whole.
+      use_kv_cache: keep keys and values of tokens that were computed; False computes all of them anew for every token.
+    """
+
+    target_latency_ms: float | None = None
+    batch_size_optimizer: bool = True
+    memory_efficient_attention: bool = True
+    use_kv_cache: bool = True
+
+    def __post_init__(self) -> None:
+        target = self.target_latency_ms
+        if target is not None and not target > 0:
+            raise rule_error("target_latency_ms is above 0", target, "use None for no target")
+
+
+@dataclass(frozen=True)
+class LatencyReport:
+    """Whether a target can be kept, and how it stands."""
+
+    target_ms: float | None
+    possible: bool
+    """Whether a step of one sequence is within the target."""
+    best_ms: float
+    """Of one sequence alone, measured: no setting gives less on this device."""
+    p95_ms: float | None
+    """Of the last gaps between tokens; None before there were any."""
+    max_sequences: int
+    """That may run now."""
+    prefill_tokens: int
+    """Of prompts, that the next step may take."""
+    decode_steps: int
+
+    def __str__(self) -> str:
+        if self.target_ms is None:
+            return f"no target; one sequence alone takes {self.best_ms:.2f} ms a token"
+        if not self.possible:
+            return (
+                f"A latency of {self.target_ms:g} ms a token is impossible here: one sequence alone takes "
+                f"{self.best_ms:.2f} ms, which is the best this device does with this model"
+            )
+        return f"{self.target_ms:g} ms a token is kept with up to {self.max_sequences} sequences at a time"
+
+
+class LatencyController:
+    """Bounds an engine's steps so that a target is kept; `adjust` before each step, `saw` after it."""
+
+    def __init__(self, engine: Engine, target_ms: float | None, *, choose_batch: bool = True) -> None:
+        self.engine = engine
+        self.target_ms = target_ms
+        self.choose_batch = choose_batch
+        self._times: dict[Shape, float] = {}
+        self._margin = 1.0
+        self._since_long = _SELDOM
+        self._gaps: deque[float] = deque(maxlen=_SEEN)
+        self._last: dict[str, float] = {}
+        self._steps = engine.decode_steps
+        engine.on_step = self._measured
+
+    # What is known of step times.
+
+    def calibrate(self, repeats: int = 3) -> LatencyReport:
+        """Time every shape of steps, and say what the target comes to. Nothing may be running."""
+        if self.engine.has_work():
+            raise rule_error("Steps are timed while nothing runs", "an engine with requests", "calibrate it first")
+        for shape in self.engine.runner.shapes.all():
+            self._times[shape] = self.engine.runner.time_step(shape, repeats=repeats)
+        self.adjust()
+        report = self.report()
+        if self.target_ms is not None and not report.possible:
+            _log.warning("%s.", report)
+        return report
+
+    def _measured(self, step: StepTime) -> None:
+        before = self._times.get(step.shape)
+        self._times[step.shape] = step.seconds if before is None else before + _NEW * (step.seconds - before)
+
+    def _milliseconds(self, shape: Shape) -> float:
+        """Of a step of this shape: as it was measured, else as the nearest measured one has it by its tokens."""
+        known = self._times.get(shape)
+        if known is None:
+            like = [s for s in self._times if s.decodes == shape.decodes]
+            if not like:
+                return 0.0
+            near = min(like, key=lambda s: abs(s.tokens * s.steps - shape.tokens * shape.steps))
+            known = self._times[near] * max(1.0, shape.tokens * shape.steps / (near.tokens * near.steps))
+        return known * 1e3
+
+    @property
+    def best_ms(self) -> float:
+        """Of one sequence's next token, nothing else in the step."""
+        shapes = self.engine.runner.shapes
+        return self._milliseconds(self._decode(1) if self._decodes_alone() else shapes.ragged(1, 1))
+
+    def _decodes_alone(self) -> bool:
+        config = self.engine.config
+        return not (config.batch_invariant or config.speculative_tokens or not config.keep_keys)
+
+    def _decode(self, sequences: int, steps: int = 1) -> Shape:
+        shapes = self.engine.runner.shapes
+        longest = max((len(s.pages.pages) for s in self.engine.scheduler.running), default=1)
+        return shapes.decode(sequences, longest, steps)
+
+    # What follows from it.
+
+    def adjust(self) -> None:
+        """Set what the next step may hold."""
+        if self.target_ms is None:
+            return
+        engine, limits = self.engine, self.engine.limits
+        config = engine.config
+        # An impossible target is not given up: what is possible is kept to, with a little room.
+        budget = max(self.target_ms * self._margin, 1.1 * self.best_ms)
+        if self.choose_batch:
+            limits.max_sequences = self._most_sequences(budget)
+        decoding = [s for s in engine.scheduler.running if s.length - s.computed <= 1]
+        longest = engine.config.prefill_chunk or config.max_batch_tokens
+        if not decoding:  # nobody waits for a next token
+            limits.prefill_tokens = limits.prefill_chunk = longest
+        else:
+            limits.prefill_tokens = self._prompt_tokens(budget, len(decoding))
+            limits.prefill_chunk = max(1, min(longest, limits.prefill_tokens))
+        several = (
+            self._decodes_alone() and self._milliseconds(self._decode(max(1, len(decoding)), self._steps)) <= budget
+        )
+        engine.decode_steps = self._steps if several else 1
+
+    def _most_sequences(self, budget: float) -> int:
+        shapes, config = self.engine.runner.shapes, self.engine.config
+        sizes: Iterable[int] = shapes.sequences if self._decodes_alone() else (config.max_sequences,)
+        fit = [n for n in sizes if self._decodes_alone() and self._milliseconds(self._decode(n)) <= budget]
+        if self._decodes_alone():
+            return max(fit, default=1)
+        # Every step is ragged: as many as the longest one within the budget has tokens for.
+        whole = [shapes.ragged(n, 1) for n in shapes.tokens]
+        tokens = [shape.tokens for shape in whole if self._milliseconds(shape) <= budget]
+        return max(1, min(config.max_sequences, max(tokens, default=1) // (1 + config.speculative_tokens)))
+
+    def _prompt_tokens(self, budget: float, decoding: int) -> int:
+        """Of prompts, beside so many sequences that draw; none where that takes too long and was allowed just now."""
+        shapes, most = self.engine.runner.shapes, self.engine.config.max_sequences
+        sizes = [n for n in shapes.tokens if n > decoding]
+        fit = [n for n in sizes if self._milliseconds(shapes.ragged(n, min(decoding + 1, most))) <= budget]
+        if fit:
+            return max(fit) - decoding
+        if self._since_long < _SELDOM:
+            return 0
+        return max(1, min(sizes, default=shapes.tokens[-1]) - decoding)
+
+    # How it goes.
+
+    def saw(self, outputs: Iterable[RequestOutput], now: float) -> None:
+        """What a step brought, at this time of `time.perf_counter`."""
+        slowest = 0.0
+        for output in outputs:
+            if output.tokens:
+                before = self._last.get(output.id)
+                if before is not None:
+                    gap = 1e3 * (now - before)
+                    slowest = max(slowest, gap)
+                    # Tokens that come together have nothing between them.
+                    self._gaps.extend([gap, *[0.0] * (len(output.tokens) - 1)])
+                self._last[output.id] = now
+            if output.finish_reason is not None:
+                self._last.pop(output.id, None)
+        if self.target_ms is None or not slowest:
+            return
+        self._since_long = 0 if slowest > self.target_ms else self._since_long + 1
+        # What lies between steps is in no step's time: the room left for it follows what is seen.
+        p95 = self.p95_ms
+        if p95 is not None and len(self._gaps) >= 32:
+            if p95 > self.target_ms:
+                self._margin = max(_LEAST_MARGIN, self._margin * 0.98)
+            elif p95 < 0.9 * self.target_ms:
+                self._margin = min(1.0, self._margin * 1.005)
+
+    @property
+    def p95_ms(self) -> float | None:
+        return float(np.percentile(self._gaps, 95)) if self._gaps else None
+
+    def report(self) -> LatencyReport:
+        """How it stands."""
+        limits, best = self.engine.limits, self.best_ms
+        return LatencyReport(
+            target_ms=self.target_ms,
+            possible=self.target_ms is None or best <= self.target_ms,
+            best_ms=best,
+            p95_ms=self.p95_ms,
+            max_sequences=limits.max_sequences,
+            prefill_tokens=limits.prefill_tokens,
+            decode_steps=self.engine.decode_steps,
+        )

@@ -1,0 +1,68 @@
+"""LoRA adapters by request: each answers as the model with that adapter's changes in its weights would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.serve.engines import GREEDY, engine_of, model_of, plain, prompts_of, run, tokens_of, wanted
+
+from capibara.models import ModularCapibaraModel
+from capibara.models.blocks import spec
+from capibara.serve import LoraAdapter, Request, SamplingParams
+from capibara.train.config import LoraSettings
+from capibara.train.lora import adapter_weights, merged
+
+
+def adapter(name: str, seed: int, settings: LoraSettings) -> tuple[LoraAdapter, ModularCapibaraModel]:
+    """Factors that change much, and the plain model that has them in its weights."""
+    model = model_of(name)
+    factors = spec.initial(adapter_weights(model.config, settings), jax.random.key(seed), jnp.float32)
+    leaves, tree = jax.tree.flatten(factors)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    factors = tree.unflatten([jax.random.normal(key, leaf.shape) * 0.3 for key, leaf in zip(keys, leaves, strict=True)])
+    changed = ModularCapibaraModel(
+        model.config, params=merged(model.config, model.params, factors, settings), precision="float32"
+    )
+    return LoraAdapter(factors, settings.alpha), changed
+
+
+@pytest.mark.parametrize("name", ["hybrid", "attention"])
+@pytest.mark.quick
+def test_each_request_is_answered_by_its_adapter(name: str, programs: Path) -> None:
+    all_of_them = tuple({w for block in model_of(name).config.blocks.values() for w in block.products()})
+    first, of_first = adapter(name, 1, LoraSettings(rank=2, alpha=4.0, targets=all_of_them))
+    second, of_second = adapter(name, 2, LoraSettings(rank=3, alpha=3.0, targets=("out",)))
+    engine = engine_of(model_of(name), programs, adapters={"first": first, "second": second})
+    assert engine.adapters == ("first", "second")
+    (prompt,) = prompts_of(9)
+    asked: dict[str, Any] = {"max_tokens": 6, **GREEDY}
+    requests = [
+        Request("plain", prompt, SamplingParams(**asked)),
+        Request("first", prompt, SamplingParams(adapter="first", **asked)),
+        Request("second", prompt, SamplingParams(adapter="second", **asked)),
+    ]
+    tokens = tokens_of(run(engine, requests, every=2))
+    expected = {
+        "plain": wanted(name, prompt, 6), "first": plain(of_first, prompt, 6), "second": plain(of_second, prompt, 6),
+    }  # fmt: skip
+    assert tokens == expected
+    assert len({tuple(each) for each in expected.values()}) == 3
+    # The same tokens have other keys under another adapter: nothing of one is shared with another.
+    assert engine.stats().prefix_hits == 0
+
+
+def test_an_adapter_of_another_model_is_refused(programs: Path) -> None:
+    other, _ = adapter("hybrid", 1, LoraSettings(rank=2))
+    with pytest.raises(ValueError, match="An adapter has factors for the 1 layer"):
+        engine_of(model_of("attention"), programs, adapters={"x": other})
+    wrong, _ = adapter("moe", 1, LoraSettings(rank=2))
+    with pytest.raises(ValueError, match="factors are of the model's own weights"):
+        engine_of(model_of("attention"), programs, adapters={"x": wrong})
+    with pytest.raises(ValueError, match="An adapter is a LoraAdapter, or the folder of a LoRA run"):
+        engine_of(model_of("attention"), programs, adapters={"x": 3})
+    with pytest.raises(ValueError, match=r"with its config.toml"):
+        engine_of(model_of("attention"), programs, adapters={"x": programs})

@@ -1,0 +1,78 @@
+"""How many pages there are: as many as can be filled, or as memory has room for, and it is said which."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serve.engines import CONFIG, GREEDY, answers, engine_of, model_of, prompts_of, run
+
+from capibara.hardware import devices
+from capibara.serve import EngineConfig, Request, SamplingParams, cache_size
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    here = [dataclasses.replace(device, memory_limit_bytes=limit) for device in devices.attached()]
+    monkeypatch.setattr(cache_size, "attached", lambda: here)
+
+
+def size(**changes: Any) -> cache_size.CacheSize:
+    config = EngineConfig(**{**CONFIG, "pages": None, **changes})
+    return cache_size.cache_size(
+        model_of("attention").config, config, max_length=64, dtype="float32", weight_bytes=100_000
+    )
+
+
+@pytest.mark.quick
+def test_memory_bounds_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2 layers, keys and values, 4 tokens of 2 heads of 8 numbers of 4 bytes.
+    page = 2 * 2 * 4 * 16 * 4
+    assert size().page_bytes == page
+    with_memory(monkeypatch, 1 << 30)
+    assert (size().pages, size().limited_by) == (4 * 16, "max_sequences")
+    assert "4 sequences of 64 tokens at a time" in str(size())
+    working = cache_size.working_bytes(model_of("attention").config, EngineConfig(**CONFIG), 64, page, "float32")
+    with_memory(monkeypatch, 2 * (100_000 + working + 40 * page))
+    less = size(memory_share=0.5)
+    assert (less.pages, less.limited_by, less.longest_sequences) == (40, "memory", 2)
+    assert "as much as memory_share of the device leaves" in str(less)
+    assert (size(pages=5).pages, size(pages=5).limited_by) == (5, "pages")
+    with_memory(monkeypatch, 2 * (100_000 + working + 10 * page))
+    with pytest.raises(ValueError, match=r"room for 40 tokens beside the weights.*max_length=40"):
+        size(memory_share=0.5)
+
+
+def test_an_engine_has_as_many_pages_as_it_says(programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs, pages=None)
+    assert engine.cache_size.pages == engine.stats().pages == engine.runner.pages == 64
+
+
+@pytest.mark.quick
+def test_pages_of_8_bit_numbers_hold_more_and_change_little(programs: Path) -> None:
+    model = model_of("attention")
+    wide, narrow = engine_of(model, programs), engine_of(model, programs, cache_dtype="int8")
+    # A key of a head: 8 numbers and a scale, for 8 float32.
+    assert narrow.cache_size.page_bytes / wide.cache_size.page_bytes == (8 + 4) / 32
+    prompts = prompts_of(5, 16, 30)
+    asked = SamplingParams(max_tokens=3, logprobs=20, **GREEDY)
+    chances = []
+    for engine in (wide, narrow):
+        outputs = run(engine, [Request(str(n), prompt, asked) for n, prompt in enumerate(prompts)])
+        # Of the tokens after the prompt, whose contexts are the same in both.
+        first = [dict(each[0].logprobs[0].top) for each in outputs.values() if each[0].logprobs]
+        chances.append(first)
+    off = [abs(a[t] - b[t]) for a, b in zip(*chances, strict=True) for t in a if t in b]
+    assert len(off) > 40
+    # An eighth bit is lost of keys and values: a hundredth of them, and of what comes of them in two layers.
+    assert 0 < max(off) < 0.05
+
+
+def test_pages_of_8_bit_numbers_are_shared_and_copied_like_others(programs: Path) -> None:
+    for name in ("attention", "hybrid"):
+        engine = engine_of(model_of(name), programs, cache_dtype="int8")
+        prompts = prompts_of(16, 16)
+        once = answers(engine, prompts)
+        assert answers(engine, prompts) == once
+        assert (engine.stats().prefix_hits > 0) == (name == "attention")

@@ -1,0 +1,80 @@
+"""Output held to a schema, a regular expression or a grammar, from a model that would write noise."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serve.engines import engine_of, model_of, prompts_of, run, tokens_of, wanted
+
+from capibara.serve import Request, SamplingParams
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["capybara", "otter"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
+
+
+def answer(programs: Path, **changes: Any) -> tuple[str, str | None]:
+    engine = engine_of(model_of("attention"), programs)
+    (prompt,) = prompts_of(6)
+    asked = SamplingParams(max_tokens=48, temperature=1.0, seed=1, **changes)
+    outputs = run(engine, [Request("a", prompt, asked)])["a"]
+    assert engine.stats().pages_used == 0
+    return "".join(output.text for output in outputs), outputs[-1].finish_reason
+
+
+@pytest.mark.quick
+def test_json_of_a_schema(programs: Path) -> None:
+    text, reason = answer(programs, json_schema=SCHEMA)
+    said = json.loads(text)
+    assert reason == "stop"
+    assert set(said) == {"name", "legs"}
+    assert said["name"] in ("capybara", "otter")
+    assert 0 <= said["legs"] <= 9
+    assert answer(programs, json_schema=json.dumps(SCHEMA)) == (text, reason)
+
+
+def test_a_regular_expression_and_a_grammar(programs: Path) -> None:
+    text, reason = answer(programs, regex=r"[a-f]{3}-[0-9]{2}")
+    assert re.fullmatch(r"[a-f]{3}-[0-9]{2}", text)
+    assert reason == "stop"
+    text, reason = answer(programs, grammar='start: "yes" | "no" ("," "no")~1..3')
+    assert text in ("yes", "no,no", "no,no,no", "no,no,no,no")
+    assert reason == "stop"
+
+
+def test_the_likeliest_token_that_is_allowed_is_drawn_and_others_are_left_alone(programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs)
+    prompts = prompts_of(6, 9)
+    held = SamplingParams(max_tokens=8, temperature=0, regex="[0-9]+")
+    free = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    tokens = tokens_of(run(engine, [Request("held", prompts[0], held), Request("free", prompts[1], free)]))
+    assert tokens["free"] == wanted("attention", prompts[1])
+    *digits, last = tokens["held"]
+    assert all(48 <= token < 58 for token in digits)
+    assert 48 <= last < 58 or last == engine.tokenizer.eos_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"json_schema": "{"}, "A JSON schema is JSON"),
+        ({"json_schema": "[]"}, "A JSON schema is an object"),
+        ({"json_schema": {"type": "nonsense"}}, "A JSON schema is one that llguidance takes"),
+        ({"regex": "("}, "A regular expression is one that llguidance takes"),
+        ({"grammar": "start: nowhere"}, "A grammar is one that llguidance takes"),
+    ],
+)
+def test_what_is_no_grammar_is_said_at_once(changes: dict[str, Any], text: str, programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs)
+    with pytest.raises(ValueError, match=text):
+        engine.add(Request("a", (1, 2), SamplingParams(**changes)))
+    assert not engine.has_work()

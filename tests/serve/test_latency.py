@@ -1,0 +1,154 @@
+"""The controller: what a step may hold follows from what steps of each shape take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, wanted
+
+from capibara.serve import Engine, Request, RequestOutput, SamplingParams, Usage
+from capibara.serve.engine import StepTime
+from capibara.serve.latency import LatencyController, TpuInferenceOptimizer
+from capibara.serve.programs import Shape
+from capibara.serve.scheduler import StepPlan
+
+
+def seconds_of(shape: Shape) -> float:
+    """A device that takes 2 ms a pass and 0.1 ms a token."""
+    return shape.steps * (2e-3 + 1e-4 * shape.tokens)
+
+
+def controller_of(
+    programs: Path, target_ms: float | None, seconds: Callable[[Shape], float] = seconds_of, **changes: Any
+) -> LatencyController:
+    choose_batch = changes.pop("choose_batch", True)
+    engine = engine_of(
+        model_of("attention"), programs, **{"max_sequences": 64, "max_batch_tokens": 512, "decode_steps": 4, **changes}
+    )
+    engine.runner.time_step = lambda shape, repeats=3: seconds(shape)  # type: ignore[method-assign]
+    return LatencyController(engine, target_ms, choose_batch=choose_batch)
+
+
+def started(controller: LatencyController, count: int) -> Engine:
+    """The controller's engine with so many sequences that wait for their next token."""
+    engine = controller.engine
+    for number, prompt in enumerate(prompts_of(*[2] * count)):
+        engine.add(Request(str(number), prompt, SamplingParams(max_tokens=8, **GREEDY)))
+    engine.scheduler.plan()
+    for sequence in engine.scheduler.running:
+        engine.scheduler.take(sequence, [1], drawn=1)
+    return engine
+
+
+@pytest.mark.quick
+def test_the_batch_and_prompts_pieces_are_the_largest_within_the_target(programs: Path) -> None:
+    controller = controller_of(programs, 9.0)
+    report = controller.calibrate()
+    assert report.possible
+    assert report.best_ms == pytest.approx(2.1)
+    # 2 + 0.1 n ms: 64 sequences take 8.4 ms.
+    assert report.max_sequences == 64
+    # A ragged step of 64 tokens and more takes 8.4 ms, one of 128 takes 14.8.
+    engine = started(controller, 3)
+    controller.adjust()
+    assert engine.limits.prefill_tokens == 64 - 3
+    assert engine.decode_steps == 1  # four steps of 16 would be 14.4 ms
+    # A smaller target leaves fewer, and none of a prompt while others wait for tokens.
+    controller = controller_of(programs, 4.0)
+    assert controller.calibrate().max_sequences == 16
+    controller = controller_of(programs, 12.0)
+    controller.calibrate()
+    started(controller, 1)
+    controller.adjust()
+    assert controller.engine.decode_steps == 4  # of one sequence: 8.4 ms
+
+
+def test_without_the_optimizer_the_batch_stays(programs: Path) -> None:
+    controller = controller_of(programs, 4.0, choose_batch=False)
+    controller.calibrate()
+    assert controller.engine.limits.max_sequences == 64
+
+
+def test_a_target_that_cannot_be_kept_is_said_with_the_best_there_is(
+    programs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = controller_of(programs, 1.0)
+    with caplog.at_level(logging.WARNING):
+        report = controller.calibrate()
+    assert not report.possible
+    assert "A latency of 1 ms a token is impossible here: one sequence alone takes 2.10 ms" in caplog.text
+    assert report.max_sequences == 1  # and the best is kept to
+    assert "impossible" in str(report)
+
+
+def test_prompts_that_always_take_too_long_come_seldom(programs: Path) -> None:
+    controller = controller_of(programs, 5.0)  # the smallest piece is a step of 8.4 ms
+    controller.calibrate()
+    engine = started(controller, 2)
+    controller.adjust()
+    assert engine.limits.prefill_tokens == 64 - 2
+    controller.saw([_output("0")], 0.0)
+    controller.saw([_output("0")], 0.009)  # longer than the target: that was one
+    controller.adjust()
+    assert engine.limits.prefill_tokens == 0
+    for number in range(25):
+        controller.saw([_output("0")], 0.009 + 0.003 * (number + 1))
+    controller.adjust()
+    assert engine.limits.prefill_tokens == 64 - 2
+    for id in ("0", "1"):
+        engine.cancel(id)
+    controller.adjust()
+    assert engine.limits.prefill_tokens == 512  # nobody waits for a token
+
+
+def test_measured_times_take_the_place_of_those_at_the_start(programs: Path) -> None:
+    controller = controller_of(programs, 9.0)
+    controller.calibrate()
+    shape = controller.engine.runner.shapes.decode(64, 1)
+    for _ in range(40):
+        controller.engine.on_step(StepTime(shape, StepPlan([]), 20e-3))  # type: ignore[misc]
+    controller.adjust()
+    assert controller.engine.limits.max_sequences == 32
+
+
+def test_what_is_seen_leaves_room_for_what_lies_between_steps(programs: Path) -> None:
+    controller = controller_of(programs, 9.0)
+    controller.calibrate()
+    for number in range(80):  # every gap is above what steps take
+        controller.saw([_output("a")], 0.010 * number)
+    assert controller.p95_ms == pytest.approx(10.0)
+    controller.adjust()
+    assert controller.engine.limits.max_sequences < 64
+
+
+@pytest.mark.quick
+def test_no_target_changes_nothing(programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs)
+    controller = LatencyController(engine, None)
+    controller.adjust()
+    assert engine.limits.max_sequences == 4
+    assert str(controller.report()).startswith("no target")
+    prompts = prompts_of(5)
+    assert answers(engine, prompts) == [wanted("attention", prompts[0])]
+    assert controller.best_ms > 0  # its steps were measured
+
+
+def test_shapes_are_timed_on_the_device(programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs)
+    for shape in (engine.runner.shapes.decode(2, 2), engine.runner.shapes.ragged(20, 3)):
+        assert 0 < engine.runner.time_step(shape, repeats=2) < 60
+    prompts = prompts_of(5, 9)  # and nothing is left of it
+    assert answers(engine, prompts) == [wanted("attention", prompt) for prompt in prompts]
+
+
+def test_a_target_is_above_zero() -> None:
+    with pytest.raises(ValueError, match="target_latency_ms is above 0"):
+        TpuInferenceOptimizer(target_latency_ms=0)
+
+
+def _output(id: str) -> RequestOutput:
+    return RequestOutput(id, (1,), "", Usage(1, 1, 0))
