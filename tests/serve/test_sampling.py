@@ -55,6 +55,11 @@ def test_temperature_zero_is_the_likeliest_in_every_form() -> None:
         assert (np.asarray(_draw(logits, rows_of(8, temperature=0.0), form)) == best).all()
 
 
+def test_the_least_temperature_is_as_good_as_none() -> None:
+    logits = jnp.full((1, VOCAB), 40.0).at[0, 9].set(60.0)  # divided by so little, all of them are infinite
+    assert set(drawn(logits, "drawn", 8, temperature=2e-38)) == {9}
+
+
 def test_draws_follow_the_odds_and_temperature_sharpens_them() -> None:
     logits = logits_of()
     for temperature in (1.0, 0.5):
@@ -186,11 +191,17 @@ def test_log_probabilities_and_penalties_through_the_engine(programs: Path) -> N
     ("changes", "text"),
     [
         ({"max_tokens": 0}, "max_tokens is 1 or more"),
-        ({"temperature": -1}, "temperature is 0 or more"),
+        ({"temperature": -1}, "temperature is from 0 to"),
         ({"temperature": "hot"}, "temperature is a number"),
         ({"top_p": 1.5}, "top_p is from 0 to 1"),
         ({"logprobs": 21}, "logprobs is from 0 to 20"),
         ({"repetition_penalty": 0}, "repetition_penalty is above 0"),
+        # What the device's 32 bits do not hold.
+        ({"repetition_penalty": 1e39}, "repetition_penalty is above 0"),
+        ({"temperature": 1e39}, "temperature is from 0 to"),
+        ({"top_k": 2**31}, "top_k is from 0 to"),
+        ({"stop_token_ids": (5, 2**70)}, "stop_token_ids are token ids"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids are token ids"),
         ({"stop": ("",)}, "A stop string has a character"),
         ({"regex": "a", "grammar": "b"}, "one of json_schema, regex and grammar"),
         ({"seed": 2**70}, "seed is a 64-bit number"),

@@ -25,6 +25,10 @@ MAX_LOGPROBS = 20
 """Of how many likeliest tokens a request may ask the log-probabilities: one compiled step serves every request."""
 
 
+_LARGEST = 2**31 - 1
+"""Of whole numbers that the device is told of."""
+
+
 class QueueFull(CapibaraError, RuntimeError):
     """The engine's queue of waiting requests is full: try again later. Nothing was added."""
 
@@ -79,8 +83,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("max_tokens", 1, None),
-            ("temperature", 0, None),
-            ("top_k", 0, None),
+            ("temperature", 0, 1_000_000),
+            ("top_k", 0, _LARGEST),
             ("top_p", 0, 1),
             ("min_p", 0, 1),
             ("presence_penalty", -2, 2),
@@ -95,10 +99,15 @@ class SamplingParams:
             if not (low <= value and (high is None or value <= high)):
                 between = f"{low} or more" if high is None else f"from {low} to {high}"
                 raise rule_error(f"{name} is {between}", value, f"use {name}={low}")
-        if not self.repetition_penalty > 0:
-            raise rule_error("repetition_penalty is above 0", self.repetition_penalty, "use 1 for none")
+        if not 0.000001 <= self.repetition_penalty <= 1_000_000:  # the device's 32 bits would make it 0 or infinite
+            raise rule_error(
+                "repetition_penalty is above 0, a millionth to a million", self.repetition_penalty, "use 1 for none"
+            )
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise rule_error("seed is a 64-bit number", self.seed, "use a smaller one")
+        for name in ("stop_token_ids", "spelled_token_ids"):
+            if wrong := [token for token in getattr(self, name) if not 0 <= token <= _LARGEST]:
+                raise rule_error(f"{name} are token ids, from 0 to {_LARGEST}", wrong[0], "use the model's tokenizer")
         if any(not text for text in self.stop):
             raise rule_error("A stop string has a character or more", "an empty one", "leave it out")
         asked = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]

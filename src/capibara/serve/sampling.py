@@ -68,7 +68,8 @@ def draw(
     likeliest = jnp.argmax(logits, axis=-1)
     if form == "greedy":
         return likeliest
-    warm = jnp.where(rows.temperature > 0, rows.temperature, 1)
+    # Of less than a millionth the quotients of several tokens may all be infinite, and the likeliest one is lost.
+    warm = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, 1e-6), 1)
     logits = logits / warm[:, None]
     if form != "drawn":
         logits = _filtered(logits, rows)
