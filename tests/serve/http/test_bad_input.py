@@ -129,6 +129,13 @@ def test_a_wrong_field_is_named(address: str, change: dict[str, Any], param: str
     _check(post(address, body), 400, param)
 
 
+def test_a_schema_that_cannot_be_passed_on_is_refused_alone(address: str) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"maximum": 2**70}}}
+    for stream in (False, True):
+        _check(post(address, ask("x", response_format=schema, stream=stream)), 400, code="invalid_value")
+    assert post(address, ask("still here"))[0] == 200
+
+
 @pytest.mark.quick
 def test_a_field_that_is_not_there_is_shown_the_nearest(address: str) -> None:
     text = _check(post(address, ask("x", temprature=1)), 400, "temprature", "unknown_parameter")

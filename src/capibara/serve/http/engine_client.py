@@ -8,6 +8,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -119,7 +120,7 @@ class EngineClient:
         self._told = told
         self.on_output = on_output
         self._groups: dict[str, Group] = {}
-        self._add: list[Request] = []
+        self._add: list[msgspec.Raw] = []
         self._cancel: list[str] = []
         self._flushing = False
         self._ends: collections.deque[float] = collections.deque(maxlen=_RATE_OVER)
@@ -131,13 +132,16 @@ class EngineClient:
         return len(self._groups)
 
     def submit(self, requests: Sequence[Request]) -> Group:
+        # Here and not where it is sent: what cannot be written is this caller's error, and not that of all whose
+        # requests go in the same message.
+        written = [_written(request) for request in requests]
         group = Group(self, requests)
         if self.gone.is_set():
             group.lost(_GONE)
             return group
         for request in requests:
             self._groups[request.id] = group
-        self._add += requests
+        self._add += written
         self._flush_soon()
         return group
 
@@ -198,7 +202,19 @@ class EngineClient:
 
     def _flush(self) -> None:
         self._flushing = False
-        message = ToEngine(add=tuple(self._add), cancel=tuple(self._cancel))
+        add: Any = tuple(self._add)
+        message = ToEngine(add=add, cancel=tuple(self._cancel))
         self._add, self._cancel = [], []
         if not self.gone.is_set():
             self._writer.write(write_frame(message))
+
+
+def _written(request: Request) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(msgspec.msgpack.encode(request))
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise bad_request(
+            f"A request has whole numbers of 64 bits at the most, text in UTF-8, and a schema that is not endlessly "
+            f"deep. Got: {error}. Fix: use smaller ones.",
+            code="invalid_value",
+        ) from None
