@@ -55,6 +55,15 @@ def test_one_too_many_is_told_when_to_come_again() -> None:
         assert post(server.address, ask("abc"))[0] == 200
 
 
+def test_more_prompts_than_may_run_are_refused_before_any_is_read() -> None:
+    with served() as (server, _):
+        started = time.monotonic()
+        body = {"model": "stand-in", "prompt": ["a"] * 100_000, "n": 8}  # a second of work for 40,000 of them
+        status, answer, _ = post(server.address, body, "/v1/completions")
+        assert (status, answer["error"]["param"]) == (400, "n")
+        assert time.monotonic() - started < 2
+
+
 def test_the_engines_own_full_queue_is_a_429_too() -> None:
     engine = StandIn(most=1)
     with served(engine) as (server, _):

@@ -35,6 +35,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs goes with logprobs: true. Got it alone. Fix: add it.", "top_logprobs")
     grammar = _forced_calls(body, prompts)
+    serving.check_room(n)  # before the prompt is tokenized, which the answer would wait for
     ids = await asyncio.to_thread(prompts.chat, body)
     _check_prompt(serving, ids, "messages")
     asked, word = body.max_completion_tokens, "max_completion_tokens"
@@ -86,6 +87,9 @@ async def completions(http: HttpRequest) -> Response:
             "echo",
             code="unsupported_parameter",
         )
+    # Before there is work for each: a body has room for millions of them.
+    several = isinstance(body.prompt, list) and bool(body.prompt) and type(body.prompt[0]) is not int
+    serving.check_room(n * (len(body.prompt) if several else 1))
     encoded = await asyncio.to_thread(prompts.completion, body)
     asked, choices = [], []
     for number, ids in enumerate(encoded):
