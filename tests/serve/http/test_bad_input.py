@@ -14,6 +14,7 @@ from tests.serve.stand_in import CARD, served
 from capibara.serve.http.errors import STATUSES
 
 COMPLETIONS = "/v1/completions"
+DEEP = "[" * 20_000
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -121,6 +122,16 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
         ),
         ({"regex": "a", "grammar": "b"}, None),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+        ({"chat_template_kwargs": {"template": ""}}, "chat_template_kwargs.template"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": DEEP}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"temprature": 1}, "temprature"),
     ],
 )

@@ -86,7 +86,7 @@ class Prompts:
         if not messages:
             raise bad_request("messages has a turn or more. Got none. Fix: add a user's.", "messages")
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        for name in ("messages", "add_generation_prompt"):
+        for name in ("messages", "add_generation_prompt", "self", "template"):  # "self" is Jinja's own word
             if name in variables:
                 raise bad_request(
                     f"chat_template_kwargs are what a template reads beside messages. Got {name!r}. Fix: leave it out.",
@@ -228,7 +228,7 @@ def _text_of(message: Message, where: str) -> str:
 def _called(call: Any, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad_request(
             f"The arguments of a call are JSON. Got {error}. Fix: send back what the model wrote.",
             f"{where}.function.arguments",
