@@ -63,6 +63,8 @@ class StandIn:
             raise QueueFull("The queue is full. Got one more. Fix: come again later.")
         if request.sampling.json_schema == {"type": "nonsense"}:
             raise ValueError("A schema is one that llguidance reads. Got nonsense. Fix: mend it.")
+        if request.sampling.regex == "a fault":
+            raise RecursionError("a fault of ours")
         self.seen.append(request)
         if b"fail[" in bytes(token for token in request.prompt if token < 256):
             self.running[request.id] = _Running(request, [], None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+import struct
 import time
 
 import msgspec
@@ -97,6 +98,16 @@ def test_what_waits_behind_a_slow_reader_goes_in_one_piece() -> None:
     assert tokens == [97 + number % 26 for number in range(count)]
     assert received.get(timeout=5) == ToEngine(stop=True)
     assert received.get(timeout=5) is None, "the other side is gone"
+    link.close()
+
+
+def test_a_message_that_cannot_be_read_is_the_end_of_the_link() -> None:
+    ours, theirs = socket.socketpair()
+    received: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+    link = Link(ours, received.put)
+    with theirs:
+        theirs.sendall(struct.pack("<I", 3) + b"\xc1\xc1\xc1")
+        assert received.get(timeout=5) is None
     link.close()
 
 

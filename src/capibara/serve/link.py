@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import struct
 import threading
@@ -34,6 +35,7 @@ __all__ = [
     "write_frame",
 ]
 
+_log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 
 
@@ -95,11 +97,14 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """Whether a request was taken: `refused` says why not; `full` that there is no room, and nothing wrong with it."""
+    """Whether a request was taken: `refused` says why not."""
 
     id: str
     refused: str | None = None
     full: bool = False
+    """There is no room, and nothing is wrong with it."""
+    failed: bool = False
+    """The engine could not make anything of it, which is the engine's fault."""
 
 
 class ToEngine(msgspec.Struct, frozen=True):
@@ -215,6 +220,10 @@ class Link:
                     self._received(message)
             except OSError:
                 pass  # closed while it was read: the same as an end
+            except Exception:  # noqa: BLE001
+                # After what cannot be read nothing can: an engine that hears nothing more must not go on as if all
+                # were well.
+                _log.exception("the server's message cannot be read")
         self._received(None)
 
     def _write(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import time
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineWorker"]
 
+_log = logging.getLogger(__name__)
 _STATS_EVERY_S = 0.25
 
 
@@ -98,6 +100,9 @@ class EngineWorker:
                         added.append(Added(request.id, str(full), full=True))
                     except ValueError as refusal:
                         added.append(Added(request.id, str(refusal)))
+                    except Exception:  # noqa: BLE001  # of one request: the others go on
+                        _log.exception("request %s cannot be added", request.id)
+                        added.append(Added(request.id, "The engine failed at this request.", failed=True))
                 for id in message.cancel:  # after those that came with it, which they may be of
                     engine.cancel(id)
                 message = self._inbox.get_nowait()

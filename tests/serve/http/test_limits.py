@@ -161,6 +161,14 @@ def test_a_request_that_the_engine_fails_at() -> None:
         assert post(server.address, ask("abc"))[0] == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_engine_cannot_even_add(stream: bool) -> None:
+    with served() as (server, _):
+        status, answer, _ = post(server.address, ask("x", regex="a fault", stream=stream))
+        assert (status, answer["error"]["code"]) == (500, "engine_error")
+        assert post(server.address, ask("still here"))[0] == 200
+
+
 def test_two_requests_may_have_one_id() -> None:
     """It is the client's, for its logs, and nothing is told apart by it."""
     engine = StandIn()

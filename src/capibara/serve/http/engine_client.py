@@ -49,6 +49,8 @@ class Group:
         if self._refused is not None:
             if self._refused.full:
                 raise overloaded(str(self._refused.refused), self._client.retry_after_s())
+            if self._refused.failed:
+                raise ApiError(500, str(self._refused.refused), code="engine_error")
             raise bad_request(str(self._refused.refused))
         self._check()
 
