@@ -121,6 +121,19 @@ def test_the_clients_own_reader_of_streams_takes_them(client: Any) -> None:
     assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Vienna", "Graz"]
 
 
+def test_a_call_that_the_limit_cuts_in_two_is_not_said_to_be_one(client: Any) -> None:
+    ends = {}
+    for most in (TWO_CALLS.index("Vienna") + 3, TWO_CALLS.index("</tool_call>") + 3, len(TWO_CALLS) - 14):
+        answer = client.chat.completions.create(
+            model="stand-in", messages=_say(TWO_CALLS), tools=[WEATHER], max_tokens=most
+        ).choices[0]
+        ends[len(answer.message.tool_calls), answer.message.tool_calls[-1].function.arguments] = answer.finish_reason
+    first, second = '{"city": "Vienna"}', '{"city": "Graz"}'
+    assert list(ends.values()) == ["length", "tool_calls", "length"], ends
+    assert [text for _, text in ends][1] == first
+    assert second.startswith([text for _, text in ends][2])
+
+
 def test_one_call_at_a_time_where_that_is_asked(running: tuple[Any, StandIn]) -> None:
     client, engine = running
     answer = client.chat.completions.create(

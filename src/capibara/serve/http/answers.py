@@ -106,7 +106,9 @@ class ChatAnswer(_Head):
         choice.logprobs += logprobs or []
         enough = choice.most_calls is not None and choice.parser and choice.parser.whole >= choice.most_calls
         if output.finish_reason is not None or enough:
-            choice.finish = "tool_calls" if choice.calls else output.finish_reason or "stop"
+            # A call that the limit cut in two is not to be made: its arguments are no JSON.
+            cut = output.finish_reason == "length" and choice.parser and choice.parser.whole < choice.parser.calls
+            choice.finish = "tool_calls" if choice.calls and not cut else output.finish_reason or "stop"
         deltas = [] if choice.begun else [{"role": "assistant", "content": ""}]
         choice.begun = True
         deltas += [_delta(piece) for piece in pieces]
