@@ -14,12 +14,15 @@ import hashlib
 import logging
 import os
 import pickle
+import platform
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 
 from capibara.errors import rule_error, say_once
 
@@ -27,6 +30,8 @@ __all__ = ["ExecutableCache"]
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".executable"
+_PART = ".part"
+_PART_AFTER_S = 3600.0  # of a process that was killed while it wrote
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 _CONFIG = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
 
@@ -64,7 +69,8 @@ class ExecutableCache:
         # Whatever a damaged file or another compiler makes of it: it is compiled again.
         except Exception as error:  # noqa: BLE001
             say_once(_log, name, "A compiled program in %s cannot be read, and is made anew: %s", path, error)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # used now
@@ -81,10 +87,19 @@ class ExecutableCache:
             return False
         if len(entry) > self.max_bytes:
             return False
-        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as part:
-            part.write(entry)
-        os.replace(part.name, self._path(name))  # whole or not at all, whoever else writes it
-        self._bound()
+        try:
+            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=_PART, delete=False) as part:
+                try:
+                    part.write(entry)
+                    part.close()
+                    os.replace(part.name, self._path(name))  # whole or not at all, whoever else writes it
+                except BaseException:
+                    os.unlink(part.name)
+                    raise
+            self._bound()
+        except OSError as error:  # a full disk is no reason not to run what is compiled
+            say_once(_log, "write", "Compiled programs are not kept in %s: %s", self.folder, error)
+            return False
         return True
 
     @property
@@ -95,6 +110,10 @@ class ExecutableCache:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _bound(self) -> None:
+        for path in self.folder.glob(f"*{_PART}"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _PART_AFTER_S:
+                    path.unlink()
         entries = []
         for path in self.folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process bounds it too
@@ -113,6 +132,8 @@ def _surroundings() -> str:
     return "\n".join(
         [
             jax.__version__,
+            jaxlib.__version__,  # has the compiler for CPUs, whose platform_version is just "cpu"
+            *(_processor() if devices[0].platform == "cpu" else ()),
             getattr(devices[0].client, "platform_version", ""),
             *(f"{device.id} {device.device_kind}" for device in devices),
             *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS),
@@ -120,6 +141,20 @@ def _surroundings() -> str:
             _source(),
         ]
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _processor() -> tuple[str, ...]:
+    """What this machine's processor can do: code for it is of its instructions, and a home may be on several machines'.
+
+    Another processor would end the process at the first instruction that it does not know.
+    """
+    names = ("model name", "flags", "Features")  # the last is an ARM's
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
+        return (platform.machine(), *(found.get(name, "") for name in names))
+    return (platform.machine(), platform.processor())
 
 
 @functools.lru_cache(maxsize=1)
