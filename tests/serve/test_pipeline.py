@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from tests.serve.engines import CONFIG, GREEDY, model_of, prompts_of, wanted
 
 from capibara.compile.warmup import make_program
+from capibara.errors import CapibaraError
 from capibara.jax.tpu_v4.inference import TpuInferenceOptimizer, create_inference_pipeline
 from capibara.models import ModularCapibaraModel
 from capibara.serve import EngineConfig, InferencePipeline
+from capibara.serve.grammar import Grammar
 
 
 def pipeline_of(programs: Path, batch: int = 4, length: int = 64, **optimizer: Any) -> InferencePipeline:
@@ -79,7 +82,7 @@ def test_a_stream_that_is_left_is_cancelled_and_mistakes_are_the_callers(program
         stream.close()
         with pytest.raises(ValueError, match="leaves room for a token"):
             pipeline([1] * 64)
-        with pytest.raises(ValueError, match="temperature is 0 or more"):
+        with pytest.raises(ValueError, match="temperature is from 0 to"):
             pipeline([1], temperature=-1)
         assert pipeline([1, 2], max_tokens=2, **GREEDY) == wanted("attention", (1, 2), 2)
         for _ in range(200):
@@ -87,6 +90,46 @@ def test_a_stream_that_is_left_is_cancelled_and_mistakes_are_the_callers(program
                 break
             pipeline([1, 2], max_tokens=2, **GREEDY)
         assert pipeline.stats.finished["cancelled"] == 1
+
+
+def test_whoever_asks_while_it_closes_is_answered_and_a_failure_is_raised(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = pipeline_of(programs)
+    (prompt,) = prompts_of(5)
+    monkeypatch.setattr(Grammar, "take", lambda self, token: False)
+    with pytest.raises(CapibaraError, match=r"token .* is not of the grammar"):
+        pipeline(prompt, max_tokens=4, regex="[a-c]+")
+
+    busy, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        go.wait(30)
+
+    pipeline._inbox.put(("call", hold, None))
+    assert busy.wait(30)
+    closing = threading.Thread(target=pipeline.close)
+    closing.start()
+    while pipeline._inbox.empty():
+        time.sleep(0.001)
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            pipeline(prompt, max_tokens=4)
+        except RuntimeError as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    while pipeline._inbox.qsize() < 2:
+        time.sleep(0.001)
+    go.set()
+    closing.join(30)
+    asking.join(30)
+    assert not asking.is_alive(), "it waits for an answer that nobody gives"
+    assert "closed" in str(failures[0])
 
 
 def test_the_sizes_bound_what_runs(programs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import queue
@@ -13,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from capibara.errors import rule_error
+from capibara.errors import CapibaraError, rule_error
 from capibara.serve.config import EngineConfig
 from capibara.serve.engine import Engine, EngineStats
 from capibara.serve.latency import LatencyController, LatencyReport, TpuInferenceOptimizer
@@ -47,7 +48,9 @@ class InferencePipeline:
         self.controller = controller
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
-        self._closed = threading.Event()
+        self._closed = False
+        self._open = threading.Lock()
+        """Held to ask, and to close: what is asked is either read by the engine's thread or refused."""
         self._thread = threading.Thread(target=self._drive, name="capibara-pipeline", daemon=True)
         self._thread.start()
 
@@ -105,7 +108,7 @@ class InferencePipeline:
                     raise item
                 if item.finish_reason is not None:
                     running.discard(number)
-                yield number, item
+                yield number, _sound(item)
         finally:
             for number in running:
                 self._inbox.put(("cancel", ids[number], None))
@@ -117,7 +120,7 @@ class InferencePipeline:
         came: asyncio.Queue[tuple[int, RequestOutput | BaseException]] = asyncio.Queue()
 
         def deliver(number: int, item: RequestOutput | BaseException) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(came.put_nowait, (number, item))
 
         ids = self._ask(prompts, sampling, deliver)
@@ -129,7 +132,7 @@ class InferencePipeline:
                     raise item
                 if item.finish_reason is not None:
                     running.discard(number)
-                yield number, item
+                yield number, _sound(item)
         finally:
             for number in running:
                 self._inbox.put(("cancel", ids[number], None))
@@ -140,16 +143,17 @@ class InferencePipeline:
         sampling: dict[str, Any],
         deliver: Callable[[int, RequestOutput | BaseException], None],
     ) -> list[str]:
-        if self._closed.is_set():
-            raise rule_error("A pipeline is asked while it is open", "a closed one", "create another")
         asked = SamplingParams(**sampling)
         encode = self.engine.model.encode_prompt
         requests = [
             Request(f"{next(self._numbers)}", tuple(encode(prompt) if isinstance(prompt, str) else prompt), asked)
             for prompt in prompts
         ]
-        for number, request in enumerate(requests):
-            self._inbox.put(("add", request, lambda item, number=number: deliver(number, item)))
+        with self._open:
+            if self._closed:
+                raise rule_error("A pipeline is asked while it is open", "a closed one", "create another")
+            for number, request in enumerate(requests):
+                self._inbox.put(("add", request, lambda item, number=number: deliver(number, item)))
         return [request.id for request in requests]
 
     # The engine's thread.
@@ -175,7 +179,12 @@ class InferencePipeline:
         except Exception as error:  # noqa: BLE001 - whoever waits for an answer is given it
             stop = error
         finally:
-            self._closed.set()
+            with self._open:
+                self._closed = True
+                while not self._inbox.empty():  # what came after the word to close
+                    kind, what, deliver = self._inbox.get()
+                    if kind == "add":
+                        waiting.append((what, deliver))
             for deliver in [*asked.values(), *(deliver for _, deliver in waiting)]:
                 deliver(stop)
             engine.close()
@@ -239,6 +248,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence)):
         return [prompts], False  # type: ignore[list-item]
     return list(prompts), True  # type: ignore[arg-type]
+
+
+def _sound(output: RequestOutput) -> RequestOutput:
+    """An answer that broke off is none: it would be taken for a whole one."""
+    if output.finish_reason == "error":
+        raise CapibaraError(f"The engine failed at a request: {output.error}")
+    return output
 
 
 def _piece(prompt: Prompt, output: RequestOutput) -> str | list[int]:
