@@ -79,3 +79,12 @@ def test_the_longest_unused_go_first_and_so_does_what_was_never_finished(tmp_pat
     assert {path.stem for path in tmp_path.glob("*.executable")} == {"a", "c", "d"}
     assert cache.bytes <= cache.max_bytes
     assert (old.exists(), new.exists()) == (False, True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_a_folder_that_others_write_to_is_not_read_from(tmp_path: Path) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ValueError, match="by its owner alone"):
+        ExecutableCache(shared)
+    assert ExecutableCache(tmp_path / "own").folder.stat().st_mode & 0o777 == 0o700

@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -44,7 +45,13 @@ class ExecutableCache:
             raise rule_error("A cache of programs holds a byte or more", max_bytes, "leave max_bytes out")
         self.folder = Path(folder)
         self.max_bytes = max_bytes
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _others_write(self.folder):
+            raise rule_error(
+                "A folder of compiled programs is written to by its owner alone: what lies in it is run",
+                f"{self.folder}, which others may write to",
+                f"chmod 700 {self.folder}, or name one of your own",
+            )
 
     def name(self, what: str) -> str:
         """The name of the entry for a program that is told from every other of this package by `what`."""
@@ -118,12 +125,19 @@ class ExecutableCache:
         for path in self.folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process bounds it too
                 entries.append((path.stat(), path))
-        total = sum(stat.st_size for stat, _ in entries)
-        for stat, path in sorted(entries, key=lambda entry: entry[0].st_mtime):
+        total = sum(found.st_size for found, _ in entries)
+        for found, path in sorted(entries, key=lambda entry: entry[0].st_mtime):
             if total <= self.max_bytes:
                 return
             path.unlink(missing_ok=True)
-            total -= stat.st_size
+            total -= found.st_size
+
+
+def _others_write(folder: Path) -> bool:
+    if not hasattr(os, "getuid"):  # Windows has no such bits
+        return False
+    found, own = folder.stat(), os.getuid()
+    return bool(found.st_mode & stat.S_IWOTH) or (own != 0 and found.st_uid not in (0, own))
 
 
 def _surroundings() -> str:
