@@ -143,6 +143,7 @@ def test_a_cancelled_request_leaves_nothing_behind(when: int, programs: Path) ->
 
 def test_what_is_wrong_with_a_request_is_said_at_once(programs: Path) -> None:
     engine = engine_of(model_of("attention"), programs, max_queue=1)
+    engine.limits.max_sequences = 0
     with pytest.raises(ValueError, match="Token ids are from 0 to 258"):
         engine.add(Request("a", (259,)))
     with pytest.raises(ValueError, match="Unknown adapter 'x'"):

@@ -212,14 +212,19 @@ def test_limits_may_be_lowered_while_it_runs() -> None:
 
 @pytest.mark.quick
 def test_what_cannot_be_served_is_refused_at_once() -> None:
-    scheduler = scheduler_of(pages=4, queue=1)
+    scheduler = scheduler_of(pages=4, queue=1, sequences=2)
     with pytest.raises(ValueError, match="fits the cache, which holds 16 tokens"):
         scheduler.add(request("a", 10, 10))
     with pytest.raises(ValueError, match="leaves room for a token in the context of 64"):
         scheduler.add(request("a", 64, 10))
-    scheduler.add(request("a", 3))
+    for id in "abc":  # two find a place at the next step, and one waits
+        scheduler.add(request(id, 3))
+    with pytest.raises(QueueFull, match="3 requests are waiting"):
+        scheduler.add(request("d", 3))
+    scheduler.plan()
+    assert (len(scheduler.running), len(scheduler.waiting)) == (2, 1)
     with pytest.raises(QueueFull, match="1 requests are waiting"):
-        scheduler.add(request("b", 3))
+        scheduler.add(request("d", 3))
 
 
 @settings(max_examples=60)

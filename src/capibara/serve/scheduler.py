@@ -159,7 +159,9 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """Queue a request."""
-        if len(self.waiting) >= self.max_queue:
+        # Who can run at the next step does not wait: a queue of one is full when one waits for a place.
+        places = min(len(self._free_slots), self.limits.max_sequences - len(self.running))
+        if len(self.waiting) >= self.max_queue + max(places, 0):
             raise QueueFull(f"{len(self.waiting)} requests are waiting, which is as many as may (max_queue)")
         if len(request.prompt) >= self.max_length:
             raise rule_error(
