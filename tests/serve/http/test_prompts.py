@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.serve.stand_in import CARD
+from tests.serve.http.wire import ask, post
+from tests.serve.stand_in import CARD, served
 
 from capibara.models.chat import DEFAULT_TEMPLATE, render, template_variables
 from capibara.models.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -95,6 +96,22 @@ def test_a_template_and_a_parser_may_be_given() -> None:
     with pytest.raises(ApiError, match="takes no tools"):
         given.chat(_chat(USER, tools=[TOOL]))
     assert _prompts("{{ tools }}<tool_call>").tool_parser is HermesParser
+
+
+def test_an_answer_ends_where_its_template_ends_a_turn() -> None:
+    turns = "{{% for m in messages %}}{{{{ m.role + m.content + '{}' }}}}{{% endfor %}}"
+    assert _prompts().turn_ends == (), "the end of text, which ends it anyway"
+    assert _prompts(turns.format("<|pad|>")).turn_ends == (258,)
+    assert _prompts(turns.format(".")).turn_ends == ()
+    assert _prompts("{{ raise_exception('no') }}").turn_ends == ()
+    with served(chat_template=turns.format("<|pad|>")) as (server, engine):
+        for fields, stops in (
+            ({}, (258,)),
+            ({"stop_token_ids": [7]}, (7, 258)),
+            ({"ignore_eos": True, "stop_token_ids": [7]}, (7,)),
+        ):
+            assert post(server.address, ask("x", **fields))[0] == 200
+            assert engine.seen[-1].sampling.stop_token_ids == stops
 
 
 def test_which_names_a_template_reads() -> None:

@@ -48,6 +48,9 @@ async def chat_completions(http: HttpRequest) -> Response:
     more: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     if grammar is not None:
         more["grammar"] = grammar
+    if prompts.turn_ends and not body.ignore_eos:
+        # The end of a turn is what the end of text is elsewhere, and a model that goes on plays the next one's part.
+        more["stop_token_ids"] = (*(body.stop_token_ids or ()), *prompts.turn_ends)
     if parsing:
         special = prompts.tokenizer.special_tokens
         more["spelled_token_ids"] = tuple(special[m] for m in prompts.tool_parser.markers if m in special) or None

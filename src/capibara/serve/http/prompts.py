@@ -76,6 +76,8 @@ class Prompts:
         assert self.tokenizer.chat_template is not None
         self.tool_parser = parser_for(self.tokenizer.chat_template) if tool_parser is None else parser_of(tool_parser)
         self._reads = template_variables(self.tokenizer.chat_template)
+        self.turn_ends = _turn_ends(self.tokenizer)
+        """Tokens other than the end of text that end an answer of a conversation."""
         # With log-probabilities a token is shown with 20 others, the same ones again and again.
         self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
 
@@ -202,6 +204,16 @@ class Prompts:
         if "\ufffd" in text:
             return text, [token] if self.tokenizer.fingerprint.startswith("bytes-") else None
         return text, list(text.encode())
+
+
+def _turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What the template writes after an answer, where it is a token of its own: <|im_end|>, <end_of_turn>, ..."""
+    try:
+        ids, answered = tokenizer.encode_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+    except ValueError:  # a template that takes other turns, or does not show where an answer ends
+        return ()
+    last = [id for id, own in zip(ids, answered, strict=True) if own][-1:]
+    return tuple(id for id in last if id in tokenizer.special_tokens.values() and id != tokenizer.eos_id)
 
 
 def _text_of(message: Message, where: str) -> str:
