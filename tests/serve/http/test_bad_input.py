@@ -76,6 +76,10 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         (
+            {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "messages[0].function_call",
+        ),
+        (
             {
                 "messages": [
                     {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}

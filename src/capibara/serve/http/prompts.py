@@ -121,6 +121,13 @@ class Prompts:
         where = f"messages[{number}]"
         # Templates know no developer: OpenAI's newer word for whoever else says "system".
         turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+        for name in ("audio", "function_call"):  # null in what clients send back; else a part of the conversation
+            if getattr(message, name) is not None:
+                raise bad_request(
+                    f"{name} of a turn is not implemented. Got one. Fix: send text, and calls as tool_calls.",
+                    f"{where}.{name}",
+                    code="unsupported_parameter",
+                )
         turn["content"] = _text_of(message, where)
         if message.tool_calls:
             turn["tool_calls"] = [

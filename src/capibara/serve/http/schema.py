@@ -85,7 +85,8 @@ class Message(_Strict, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # What clients send back with an answer that they were given; no template here reads it.
+    # What clients send back with an answer that they were given; no template here reads it, and the last two are
+    # refused where they say something.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
