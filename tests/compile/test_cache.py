@@ -39,7 +39,7 @@ def test_another_compiler_and_another_processor_have_other_entries(
     cache = ExecutableCache(tmp_path)
     names = {cache.name("a"), cache.name("b")}
     with monkeypatch.context() as changed:
-        changed.setattr("jaxlib.__version__", "0.0.1")
+        changed.setattr("jaxlib.version.__version__", "0.0.1")
         names.add(cache.name("a"))
     with monkeypatch.context() as changed:
         changed.setattr(cache_module, "_processor", lambda: ("another",))

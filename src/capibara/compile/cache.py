@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from capibara.errors import rule_error, say_once
 
@@ -146,7 +146,7 @@ def _surroundings() -> str:
     return "\n".join(
         [
             jax.__version__,
-            jaxlib.__version__,  # has the compiler for CPUs, whose platform_version is just "cpu"
+            jaxlib.version.__version__,  # has the compiler for CPUs, whose platform_version is just "cpu"
             *(_processor() if devices[0].platform == "cpu" else ()),
             getattr(devices[0].client, "platform_version", ""),
             *(f"{device.id} {device.device_kind}" for device in devices),
