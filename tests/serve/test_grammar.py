@@ -78,3 +78,16 @@ def test_what_is_no_grammar_is_said_at_once(changes: dict[str, Any], text: str, 
     with pytest.raises(ValueError, match=text):
         engine.add(Request("a", (1, 2), SamplingParams(**changes)))
     assert not engine.has_work()
+
+
+def test_a_grammar_that_grows_too_large_ends_its_request_and_says_why(programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs)
+    (prompt,) = prompts_of(6)
+    # Accepted at first: how large it grows is seen when it is walked.
+    asked = SamplingParams(max_tokens=4, grammar='start: "a" start')
+    outputs = run(engine, [Request("a", prompt, asked)])["a"]
+    assert outputs[-1].finish_reason == "error"
+    assert outputs[-1].error is not None
+    assert "Too many items" in outputs[-1].error
+    assert "\n" not in outputs[-1].error.strip()
+    assert engine.stats().pages_used == 0

@@ -41,7 +41,8 @@ class Grammar:
     @property
     def error(self) -> str:
         """What went wrong; empty where nothing did."""
-        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
+        # Without the parser's inner state and the whole grammar, which follow.
+        return str(self._matcher.get_error()).partition("\n<state>")[0] if self._matcher.is_error() else ""
 
 
 class Grammars:
