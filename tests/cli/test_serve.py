@@ -346,6 +346,8 @@ def test_sigterm_ends_it_in_good_order(served: Served) -> None:
         (["dev", "--port", "0", "--tool-parser", "herms"], "Did you mean 'hermes'"),
         (["dev", "--port", "0", "--log-level", "loud"], "Unknown log level"),
         (["dev", "--port", "0", "--adapter", "x"], "An adapter is NAME=FOLDER"),
+        (["dev", "--port", "0", "--adapter", "dev=x"], "An adapter has a name of its own"),
+        (["dev", "--port", "0", "--adapter", "a=x", "--adapter", "a=y"], "An adapter has a name of its own"),
         (["dev", "--port", "0", "--max-sequences", "8", "--max-batch-tokens", "4"], "max_batch_tokens has room"),
     ],
 )

@@ -125,7 +125,7 @@ def serve(
         weights=weights,
         speculative_tokens=speculative_tokens,
         batch_invariant=batch_invariant,
-        adapters=dict(map(_named, adapter or ())),
+        adapters=_adapters(adapter or [], name or _name_of(model)),
         seed=seed,
         cache_folder=cache_directory().parent / "programs",
     )
@@ -155,13 +155,19 @@ def serve(
         server.run(load, ready)
 
 
-def _named(text: str) -> tuple[str, str]:
+def _adapters(texts: list[str], model: str) -> dict[str, str]:
     from capibara.errors import rule_error
 
-    name, found, folder = text.partition("=")
-    if not (name and found and folder):
-        raise rule_error("An adapter is NAME=FOLDER", repr(text), "write --adapter mine=runs/lora")
-    return name, folder
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, found, folder = text.partition("=")
+        if not (name and found and folder):
+            raise rule_error("An adapter is NAME=FOLDER", repr(text), "write --adapter mine=runs/lora")
+        if name == model or name in adapters:  # clients could never ask for it
+            taken = "the model's name" if name == model else "two of that name"
+            raise rule_error("An adapter has a name of its own", f"{name!r}, {taken}", "choose another, or use --name")
+        adapters[name] = folder
+    return adapters
 
 
 def _name_of(model: str) -> str:
