@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests.serve.engines import engine_of, model_of, prompts_of, run, tokens_of, wanted
 
-from capibara.serve import Request, SamplingParams
+from capibara.models.tokenizer import ByteTokenizer
+from capibara.serve import Request, SamplingParams, grammar
 
 pytest.importorskip("llguidance")
 
@@ -91,3 +92,26 @@ def test_a_grammar_that_grows_too_large_ends_its_request_and_says_why(programs: 
     assert "Too many items" in outputs[-1].error
     assert "\n" not in outputs[-1].error.strip()
     assert engine.stats().pages_used == 0
+
+
+def test_a_grammar_is_read_once_and_each_request_walks_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_KEPT", 2)
+    monkeypatch.setattr(grammar, "_LONGEST", 200)
+    read: list[str] = []
+    begin = grammar.Grammars._begin
+
+    def counted(self: grammar.Grammars, library: Any, text: str, kind: str) -> Any:
+        read.append(text)
+        return begin(self, library, text, kind)
+
+    monkeypatch.setattr(grammar.Grammars, "_begin", counted)
+    grammars = grammar.Grammars(ByteTokenizer())
+    first, second = (grammars.start(SamplingParams(regex="abc")) for _ in range(2))
+    assert len(read) == 1
+    assert [first.take(token) for token in b"ab"] == [True, True]
+    assert not second.take(ord("b")), "it is at its beginning, wherever the other one is"
+    for pattern in ("x", "abc", "y", "abc", "x"):  # x is the longest unused when y comes
+        grammars.start(SamplingParams(regex=pattern))
+    assert len(read) == 4
+    with pytest.raises(ValueError, match="has 200 characters at the most"):
+        grammars.start(SamplingParams(regex="a" * 201))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from capibara.serve.request import SamplingParams
 
 __all__ = ["Grammar", "Grammars"]
+
+
+_LONGEST = 1 << 17
+"""Characters of a grammar. All requests wait while one is read, which takes a second or two for this many, and
+sixteen times as long for four times as many."""
+_KEPT = 32
 
 
 class Grammar:
@@ -51,11 +58,25 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._words: Any = None
+        self._begun: OrderedDict[str, Any] = OrderedDict()
+        """Grammars at their beginning, by their text, the last used last: many requests come with the same."""
 
     def start(self, asked: SamplingParams) -> Grammar:
         """The grammar that a request asks for, at its beginning; a `ValueError` says what is wrong with it."""
         library = _library()
         text, kind = self._text(library, asked)
+        known = self._begun.get(text)
+        if known is None:
+            known = self._begin(library, text, kind)
+            self._begun[text] = known
+            if len(self._begun) > _KEPT:
+                self._begun.popitem(last=False)
+        self._begun.move_to_end(text)
+        return Grammar(known.deep_copy())
+
+    def _begin(self, library: Any, text: str, kind: str) -> Any:
+        if len(text) > _LONGEST:
+            raise rule_error(f"A {kind} has {_LONGEST} characters at the most", f"{len(text)}", "simplify it")
         if self._words is None:
             self._words = _words(library, self._tokenizer)
         wrong = library.LLMatcher.validate_grammar(text, self._words)
@@ -64,7 +85,7 @@ class Grammars:
         matcher = library.LLMatcher(self._words, text, log_level=0)
         if matcher.is_error():
             raise rule_error(f"A {kind} is one that llguidance takes", matcher.get_error(), "mend or simplify it")
-        return Grammar(matcher)
+        return matcher
 
     def _text(self, library: Any, asked: SamplingParams) -> tuple[str, str]:
         if asked.regex is not None:
