@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from capibara.kernels.lab.lattice.report import Line
 
 # Of an accelerator's host: tracing holds Python's lock, so that processes compile faster than threads.
-WORKERS = 5
+WORKERS = 6
 # A host without an accelerator runs small shapes, to see that all of it runs; its ratios say nothing of a GPU.
 HOST_SHRINK = 64
 
@@ -36,7 +36,7 @@ def bench_models(
     on_host = first.platform == "cpu"
     settings = run.Settings(
         minutes, seed, tuple(families) if families else None, HOST_SHRINK if on_host else 1,
-        workers=0 if on_host else min(WORKERS, max(1, (os.cpu_count() or 1) // 3)), skip=skip,
+        workers=0 if on_host else min(WORKERS, max(1, (os.cpu_count() or 1) // 2)), skip=skip,
     )  # fmt: skip
     kept = report.Results(results, first.device_kind, output.command_line(), seed, commit)
 

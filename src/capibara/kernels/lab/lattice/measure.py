@@ -56,7 +56,9 @@ def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repeated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *sets: [fn(*each) for each in sets]
+    """A call on each of the sets. Under a jit of its own the call is traced and lowered once for all of them."""
+    once = jax.jit(fn)
+    return lambda *sets: [once(*each) for each in sets]
 
 
 @dataclasses.dataclass

@@ -24,7 +24,7 @@ from capibara.kernels.lab.lattice.workloads import Workload, draw
 FIRST_ROUND, LATER_ROUNDS = 2, 4
 # A worker whose rows fail one after another has lost its device.
 MOST_FAILURES = 4
-_MEMORY_SHARE = 0.75
+_MEMORY_SHARE = 0.8
 Row = dict[str, Any]
 
 
@@ -66,7 +66,7 @@ class _Share:
             self.place += 1
         try:
             self.ready.append(measure.prepare(workload, self.pool, self.settings.seed))
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - the row says what it was
             return _failed(workload, failure)
         return None
 
@@ -74,7 +74,7 @@ class _Share:
         for prepared in self.ready:
             try:
                 yield prepared.time()
-            except Exception as failure:
+            except Exception as failure:  # noqa: BLE001 - the row says what it was
                 yield _failed(prepared.workload, failure)
         self.ready = []
 

@@ -548,8 +548,9 @@ def draw(seed: int = 0, families: Sequence[str] | None = None, shrink: int = 1) 
     chosen = list(FAMILIES) if families is None else list(families)
     seen: dict[str, int] = dict.fromkeys(chosen, 0)
     order: dict[tuple[str, bool], list[str]] = {}
-    generator = np.random.default_rng(seed)
     for family in chosen:
+        # Generators of their own, here and below: what else is drawn does not move a family's rows.
+        generator = np.random.default_rng((seed, zlib.crc32(family.encode())))
         for kept in (False, True):
             names = [n for n, m in models().items() if FAMILIES[family].has(m) and held_back(n) == kept]
             order[family, kept] = [str(n) for n in generator.permutation(names)]
@@ -560,7 +561,6 @@ def draw(seed: int = 0, families: Sequence[str] | None = None, shrink: int = 1) 
         names = order[family, kept] or order[family, not kept]
         turn = count // 4 if kept else count - (count + 2) // 4
         model = names[turn % len(names)]
-        # A draw of its own: what else is drawn does not move it.
         own = np.random.default_rng((seed, zlib.crc32(f"{family}:{model}".encode()), count))
         sizes = models()[model] if shrink == 1 else _small(models()[model])
         yield _affordable(functools.partial(FAMILIES[family].make, model, sizes), own, family, shrink)
