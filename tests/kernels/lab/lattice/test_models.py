@@ -14,6 +14,7 @@ def test_numbers_fit_together() -> None:
     for name, model in models().items():
         assert (model.heads is None) == (model.kv_heads is None) == (model.head_dim is None), name
         if model.heads:
+            assert model.kv_heads
             assert model.heads % model.kv_heads == 0, name
         if model.experts:
             assert model.expert_ffn, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import pytest
@@ -73,9 +74,10 @@ def test_forms_are_those_that_take_the_call_there() -> None:
 
 def test_groups_are_checked_in_part() -> None:
     grouped = next(draw(0, ["grouped gemm"], shrink=64))
-    arrays = grouped.case.arrays()
+    arrays: tuple[Any, ...] = grouped.case.arrays()
     assert grouped.op.excerpt is not None
     part = grouped.op.excerpt(grouped.op, arrays)
+    assert part is not None
     assert part.arrays[-1].shape[0] < arrays[-1].shape[0]
     assert int(part.arrays[-1].sum()) == part.arrays[0].shape[0]
     assert jax.tree.leaves(part.outputs([arrays[0]]))[0].shape == part.arrays[0].shape

@@ -205,7 +205,7 @@ def prepare(workload: Workload, pool: ThreadPoolExecutor, seed: int = 0) -> Prep
         programs[name] = program = Program(name, False)
         try:
             _judge(program, workload, wanted, torch_sets.once(fn))
-        except (*failures(), RuntimeError, ImportError, AttributeError) as failure:
+        except _torch_failures() as failure:
             program.note = first_line(failure)
     torch_sets.free()
     return Prepared(workload, seed, calls, programs, decisions, alike, time.perf_counter() - start)
@@ -282,6 +282,11 @@ def _timed(programs: Any, calls: int) -> None:
             # A program that is far behind says so in two samples.
             if turn < 2 or statistics.median(latest) * calls < 50_000:
                 latest.append(sample(program, repeats[program.name]) / calls * 1e6)
+
+
+def _torch_failures() -> tuple[type[BaseException], ...]:
+    """Call it in the `except` clause itself, as `failures`."""
+    return (RuntimeError, ImportError, AttributeError, *failures())
 
 
 class _Torch:

@@ -38,7 +38,7 @@ def attention(params: Mapping[str, Any], all_pairs: bool) -> Peers:
     causal, window, cap = bool(params.get("causal")), params.get("window"), params.get("softcap")
     made: Peers = {}
     if cap is None:
-        named = {"is_causal": causal, "local_window_size": window}
+        named: dict[str, Any] = {"is_causal": causal, "local_window_size": window}
 
         def by(implementation: Any, q: Any, k: Any, v: Any, *_: Any) -> Any:
             return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **named)

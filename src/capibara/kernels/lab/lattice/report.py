@@ -87,7 +87,9 @@ class Results:
 
     def __init__(self, path: Path | None, device: str, command: str, seed: int, commit: str | None = None) -> None:
         self.path = path
-        self.document = {"format": FORMAT, "device": device, "runs": [], "rows": []} if path is None else read(path)
+        self.document: dict[str, Any] = (
+            {"format": FORMAT, "device": device, "runs": [], "rows": []} if path is None else read(path)
+        )
         if self.document["device"] not in (None, device):
             raise rule_error(
                 "A results file has the rows of one kind of device",

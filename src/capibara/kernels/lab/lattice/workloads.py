@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def cost(self) -> Cost:
-        return self.op.cost(self.op.call(*self.case.args(), **self.case.params))
+        return self.op.cost(self.op.call(*self.case.args(), target=None, **self.case.params))
 
     def __str__(self) -> str:
         return f"{self.family}: {self.what}, {self.direction} ({self.model})"
@@ -121,7 +121,7 @@ def _plain(op: Op, case: Case) -> Callable[..., Any]:
 
 def _accepting(op: Op, case: Case) -> tuple[str, ...]:
     """The implementations that take the call here; the reference is no way to run."""
-    call = op.call(*case.args(), **case.params)
+    call = op.call(*case.args(), target=None, **case.params)
     return tuple(name for name, impl in op.implementations.items() if name != "reference" and not impl.refusal(call))
 
 
@@ -168,7 +168,8 @@ def attention(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     assert model.heads
     assert model.kv_heads
     assert model.head_dim
-    causal, params = not model.tokens, {}
+    causal = not model.tokens
+    params: dict[str, Any] = {}
     length = draw.length() if causal else max(3, draw.pick(model.tokens) // draw.shrink)
     batch, _, _ = draw.batch_of(length)
     if causal:
@@ -444,7 +445,7 @@ def conv1d(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         channels += 2 * model.dual_groups * model.state
     batch, length, _ = draw.batch_of(draw.length())
     activation = "silu" if model.inner else None
-    params = {} if activation is None else {"activation": activation}
+    params: dict[str, Any] = {} if activation is None else {"activation": activation}
     case = conv1d_case(name, (batch, length, channels), model.conv_width, NO_TAGS, **params)
     return _of_op("causal conv1d", name, f"B{batch} T{length} {channels} channels, {model.conv_width} taps",
                   "causal_conv1d", case, grad, peers=peers.causal_conv1d(activation),

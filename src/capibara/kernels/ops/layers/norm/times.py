@@ -12,13 +12,13 @@ LONG_ROW = 8192
 def forward(call: Call, implementation: str) -> TimeTerms | None:
     x = call.need("x")
     outputs = 2 if call.params["return_residual"] else 1
-    words = ("statistics",) if call.params["return_stats"] else ()
+    words: tuple[str, ...] = ("statistics",) if call.params["return_stats"] else ()
     words += ("residual",) if call["residual"] is not None else ()
     return _terms(call, implementation, sum(map(nbytes, call.args)) + outputs * nbytes(x), words)
 
 
 def backward(call: Call, implementation: str) -> TimeTerms | None:
-    words = ("residual",) if call["d_sum"] is not None else ()
+    words: tuple[str, ...] = ("residual",) if call["d_sum"] is not None else ()
     return _terms(call, implementation, sum(map(nbytes, call.args)) + nbytes(call.need("x")), words)
 
 
