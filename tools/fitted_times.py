@@ -104,7 +104,8 @@ def _lattice() -> Iterator[Row]:
         if "failed" in row or row["op"] not in OPS:
             continue
         us = {name: min(row["microseconds"][name]) for name in row["ours"] if row["right"].get(name)}
-        us |= dict.fromkeys(row["same_as_dispatch"], us.pop("dispatch"))
+        taken = us.pop("dispatch", None)
+        us |= {} if taken is None else dict.fromkeys(row["same_as_dispatch"], taken)
         both = row["direction"] != "forward"
         op, operands, params = row["op"], row["operands"], row["params"]
         if both:
