@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tests.serve.engines import GREEDY, engine_of, model_of, plain, prompts_of, run, tokens_of, wanted
 
+from capibara.checkpoints.store import Checkpoints
 from capibara.models import ModularCapibaraModel
 from capibara.models.blocks import spec
 from capibara.serve import LoraAdapter, Request, SamplingParams
@@ -66,3 +68,18 @@ def test_an_adapter_of_another_model_is_refused(programs: Path) -> None:
         engine_of(model_of("attention"), programs, adapters={"x": 3})
     with pytest.raises(ValueError, match=r"with its config.toml"):
         engine_of(model_of("attention"), programs, adapters={"x": programs})
+
+
+def test_a_runs_folder_is_an_adapter(tmp_path: Path) -> None:
+    settings = LoraSettings(rank=2, alpha=4.0, targets=("query", "out"))
+    made, _ = adapter("attention", 1, settings)
+    table = '[lora]\nrank = 2\nalpha = 4.0\ntargets = ["query", "out"]\n'
+    (tmp_path / "config.toml").write_text(model_of("attention").config.to_toml() + table)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(3, {"params": made.factors, "step": jnp.int32(3)})
+    read = LoraAdapter.from_run(tmp_path)
+    assert read.alpha == 4.0
+    jax.tree.map(np.testing.assert_array_equal, read.factors, made.factors)
+    (tmp_path / "config.toml").write_text(model_of("attention").config.to_toml())
+    with pytest.raises(ValueError, match=r"trained LoRA factors.*lora.rank = 0"):
+        LoraAdapter.from_run(tmp_path)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from capibara.errors import rule_error
 from capibara.models import decoder
+from capibara.models.blocks import spec
 from capibara.models.blocks.spec import LORA_DOWN, LORA_SCALE, LORA_UP
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class LoraAdapter:
         """The factors of a LoRA run's last good checkpoint, or of this step."""
         from capibara.checkpoints.store import Checkpoints
         from capibara.models.preset import load_preset
+        from capibara.train.config import LoraSettings
+        from capibara.train.lora import adapter_weights
 
         run = Path(folder)
         if not (run / "config.toml").is_file():
@@ -46,30 +49,32 @@ class LoraAdapter:
                 "An adapter's folder is a LoRA run's, with its config.toml", f"{run} without", "name the run's --out"
             )
         preset = load_preset(run / "config.toml", environment={})
-        lora = preset.table.values.get("lora", {})
-        if not lora.get("rank"):
-            raise rule_error("An adapter's run trained LoRA factors", f"{run} with lora.rank = 0", "serve it as MODEL")
+        table = preset.table.values.get("lora", {})
+        if not table.get("rank"):
+            raise rule_error(
+                "An adapter's run trained LoRA factors", f"{run} with lora.rank = 0", "serve it as a model"
+            )
+        lora = LoraSettings(**{**table, "targets": tuple(table.get("targets", LoraSettings.targets))})
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = _factor_shapes(preset.model, int(lora["rank"]), tuple(lora.get("targets", ())) or None)
-        target = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here), shapes,
-                              is_leaf=lambda x: isinstance(x, tuple))  # fmt: skip
+        shapes = spec.shapes(adapter_weights(preset.model, lora), jnp.float32)
+        target = jax.tree.map(lambda leaf: leaf.update(sharding=here), shapes)
         with Checkpoints(run / "checkpoints") as checkpoints:
             factors = checkpoints.restore({"params": target}, step, partial=True).state["params"]
-        return cls(factors, float(lora.get("alpha", lora["rank"])))
+        return cls(factors, lora.alpha)
 
 
-def _factor_shapes(model: ModularModelConfig, rank: int, targets: tuple[str, ...] | None) -> list[dict[str, Any]]:
+def _factor_shapes(model: ModularModelConfig) -> list[dict[str, Any]]:
+    """Of factors of rank 1 of every weight that can have some."""
     layers: list[dict[str, Any]] = []
     for names, layer in zip(model.period, decoder.weights(model)["layers"], strict=True):
         made: dict[str, Any] = {}
         for number, name in enumerate(names):
             slot = decoder.slot_of(names, number)
             for weight, inputs in model.blocks[name].products().items():
-                if targets is None or weight in targets:
-                    stack, *shape = layer[slot][weight].shape
-                    block = made.setdefault(slot, {})
-                    block[weight + LORA_DOWN] = (stack, *shape[:inputs], rank)
-                    block[weight + LORA_UP] = (stack, rank, *shape[inputs:])
+                stack, *shape = layer[slot][weight].shape
+                block = made.setdefault(slot, {})
+                block[weight + LORA_DOWN] = (stack, *shape[:inputs], 1)
+                block[weight + LORA_UP] = (stack, 1, *shape[inputs:])
         layers.append(made)
     return layers
 
@@ -129,7 +134,7 @@ def _side_by_side(
 
 
 def _check(model: ModularModelConfig, name: str, adapter: LoraAdapter) -> None:
-    known = _factor_shapes(model, 1, None)
+    known = _factor_shapes(model)
     if len(adapter.factors) != len(known):
         raise rule_error(
             f"An adapter has factors for the {len(known)} layer(s) of the model's pattern",
