@@ -165,7 +165,7 @@ def _numbers(found: Any) -> Iterator[float]:
 def _stand_together(figures: list[str], file: Path) -> bool:
     """Whether one row of a result has all these figures, to the digits that are printed."""
     document = json.loads(file.read_text(encoding="utf-8"))
-    rows = [*document["rows"], *document.get("rerun_of_32k", {}).get("rows", [])]
+    rows = [*document["rows"], *document.get("rerun_of_32k", {}).get("rows", []), *document.get("windowed", [])]
     return any(
         all(any(f"{one:.{len(figure.partition('.')[2])}f}" == figure for one in _numbers(row)) for figure in figures)
         for row in rows
@@ -195,6 +195,12 @@ def test_the_figures_of_attention_stand_in_the_results() -> None:
         for cell in row.split("|")[3:7:2]:
             figures = [one for one in cell.strip().split(", ") if one != "-"]
             assert _stand_together(figures, ROOT / "benchmarks/results/2026-11-15-h200-attention.json"), row
+    rows = re.findall(r"^\| \d+ x \d{4}, .*$", TEXT["docs/attention.md"], re.MULTILINE)
+    assert len(rows) == 8
+    for row in rows:
+        for cell in row.split("|")[2:4]:
+            figures = [one for one in cell.strip().split(", ") if one]
+            assert _stand_together(figures, ROOT / "benchmarks/results/2026-11-16-h200-attention-head-sizes.json"), row
 
 
 def _anchors(text: str) -> set[str]:

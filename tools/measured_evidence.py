@@ -227,6 +227,14 @@ def attention_sizes(document: Any) -> Iterator[Timed]:
         yield Timed(number, op, operands, params, us, passes)
 
 
+def untuned_shapes(document: Any) -> Iterator[Timed]:
+    """But for attention at head sizes and lengths that our kernel made padded copies for then: it does so no more."""
+    for found in side_by_side(document):
+        length, head_dim = numbers(found.operands[0])[-2:]
+        if not found.op.startswith("attention") or (head_dim in (64, 128, 256) and length % 8 == 0):
+            yield found
+
+
 def paged(document: Any) -> Iterator[Timed]:
     for number, row in enumerate(document["rows"]):
         yield Timed(number, "paged_attention", *of_case("paged_attention", row["case"]), timed("paged_attention", row))
@@ -292,7 +300,8 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-15-h200-fft-kernels.json": transforms,
     "2026-11-15-h200-long-transforms-2.json": transform_lengths,
     "2026-11-15-h200-long-conv.json": side_by_side,
-    "2026-11-16-h200-untuned-shapes.json": side_by_side,
+    "2026-11-16-h200-untuned-shapes.json": untuned_shapes,
+    "2026-11-16-h200-attention-head-sizes.json": attention_sizes,
 }
 
 

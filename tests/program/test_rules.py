@@ -31,6 +31,12 @@ def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     return jax.lax.gather(table, ids, dims, (1, table.shape[1]), mode="fill", fill_value=0)
 
 
+def by_group(x: jax.Array, y: jax.Array, summed: tuple[tuple[int], tuple[int]], groups: list[int]) -> jax.Array:
+    """The grouped product's other two forms: matrices that lie turned, and the matrices' own gradient."""
+    numbers = jax.lax.RaggedDotDimensionNumbers((summed, ((), ())), [0], groups)
+    return jax.lax.ragged_dot_general(x, y, jnp.array([1, 3]), numbers)
+
+
 def convolved(image: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
 
@@ -44,6 +50,8 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], int]] = [
     ("broadcast_in_dim", lambda x: jnp.broadcast_to(x, (3, *x.shape)), (draw(4, 6),), 2),
     ("dot_general", lambda x, y: jnp.einsum("bij,bkj->bik", x, y), (draw(2, 4, 6), draw(2, 8, 6)), 4),
     ("ragged_dot_general", lambda x, y: jax.lax.ragged_dot(x, y, jnp.array([1, 3])), (draw(4, 6), draw(2, 6, 8)), 2),
+    ("ragged_dot_general", lambda x, y: by_group(x, y, ((1,), (2,)), [0]), (draw(4, 6), draw(2, 8, 6)), 2),
+    ("ragged_dot_general", lambda x, y: by_group(x, y, ((0,), (0,)), []), (draw(4, 6), draw(4, 8)), 2),
     ("conv_general_dilated", convolved, (draw(2, 4, 5, 5), draw(6, 4, 3, 3)), 3),
     ("cholesky", lambda x: jnp.linalg.cholesky(x, symmetrize_input=False), (jnp.stack([jnp.eye(3)] * 4) * 2,), 1),
     ("reduce_sum", lambda x: jnp.sum(x, axis=1), (draw(4, 6, 2),), 3),
@@ -117,3 +125,10 @@ def test_vendor_attention_counts_its_products() -> None:
     shared = made_of("dot_product_attention_bwd_wrapper", [q, (*k[:2], 2, 64)], [q, k, k], {"mask_type": "CAUSAL"})
     assert shared.flops == forward.flops * 2.5 / 2
     assert shared.factors.operands == ((0, -1, -1, -1),) * 2
+
+
+def test_a_gradient_by_groups_multiplies_all_rows_for_each() -> None:
+    """As XLA computes it, by zeros; what it has to do is one group's part of the rows for each."""
+    program = trace(lambda x, y: by_group(x, y, ((0,), (0,)), []), (draw(4, 6), draw(4, 8)))
+    assert program.flops == 2 * (2 * 4 * 6 * 8)
+    assert program.model_flops == 2 * 4 * 6 * 8

@@ -11,7 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
+from capibara.mesh import MeshConfig, current_rules
+from capibara.mesh.layout import Layout
+from capibara.mesh.traced_for import mesh_in_force
 from capibara.program import Program, trace
 from capibara.program.graph import Node
 
@@ -180,3 +184,23 @@ def test_float32_products_run_at_the_bfloat16_rate_on_a_tpu_unless_asked(shape: 
     exact = functools.partial(product, precision=jax.lax.Precision.HIGHEST)
     assert trace(exact, (x,), device_kind="TPU v4").nodes[0].dtype == "float32"
     assert trace(product, (x,)).nodes[0].dtype == "float32"
+
+
+@pytest.mark.quick
+def test_a_function_that_asks_for_its_mesh_is_traced_for_it(shape: Callable[..., Any]) -> None:
+    def sorted_here(x: jax.Array) -> jax.Array:
+        mesh = mesh_in_force()
+        if mesh.empty:
+            return jnp.sort(x)
+        spec = PartitionSpec(current_rules()["batch"])
+        return jax.shard_map(jnp.sort, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    x = shape(64)
+    anywhere = trace(sorted_here, (x,))
+    assert anywhere.asks_for_mesh
+    assert not anywhere.local
+    layout = Layout(MeshConfig((4, 2), ("data", "model")), (PartitionSpec("data"),), {"batch": "data"})
+    program = trace(sorted_here, (x,), layout=layout)
+    (sort,) = [node for node in every(program.nodes) if node.primitive == "sort"]
+    assert [program.values[value].shape for value in sort.outputs] == [(16,)]
+    assert not trace(jnp.sort, (x,), layout=layout).asks_for_mesh

@@ -17,5 +17,5 @@ def test_the_datas_tokenizer_is_the_models() -> None:
 
 @pytest.mark.quick
 def test_two_tokenizers_are_refused() -> None:
-    with pytest.raises(ValueError, match="one tokenizer.*'bytes'.*'words'.*set model.tokenizer alone"):
+    with pytest.raises(ValueError, match=r"one tokenizer.*'bytes'.*'words'.*set model.tokenizer alone"):
         load_run("dev", ["model.tokenizer=bytes", "data.tokenizer=words"], environment={})

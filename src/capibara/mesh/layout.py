@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from capibara.axes import Rules, current_rules
 from capibara.mesh.mesh import MeshConfig
 
 __all__ = ["Layout"]
@@ -31,3 +32,7 @@ class Layout:
     """Pipeline stages that the layers are cut into."""
     name: str = ""
     """In words: "data 4 x model 8, fully sharded, remat full"."""
+
+    def rules_in_force(self) -> Rules:
+        """What a program under this layout is traced with: a name that the layout says nothing of stays whole."""
+        return {**dict.fromkeys(current_rules()), **self.rules}

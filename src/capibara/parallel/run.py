@@ -124,17 +124,15 @@ def surroundings(layout: Layout, mesh: Mesh) -> Iterator[None]:
     import jax
 
     from capibara.kernels.core import trusting
-    from capibara.mesh.rules import current_rules, use_rules
+    from capibara.mesh.rules import use_rules
 
     if mesh.size == 1:
         # One device has nothing to lay out: without a mesh constraints are nothing and kernels are called as they are.
         with trusting.optimising(True):
             yield
         return
-    # A name that the layout says nothing of stays whole, as it does in the cost model.
-    rules = {**dict.fromkeys(current_rules()), **layout.rules}
     # Kernels as in an optimisation context, by which it was planned.
-    with use_rules(rules), jax.set_mesh(mesh), trusting.optimising(True):
+    with use_rules(layout.rules_in_force()), jax.set_mesh(mesh), trusting.optimising(True):
         yield
 
 

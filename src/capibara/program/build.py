@@ -223,10 +223,11 @@ class Builder:
             self.say(f"{made.note} ({node.name})")
         if name not in RULES and holds_function(eqn):
             self.say(f"{name}: what the function inside of it computes is not counted ({node.name})")
-        node.flops, node.matrix, node.mnk = made.flops, made.matrix, made.mnk
+        node.flops, node.idle, node.matrix, node.mnk = made.flops, made.idle, made.matrix, made.mnk
         if made.matrix:
             # A product of two complex numbers is four of real ones.
-            node.flops *= math.prod(2 for atom in eqn.invars[:2] if dtype_of(atom.aval)[0].startswith("complex"))
+            fold = math.prod(2 for atom in eqn.invars[:2] if dtype_of(atom.aval)[0].startswith("complex"))
+            node.flops, node.idle = node.flops * fold, node.idle * fold
         if made.moved is not None:
             present = [not hasattr(atom, "val") and env[atom] is not None for atom in eqn.invars]
             present += [True] * len(eqn.outvars)

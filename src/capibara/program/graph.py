@@ -75,6 +75,8 @@ class Node:
     factors: Factors
     """How its operands' and results' dimensions belong together."""
     flops: float = 0.0
+    idle: float = 0.0
+    """Of the flops, those of which no result comes."""
     matrix: bool = False
     dtype: str = "float32"
     mnk: tuple[tuple[int, ...], ...] = ()
@@ -119,6 +121,10 @@ class Program:
     name: str = ""
     local: frozenset[int] = frozenset()
     """Values inside of shard_map: one chip's already."""
+    asks_for_mesh: bool = False
+    """Whether the function asked which mesh it runs on (`capibara.mesh.traced_for`): for another it is another."""
+    places: frozenset[str] | None = frozenset()
+    """Logical axes whose rules it went by then; None for all."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `spread` found out for one mesh and can use for the next layout."""
 
@@ -158,7 +164,7 @@ def _flops(nodes: Any, times: int, recomputed: bool) -> float:
         if node.body is not None:
             total += _flops(node.body.nodes, times * node.body.trips, recomputed)
         elif node.matrix and (recomputed or not node.recompute):
-            total += times * node.flops
+            total += times * (node.flops if recomputed else node.flops - node.idle)
     return total
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capibara.errors import rule_error, unknown_name
 from capibara.program.graph import Argument, Program
+
+if TYPE_CHECKING:
+    from capibara.mesh.layout import Layout
+    from capibara.mesh.traced_for import TracedFor
 
 __all__ = ["ROLES", "trace"]
 
@@ -22,12 +26,16 @@ def trace(
     donate: Sequence[int] = (),
     roles: Sequence[str] | None = None,
     device_kind: str | None = None,
+    layout: Layout | None = None,
 ) -> Program:
     """What `fn(*args)` computes. Nothing runs; an error that `fn` raises is its own.
 
     `args` are pytrees of arrays or of anything with a shape and a dtype. `donate` numbers the arguments whose memory
     the outputs take over, `roles` has one of `ROLES` for each argument. Capibara's ops choose their implementation for
     `device_kind`, or for what is attached.
+
+    One trace serves every layout, but for a function that asks for its mesh (`Program.asks_for_mesh`): that is traced
+    again for the mesh and the rules of a `layout`, and has the shard_map that it writes for them.
 
     Examples:
         >>> import jax
@@ -62,7 +70,7 @@ def trace(
                 "`donate` numbers arguments", f"{index} of {len(args)} arguments", f"use 0 to {len(args) - 1}"
             )
     labels = _labels(fn, len(args))
-    closed, found, platform = _jaxpr(fn, args, device_kind)
+    closed, found, platform, asking = _jaxpr(fn, args, device_kind, layout)
 
     arguments: list[tuple[str, str, bool]] = []
     for index, arg in enumerate(args):
@@ -86,17 +94,21 @@ def trace(
     name = getattr(fn, "__name__", "")
     return Program(
         tuple(kept), tuple(build.values), tuple(flat), outputs, tuple(build.constants), notes, name,
-        frozenset(build.local),
+        frozenset(build.local), asking.asked, None if asking.places is None else frozenset(asking.places),
     )  # fmt: skip
 
 
-def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | None) -> tuple[Any, list[Any], str]:
+def _jaxpr(
+    fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | None, layout: Layout | None
+) -> tuple[Any, list[Any], str, TracedFor]:
     import contextlib
 
     import jax
 
     from capibara.hardware import chip_for
     from capibara.kernels.core import context, dispatch, trusting
+    from capibara.mesh.rules import use_rules
+    from capibara.mesh.traced_for import traced_for
     from capibara.program.markers import recording_axes
 
     shapes = jax.tree.map(
@@ -113,8 +125,12 @@ def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | Non
         platform = context.current_target().platform
         found = stack.enter_context(dispatch.marking())
         stack.enter_context(recording_axes())
+        asking = stack.enter_context(traced_for(None if layout is None else layout.mesh.axes))
+        if layout is not None:
+            stack.enter_context(use_rules(layout.rules_in_force()))
         # A fresh function each time: jit's cache would hand back a trace without the markers.
-        return jax.make_jaxpr(functools.partial(fn))(*shapes), found, platform
+        closed = jax.make_jaxpr(functools.partial(fn))(*shapes)
+        return closed, found, platform, asking
 
 
 def _checked_roles(roles: Sequence[str] | None, count: int) -> tuple[str, ...]:

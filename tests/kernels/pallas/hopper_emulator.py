@@ -26,13 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.ref import AbstractRef
 
-from capibara.kernels.ops.attention.hopper import backward, backward_loops, forward, masking
+from capibara.kernels.ops.attention.hopper import backward, backward_loops, forward, masking, panels
 from capibara.kernels.pallas import hopper, prng
 
 PATIENCE = 60.0  # seconds until a barrier counts as stuck; compilation of single operations is slow at first
 _here = threading.local()
 _adding = threading.Lock()
-KERNELS = (forward, backward, backward_loops, masking)
+KERNELS = (forward, backward, backward_loops, masking, panels)
 
 
 class _Shim:
@@ -56,10 +56,13 @@ class _Divided:
 
 
 class Ref:
-    """A part of an array: for each axis of the array an int, or (start, size)."""
+    """A part of an array: for each axis of the array an int, or (start, size). Shared memory may be tiled, or not.
 
-    def __init__(self, array: np.ndarray, part: tuple[Any, ...] | None = None) -> None:
-        self.array = array
+    Reads and writes may run past the ends of the array when they `clip`: by "rows" or by "tiles", as TMA copies them.
+    """
+
+    def __init__(self, array: np.ndarray, part: tuple[Any, ...] | None = None, tiled: bool = True) -> None:
+        self.array, self.tiled = array, tiled
         self.part = part if part is not None else tuple((0, n) for n in array.shape)
 
     @property
@@ -92,9 +95,9 @@ class Ref:
             else:
                 assert 0 <= int(i) < p[1], f"index {int(i)} of {p[1]}"
                 part.append(p[0] + int(i))
-        return Ref(self.array, tuple(part))
+        return Ref(self.array, tuple(part), self.tiled)
 
-    def _inside(self, clip: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _inside(self, clip: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The index into the array, and into the part, of what lies inside the array."""
         source, target = [], []
         for p, n in zip(self.part, self.array.shape, strict=True):
@@ -104,13 +107,14 @@ class Ref:
             start, size = p
             inside = start >= 0 and start + size <= n
             assert inside or clip, f"{start}:{start + size} of {n}, and nothing clips it"
-            assert inside or size != n, "an axis of a single tile has no place in a TMA descriptor to be clipped by"
+            # By tiles, an axis of a single one has no place in a TMA descriptor.
+            assert inside or clip == "rows" or size != n, f"{start}:{start + size} of a single tile"
             first, last = min(max(start, 0), n), min(max(start + size, 0), n)
             source.append(slice(first, last))
             target.append(slice(first - start, last - start))
         return tuple(source), tuple(target)
 
-    def read(self, clip: bool = False) -> np.ndarray:
+    def read(self, clip: str | None = None) -> np.ndarray:
         source, target = self._inside(clip)
         made = np.zeros(self.shape, self.dtype)
         made[target] = self.array[source]
@@ -119,7 +123,7 @@ class Ref:
     def transpose(self, axes: tuple[int, ...]) -> np.ndarray:
         return self.read().transpose(axes)
 
-    def write(self, value: Any, clip: bool = False) -> None:
+    def write(self, value: Any, clip: str | None = None) -> None:
         value = np.asarray(value)
         assert value.shape == self.shape, (value.shape, self.shape)
         assert value.dtype == self.dtype, (value.dtype, self.dtype)
@@ -192,12 +196,40 @@ class _Accumulator:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @property
+    def at(self) -> Any:
+        return _At(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    def narrow(self, index: Any) -> _AccumulatorPart:
+        return _AccumulatorPart(self, index)
+
     def __getitem__(self, index: Any) -> Any:
         return self.value
 
     def __setitem__(self, index: Any, value: Any) -> None:
         assert value.shape == self.value.shape
         self.value = value
+
+
+class _AccumulatorPart:
+    """Columns of an accumulator."""
+
+    def __init__(self, whole: _Accumulator, index: Any) -> None:
+        self.whole, self.index = whole, index
+
+    @property
+    def value(self) -> Any:
+        return self.whole.value[self.index]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        made = np.array(self.whole.value)
+        made[self.index] = value
+        self.whole.value = made
 
 
 class _Program:
@@ -226,8 +258,22 @@ def _wgmma(acc: _Accumulator, left: Any, right: Any) -> None:
 
 
 def _smem(shape: tuple[int, ...], dtype: Any, transforms: Any = ()) -> Callable[[], Any]:
+    tiled = any(isinstance(t, plgpu.TilingTransform) for t in transforms)
+
     def make() -> Ref:
-        return Ref(np.full(shape, np.nan if jnp.issubdtype(dtype, jnp.floating) else 77, jnp.dtype(dtype)))
+        return Ref(np.full(shape, np.nan if jnp.issubdtype(dtype, jnp.floating) else 77, jnp.dtype(dtype)), tiled=tiled)
+
+    return make
+
+
+def _union(*specs: Any) -> Callable[[], Any]:
+    """The same memory, where it is seen as the same array; others have each its own: nothing here sees that one lies
+    in another's place."""
+
+    def make() -> Any:
+        refs = jax.tree.map(lambda make: make(), specs)
+        alike = all(isinstance(ref, Ref) and ref.array.shape == refs[0].array.shape for ref in refs)
+        return tuple(Ref(refs[0].array, tiled=ref.tiled) for ref in refs) if alike else refs
 
     return make
 
@@ -264,7 +310,7 @@ class _AccumulatorType:
 
 
 def _to_smem(source: Ref, target: Ref, barrier: _Barriers) -> None:
-    target.write(source.read(clip=True))
+    target.write(source.read(clip="tiles" if target.tiled else "rows"))
     barrier.one.arrive()
 
 
@@ -286,7 +332,7 @@ def _wait_to_gmem(under_way: int, wait_read_only: bool = False) -> None:
 def _leave(source: Ref, target: Ref, reduction_op: str | None) -> None:
     value = source.read()
     # One number a row leaves without a descriptor.
-    clip = len(source.shape) > 1
+    clip = None if len(source.shape) == 1 else "tiles" if source.tiled else "rows"
     if reduction_op == "add":
         with _adding:
             target.write(target.read(clip) + value, clip)
@@ -414,8 +460,7 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
         plgpu, SMEM=_smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
         barrier_arrive=lambda b: b.one.arrive(), barrier_wait=lambda b: b.one.wait(), copy_gmem_to_smem=_to_smem,
         copy_smem_to_gmem=_to_gmem, commit_smem=_nothing,
-        # Each its own memory: nothing here sees that one lies in another's place.
-        RefUnion=lambda *specs: specs,
+        RefUnion=_union,
         set_max_registers=_nothing, wait_smem_to_gmem=_wait_to_gmem, layout_cast=lambda x, layout: x,
         load=lambda ref, *_, **__: ref.read(), store=lambda ref, value, optimized: ref.write(value),
         wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from tests.models.blocks.single import BATCH, HIDDEN, LENGTH, Weights, drawn, inputs, model_with, run, sigmoid, softmax
 
+from capibara.mesh import MeshConfig, partition_spec
 from capibara.models.blocks import Moe, Sequences
 
 EXPERTS, TOP, FFN = 6, 2, 8
@@ -144,3 +149,51 @@ def test_a_token_meets_its_own_experts_and_the_shared_ones() -> None:
 def test_bad_keys(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         model_with("moe", **{**KEYS, **keys})
+
+
+SPLIT = model_with("moe", experts=8, top_k=2, ffn=16)
+
+
+@functools.cache
+def _alone() -> Any:
+    """A function's gradients, its arguments and its results on one device: 128 tokens, 256 choices."""
+    block = SPLIT.blocks["moe"]
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(value, jnp.float32) for name, value in drawn(SPLIT).items()}
+    x, flow = (jnp.asarray(rng.standard_normal((8, 16, HIDDEN)), jnp.float32) for _ in range(2))
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        out = block(SPLIT, params, x, Sequences())
+        return (out.value * flow).sum() + out.loss, (out.value, out.metrics)
+
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return run, params, x, jax.jit(run)(params, x)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("axes", "sorted_here"),
+    [
+        # Choices of a device; with experts over an axis those that arrive as well, room for all that may come.
+        ({"data": 4, "model": 2}, {64}),
+        ({"data": 2, "sequence": 2, "model": 2}, {64}),
+        ({"data": 2, "expert": 2, "model": 2}, {64, 2 * 64}),
+        ({"data": 1, "expert": 3}, {256}),  # 8 experts do not divide
+    ],
+)
+def test_on_a_mesh_each_device_sorts_its_own_tokens(axes: dict[str, int], sorted_here: set[int]) -> None:
+    run, params, x, alone = _alone()
+    mesh = MeshConfig(tuple(axes.values()), tuple(axes)).build(jax.devices()[: math.prod(axes.values())])
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, partition_spec(("batch", "sequence"), mesh.shape)))
+        compiled = jax.jit(run).lower(params, split).compile()
+        got, text = compiled(params, split), compiled.as_text()
+    for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-5 * max(1.0, float(jnp.abs(right).max())))
+    assert {int(n) for n in re.findall(r"= s32\[(\d+)\]\S* sort\(", text)} == sorted_here
+    assert "all-gather" not in text, "neither tokens nor logits are gathered"
+    assert ("all-to-all" in text) == (axes.get("expert") == 2)
+    # Of the experts' 16 hidden columns each of two devices has 8, and of the experts those that are its own.
+    here = 1 if axes.get("expert") == 3 else axes.get("expert", 1)
+    of_up = got[1][0]["up"].addressable_shards[0].data.shape
+    assert of_up == (8 // here, HIDDEN, 16 // axes.get("model", 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,12 +13,15 @@ from capibara.cost.result import Estimate
 from capibara.hardware.topology import slice_by_name
 from capibara.mesh import with_sharding_constraint
 from capibara.mesh.layout import Layout
+from capibara.models import decoder
+from capibara.models.config import ModularModelConfig
 from capibara.parallel.job import program_job
 from capibara.parallel.training_step import training_job
 from capibara.plan.search.evaluation import PaperModel
 from capibara.plan.search.exploration import Exploration
 from capibara.plan.search.search import search
 from capibara.plan.search.space import Point, Space
+from capibara.program import spread
 
 ON = "v4-16"
 
@@ -178,3 +182,72 @@ def test_what_is_picked_out_of_activations_leaves_the_batch_split() -> None:
     found = cost.estimate(space.layout(Point((("data", 4),), (), "full", tuple(job.defaults().items()))))
     assert not [note for note in found.notes if "the whole batch on every chip" in note]
     assert found.memory.most < 3 * 4096 * 4096 * 4  # of the whole batch it would be more tables than these
+
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOP = 32 * 64, 64, 128, 8, 2
+
+
+@pytest.fixture(scope="module")
+def mixture() -> PaperModel:
+    """A training step of a decoder with experts; everything is recomputed."""
+    model = ModularModelConfig(
+        hidden=HIDDEN,
+        layers=2,
+        vocab=256,
+        pattern="attention+moe",
+        blocks={"attention": {"heads": 4}, "moe": {"experts": EXPERTS, "top_k": TOP, "ffn": FFN}},
+    )
+    loss, params = decoder.make_loss(model), decoder.param_shapes(model)
+    knobs = {"remat": ("full",), "accumulate": (1,)}
+    return PaperModel(training_job(loss, params, decoder.batch_shapes(32, 64), knobs=knobs), slice_by_name(ON))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sorted_here", "sent"),
+    [
+        ((("data", 8),), {TOKENS // 8 * TOP}, set()),
+        # Room for all tokens of a device at each of the 8, in bfloat16, and the number of each one's expert.
+        (
+            (("expert", 8),),
+            {TOKENS // 8 * TOP, 8 * TOKENS // 8},
+            {("all_to_all", ("expert",), 8 * TOKENS // 8 * width) for width in (HIDDEN * 2, 4)},
+        ),
+        # Sums of the tokens' parts, and of their gradients'.
+        ((("data", 4), ("model", 2)), {TOKENS // 4 * TOP}, {("all_reduce", ("model",), TOKENS // 4 * HIDDEN * 2)}),
+    ],
+)
+def test_a_mixture_is_counted_as_it_runs_on_the_mesh(
+    mixture: PaperModel, mesh: Any, sorted_here: set[int], sent: Any
+) -> None:
+    assert mixture.asks_for_mesh
+    space = Space(mixture.anatomy(), 8, mixture.job.knobs)
+    assert mesh in space.meshes(), "the experts and their width may be split"
+    wide = tuple(group for group, words in space.anatomy.logical.items() if "mlp" in words)
+    point = Point(mesh, wide if "model" in dict(mesh) else (), "full", tuple(mixture.job.defaults().items()))
+    layout = space.layout(point)
+    chip = spread(mixture.program_on(layout), layout)
+    steps = [step for step, _ in chip.walk()]
+    by_expert = [step for step in steps if step.primitive == "sort"]
+    assert {chip.buffers[step.writes[0]].shape for step in by_expert} == {(n,) for n in sorted_here}
+    found = [step.collective for step in steps if step.collective is not None]
+    own = {(one.kind, one.axes, one.bytes) for one in found if one.why.startswith("the program's own")}
+    assert {one for one in own if "data" not in one[1] and one[2] > EXPERTS * FFN} >= sent
+    # What the mixture gathers are weights, in the type that they are used in, and no tokens.
+    gathered = [one.bytes for one in found if one.kind == "all_gather" and one.why.startswith("the shard_map")]
+    assert max(gathered, default=0) <= EXPERTS * HIDDEN * FFN * 2 / dict(mesh).get("model", 1)
+    # Rules that the mixture does not go by are the same trace.
+    others = dataclasses.replace(layout, rules={**layout.rules, "vocab": None, "heads": None})
+    assert mixture.program_on(others) is mixture.program_on(layout)
+    useful = mixture.program(point.choices).model_flops / 8
+    assert mixture.estimate(layout).model_flops == pytest.approx(useful)
+
+
+def test_a_search_that_traces_for_each_mesh_turns_the_knobs_of_the_first_before_others(cost: _Remembering) -> None:
+    space = Space(cost.anatomy(), 8, cost.job.knobs, offload=False)
+    usual, dear = (Exploration(space, cost, dear=dear) for dear in (False, True))
+    usual.go()
+    dear.go()
+    assert {dict(point.choices)["remat"] for point in list(dear.results)[:4]} == {"none", "full"}
+    assert {dict(point.choices)["remat"] for point in list(usual.results)[:4]} == {"full"}
+    best = [min(run.results.values(), key=run.worth) for run in (usual, dear)]
+    assert best[0].layout == best[1].layout

@@ -249,6 +249,9 @@ def run(
     # TPU's compiler does not split kernels itself: there the layout must be known now, over all axes that no shard_map
     # around has taken. On Explicit axes it is in the operands' types, which a kernel cannot be traced with.
     by_layout = not local and (chosen_target.platform == "tpu" or placement.on_explicit_axes(arrays))
+    if _marking.get() and jax.sharding.get_abstract_mesh().empty:
+        # Read as what it computes and laid out afterwards, also behind a shard_map, whose results name its mesh.
+        by_layout = False
     where = placement.placement(arrays) if by_layout else None
     # With their types: 1 is True to a dictionary, and not to an op's check.
     parameters = tuple((name, _kind(value), value) for name, value in params.items())

@@ -1,4 +1,4 @@
-"""A mixture of experts that drops no token, with shared experts; over a mesh axis where there is one for experts."""
+"""A mixture of experts that drops no token, with shared experts; on a mesh each device sorts its own tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from capibara.axes import current_rules, mesh_axes_of
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.ops.layers.moe.expert_parallel import expert_parallel_moe
+from capibara.kernels.ops.layers.moe.expert_parallel import moe_over_mesh
 from capibara.kernels.ops.layers.moe.layer import moe_layer
+from capibara.mesh import partition_spec, with_sharding_constraint
+from capibara.mesh.traced_for import mesh_in_force
 from capibara.models.blocks.mlp import GATED, Mlp
 from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Moe"]
 
 GATES = ("softmax", "sigmoid", "softmax_topk")
+_AXES = {"gate": ("expert", None, "mlp"), "up": ("expert", None, "mlp"), "down": ("expert", "mlp", None)}
+"""Logical axes of the experts' weights."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,9 @@ class Moe(Block):
         wide = model.hidden
         weights = {
             "router": Weight((wide, self.experts), (None, None), keep_float32=True),
-            "gate": Weight((self.experts, wide, self.ffn), ("expert", None, "mlp"), fan_in=wide),
-            "up": Weight((self.experts, wide, self.ffn), ("expert", None, "mlp"), fan_in=wide),
-            "down": Weight(
-                (self.experts, self.ffn, wide), ("expert", "mlp", None), fan_in=self.ffn, gain=model.residual_gain
-            ),
+            "gate": Weight((self.experts, wide, self.ffn), _AXES["gate"], fan_in=wide),
+            "up": Weight((self.experts, wide, self.ffn), _AXES["up"], fan_in=wide),
+            "down": Weight((self.experts, self.ffn, wide), _AXES["down"], fan_in=self.ffn, gain=model.residual_gain),
         }
         if self.shared_ffn:
             weights |= {f"shared_{name}": weight for name, weight in self._shared.weights(model).items()}
@@ -99,12 +102,12 @@ class Moe(Block):
             "jitter": self.jitter if noisy else 0.0,
             "key": sequences.key if noisy else None,
         }
-        over = _expert_axis(self.experts, math.prod(x.shape[:-1]))
+        over = self._over_mesh(x.shape)
         if over is None:
+            routed |= {name: with_sharding_constraint(routed[name], axes) for name, axes in _AXES.items()}
             y, metrics = moe_layer(routed, x, **options)
         else:
-            mesh, axis, others = over
-            y, metrics = expert_parallel_moe(routed, x, mesh=mesh, axis_name=axis, token_axis_names=others, **options)
+            y, metrics = moe_over_mesh(routed, x, **over, **options)
         if self.shared_ffn:
             own = {name: params[f"shared_{name}"] for name in self._shared.weights(model)}
             shared = self._shared(model, own, x, sequences).value
@@ -121,26 +124,33 @@ class Moe(Block):
         experts = sum(sizes.pop(name) for name in ("gate", "up", "down"))
         return sum(sizes.values()) + experts * self.top_k // self.experts
 
+    def _over_mesh(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """Where tokens, experts and hidden width lie on the mesh in force, for `moe_over_mesh`; None without one.
 
-def _expert_axis(experts: int, tokens: int) -> tuple[Any, str, tuple[str, ...]] | None:
-    """(mesh, the experts' mesh axis, the other axes that split the tokens) on a mesh that splits either.
-
-    Tokens are sorted by their experts. Over all devices that is an exchange of everything; here each device sorts its
-    own. Where no axis has the experts, every device has all of them, and an axis of one device stands in for theirs.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
-        return None
-    rules = current_rules()
-    axes = [axis for axis in mesh_axes_of(rules.get("expert")) if mesh.shape.get(axis, 1) > 1]
-    axes = axes or [axis for axis, size in mesh.shape.items() if size == 1][:1]
-    if len(axes) != 1 or experts % mesh.shape[axes[0]]:
-        return None
-    others = tuple(
-        axis
-        for name in ("batch", "sequence")
-        for axis in mesh_axes_of(rules.get(name))
-        if mesh.shape.get(axis, 1) > 1 and axis != axes[0]
-    )
-    parts = math.prod(mesh.shape[axis] for axis in (*others, *axes))
-    return None if parts == 1 or tokens % parts else (mesh, axes[0], others)
+        Tokens are sorted by their experts: over all devices that is an exchange of everything, so each sorts its own.
+        """
+        mesh = mesh_in_force(("batch", "sequence", "expert", "mlp"))
+        if mesh.empty or mesh.manual_axes:
+            return None
+        sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+        rules = current_rules()
+        tokens = partition_spec(("batch", "sequence")[: len(shape) - 1], sizes, shape[:-1], rules)
+        entries = [mesh_axes_of(entry) for entry in (*tokens, *(None,) * (len(shape) - 1 - len(tokens)))]
+        over_experts = [axis for axis in mesh_axes_of(rules.get("expert")) if axis in sizes]
+        expert_axis = over_experts[0] if len(over_experts) == 1 and not self.experts % sizes[over_experts[0]] else None
+        if expert_axis is not None and not any(expert_axis in axes for axes in entries):
+            # Its devices have the same tokens: each takes a part of them, of the first dimension that has enough.
+            parts = [math.prod(sizes[axis] for axis in (*axes, expert_axis)) for axes in entries]
+            free = [dim for dim, length in enumerate(shape[:-1]) if length % parts[dim] == 0]
+            if free:
+                entries[free[0]] = (*entries[free[0]], expert_axis)
+            else:
+                expert_axis = None
+        taken = {axis for axes in entries for axis in axes}
+        hidden = tuple(axis for axis in mesh_axes_of(rules.get("mlp")) if axis in sizes and axis not in taken)
+        if self.ffn % math.prod(sizes[axis] for axis in hidden):
+            hidden = ()
+        if not taken and not hidden:
+            return None
+        spec = PartitionSpec(*(axes or None for axes in entries))
+        return {"mesh": mesh, "tokens": spec, "expert_axis": expert_axis, "hidden_axes": hidden}

@@ -4,6 +4,10 @@ One evaluation traces nothing and compiles nothing, and still takes tens of mill
 at. First every mesh is scored with the usual cuts and the setting of the knobs that needs little memory. Then the knobs
 of the best few are turned: the setting that recomputes least and fits is the fastest. Then the best is changed in one
 respect at a time while that helps. The order is fixed, so the same job gets the same plan.
+
+A program that asks for its mesh is traced for each, which takes seconds. Then meshes of more than two axes are come to
+by changing the best only, and the knobs of the first are turned before the others are looked at, so that a search that
+the clock stops has seen what it runs with.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ TARGETS = ("throughput", "latency", "memory")
 BUDGET = 260
 # Meshes whose other shardings are looked at, and layouts whose knobs are turned.
 _WIDER, _REFINED = 8, 6
+# Axes of a mesh that is looked at from the start where that is dear.
+_FEW_AXES = 2
 # A job whose most frugal layouts need so many times what a chip has is given up: other cuts and knobs save less.
 _OUT_OF_REACH, _FRUGAL = 1.25, 4
 
@@ -61,6 +67,8 @@ class Exploration:
     does."""
     tell: Callable[[str], None] | None = None
     """Called with a line of text after each layout that was costed."""
+    dear: bool = False
+    """Whether a layout on another mesh takes seconds."""
     evaluations: int = 0
     cut_short: bool = False
     """Whether the clock ended it before it was done."""
@@ -132,6 +140,8 @@ class Exploration:
         """Coarse, then fine."""
         frugal = self._frugal()
         first = [self._in_flight(Point(mesh, cut, how, frugal)) for mesh, cut, how in self._usual()]
+        if self.dear:
+            self._turn_first(first)
         looked = [self.look(point) for point in first]
         if self._out_of_reach(looked):
             return
@@ -156,11 +166,19 @@ class Exploration:
         a search that the clock stops after a few layouts has seen them.
         """
         made = []
-        for mesh in self.space.meshes():
+        meshes = self.space.meshes()
+        few = [mesh for mesh in meshes if len(mesh) <= _FEW_AXES]
+        for mesh in few if self.dear and few else meshes:
             shardings = self.space.shardings(mesh)
             chosen = shardings[::-1] if set(dict(mesh)) <= {"data"} else shardings[-1:]
             made += [(mesh, cut, how) for cut in self.space.cuts(mesh)[:1] for how in chosen]
         return made
+
+    def _turn_first(self, first: list[Point]) -> None:
+        """The mesh that comes first in all its shardings, and the knobs of its best."""
+        looked = [self.look(point) for point in first if point.mesh == first[0].mesh]
+        for result in self._promising(looked, 1):
+            self.turn_knobs(result.point)
 
     def exhaust(self) -> None:
         """Every point of the space: for problems small enough to enumerate."""

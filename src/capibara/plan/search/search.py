@@ -99,7 +99,8 @@ def search(
         pipelines=pipelines,
         why_no_stages=job.why_no_stages() if pipelines or "pipeline" in dict(given or ()) else "",
     )
-    run = Exploration(space, cost, target, budget, left(), _SHARE_WITHOUT_A_FIT if fixes else 1.0, tell)
+    dear = isinstance(cost, PaperModel) and cost.asks_for_mesh
+    run = Exploration(space, cost, target, budget, left(), _SHARE_WITHOUT_A_FIT if fixes else 1.0, tell, dear)
     run.go()
     searched = left()
     plans = _plans(run, job, slice, top, confirm, without)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.program.factors import WHOLE, Factors, whole
+from capibara.program.factors import WHOLE, Factors
 from capibara.program.primitives.registry import Made, Shape, rule
 
 __all__: list[str] = []
@@ -43,17 +43,44 @@ def dot_general(shapes: list[Shape], results: list[Shape], params: dict[str, Any
     return Made(factors, 2.0 * math.prod(lengths), matrix=True, mnk=(batch, tuple(rows), tuple(columns), tuple(summed)))
 
 
-@rule("ragged_dot", "ragged_dot_general")
+@rule("ragged_dot_general")
 def ragged_dot(shapes: list[Shape], results: list[Shape], params: dict[str, Any]) -> Made:
-    # Rows [m, k] by groups [g, k, n]: each row meets one group's matrix. Which one is counted from the first row on, so
-    # that rows cannot be split without counting anew.
-    if [len(shape) for shape in shapes[:2]] != [2, 3] or len(results[0]) != 2:
-        note = "ragged_dot: this form has no rule, so every chip computes the whole of it"
-        return Made(whole(tuple(shapes), tuple(results)), 2.0 * math.prod(shapes[0]) * shapes[1][-1], True, note=note)
-    (m, k), (_, _, n) = shapes[:2]
+    """Rows [m, k] by groups' matrices [g, k, n], turned or not, and the matrices' gradient, [m, k] by [m, n].
+
+    Where a group's rows begin is counted from the first row on, so that rows cannot be split without counting anew;
+    nor can groups. Each row meets one group's matrix.
+    """
+    left, right = shapes[:2]
+    numbers = params["ragged_dot_dimension_numbers"]
+    (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    ragged, grouped = set(numbers.lhs_ragged_dimensions), set(numbers.rhs_group_dimensions)
+    one, other = [WHOLE] * len(left), [WHOLE] * len(right)
+    lengths: list[int] = []
+
+    def new(size: int) -> int:
+        lengths.append(size)
+        return len(lengths) - 1
+
+    for i, j in zip((*left_batch, *left_sum), (*right_batch, *right_sum), strict=True):
+        if i not in ragged:
+            one[i] = other[j] = new(left[i])
+    rows = [i for i in range(len(left)) if i not in (*left_batch, *left_sum)]
+    columns = [j for j in range(len(right)) if j not in (*right_batch, *right_sum) and j not in grouped]
+    for i in rows:
+        one[i] = WHOLE if i in ragged else new(left[i])
+    for j in columns:
+        other[j] = new(right[j])
+    out = [*(one[i] for i in (*left_batch, *rows)), *(other[j] for j in columns)]
+    flops, idle = 2.0 * math.prod(left) * math.prod(right[j] for j in columns), 0.0
+    if ragged <= set(left_sum):
+        # A result for each group. XLA has no program of its own for it on any platform: it multiplies all rows for
+        # each group, those of the others being zeros (seen in a step compiled for v4, 2026-11-16).
+        out = [WHOLE, *out]
+        flops, idle = flops * results[0][0], flops * (results[0][0] - 1)
     rest = tuple((WHOLE,) * len(shape) for shape in shapes[2:])
-    factors = Factors(((WHOLE, 0), (WHOLE, 0, 1), *rest), ((WHOLE, 1),), (k, n), frozenset({0}))
-    return Made(factors, 2.0 * m * k * n, matrix=True)
+    summed = frozenset(one[i] for i in left_sum if one[i] != WHOLE)
+    factors = Factors((tuple(one), tuple(other), *rest), (tuple(out),), tuple(lengths), summed)
+    return Made(factors, flops, matrix=True, idle=idle)
 
 
 @rule("conv_general_dilated")

@@ -24,6 +24,8 @@ class Made:
     moved: tuple[float, ...] | None = None
     """How often each operand's and result's bytes move, where it is not once each."""
     note: str = ""
+    idle: float = 0.0
+    """Of the flops, those of which no result comes: a compiler that multiplies zeros."""
 
 
 Rule = Callable[[list[Shape], list[Shape], dict[str, Any]], Made]

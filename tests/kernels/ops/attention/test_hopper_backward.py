@@ -125,6 +125,12 @@ FORMS = {
     "windowed": Form(d=128, t=300, s=280, params={"window": (40, 17)}),
     "capped": Form(d=256, t=130, params={"softcap": 1.5, "scale": 0.5, "causal": True}),
     "odd": Form(t=131, s=77, d=80, b=2, dtype=jnp.float16),
+    "head-96": Form(h=4, kv=2, t=136, s=200, d=96, physical="bthd", params=CAUSAL),
+    "head-112": Form(t=131, s=150, d=112, params={"window": (40, 0)}),
+    "head-36": Form(t=70, s=130, d=36),  # rows that TMA does not take as they lie
+    "head-208": Form(h=4, kv=2, t=131, s=77, d=208, physical="bthd", params=CAUSAL),
+    "head-144": Form(s=144, d=144, segments="packed"),  # dq in an odd number of pieces, through one place
+    "short": Form(t=40, s=60, d=128, params=CAUSAL),
     "bthd": Form(b=2, h=4, kv=2, t=140, s=150, d=128, physical="bthd", params=CAUSAL),
     "three-stages": Form(d=128, s=200, config=HopperGradConfig(64, 3, "head tile batch"), params=CAUSAL),
     "two-parts": Form(b=2, h=4, kv=2, s=200, d=128, config=HopperGradConfig(64, 2, parts=2), params=CAUSAL),
@@ -194,8 +200,8 @@ def _lowered(form: Form) -> str:
 
 # One of each body and each operand; the others differ in sizes only.
 LOWERED = (
-    "plain", "capped", "packed", "packed-64", "dropped", "dropped-256", "blocks", "masked-64", "masked-row",
-    "everything-256", "unseen-by-segment",
+    "plain", "capped", "head-96", "head-112", "head-208", "packed", "packed-64", "dropped", "dropped-256", "blocks",
+    "masked-64", "masked-row", "everything-256", "unseen-by-segment",
 )  # fmt: skip
 
 

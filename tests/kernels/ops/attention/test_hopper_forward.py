@@ -22,6 +22,7 @@ from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfi
 from capibara.kernels.ops.attention.hopper.calls import TILES_TOGETHER, refuses
 from capibara.kernels.ops.attention.hopper.forward import HopperConfig, Plan, candidates, default_config, hopper_forward
 from capibara.kernels.ops.attention.hopper.masking import Band, Grid
+from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, columns_of
 from capibara.kernels.ops.attention.masking import FAR
 from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import SMEM_BYTES, smem_bytes
@@ -100,6 +101,9 @@ FORMS = {
     "one": Form(t=1, s=1, d=32),
     "bthd": Form(b=2, h=4, kv=2, t=140, s=150, physical="bthd", params={"causal": True}),
     "head-192": Form(d=192, t=140, s=140, params={"causal": True}),
+    "head-192-whole": Form(d=192, t=136, s=200),
+    "head-96": Form(b=2, h=4, kv=2, d=96, t=136, s=136, physical="bthd", params={"causal": True}),
+    "head-36": Form(d=36, t=130, s=70),  # rows that TMA does not take as they lie
     "wide-block": Form(t=130, s=300, params={"causal": True, "q_offset": 170}, config=HopperConfig(64, 256, 2)),
     "many-rows": Form(t=200, s=300, config=HopperConfig(128, 64, 3)),
     "no-turns": Form(params={"causal": True}, config=HopperConfig(64, 64, 4, False)),
@@ -196,7 +200,7 @@ def _lowered(form: Form) -> str:
 
 # One of each body, operand and way to walk the tiles; the others differ in sizes or in what the operands hold.
 LOWERED = (
-    "windowed", "odd", "bthd", "head-192", "wide-block", "many-rows", "no-turns", "few-programs-dead",
+    "windowed", "odd", "bthd", "head-192", "head-192-whole", "wide-block", "many-rows", "no-turns", "few-programs-dead",
     "few-programs-packed", "capped", "zero-scale", "unsorted", "blocks-small", "masked", "masked-row", "biased-bf16",
     "biased-row", "masked-biased-wide", "blocks-biased-wide", "dropped", "everything",
 )  # fmt: skip
@@ -206,6 +210,46 @@ LOWERED = (
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in _lowered(FORMS[name])
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(144, True), (176, False), (240, True)])
+def test_lowers_at_any_head_size_and_length(head_dim: int, causal: bool) -> None:
+    assert "mosaic_gpu" in _lowered(Form(d=head_dim, t=1111, s=1111, physical="bthd", params={"causal": causal}))
+
+
+@pytest.mark.quick
+def test_no_copy_is_padded_or_cut() -> None:
+    text = _lowered(dataclasses.replace(FORMS["odd"], physical="bthd"))
+    assert "tensor<2x131x2x80xbf16>" in text
+    moved = [line for line in text.splitlines() if "pad" in line or "stablehlo.slice" in line]
+    assert not [line for line in moved if "xbf16>" in line], moved
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("head_dim", "length", "parts", "widths"),
+    [
+        (128, 256, 1, (128,)),  # whole
+        (192, 256, 1, (192,)),
+        (256, 256, 2, (128,)),
+        (128, 260, 1, (64, 64)),  # a length that is no multiple of 8
+        (128, 64, 1, (64, 64)),  # a single tile of an array that is shorter than what a program takes
+        (192, 256, 2, (64, 32)),  # a half has no room for two of the widest
+        (80, 256, 1, (64, 16)),
+        (112, 256, 1, (64, 32, 16)),
+        (72, 256, 1, (64, 16)),  # past the head's end copies are clipped
+    ],
+)
+def test_columns_come_whole_or_in_panels(head_dim: int, length: int, parts: int, widths: tuple[int, ...]) -> None:
+    columns = columns_of(head_dim, jnp.bfloat16, [(length, 128)], parts)
+    panels = columns.panels(jnp.bfloat16)
+    assert tuple(panel.width for panel in panels) == widths
+    assert sum(widths) * parts == columns.width >= head_dim
+    whole = len(widths) == 1
+    assert isinstance(columns, WholeColumns) == whole
+    assert columns.copies(jnp.bfloat16) == (1 if whole else parts * len(widths))
+    in_panels = Columns(head_dim, parts).scratch((2,), 64, jnp.bfloat16)
+    assert smem_bytes(columns.scratch((2,), 64, jnp.bfloat16)) == smem_bytes(in_panels), "as much memory either way"
 
 
 @pytest.mark.parametrize(("physical", "shape"), [("bhtd", "1x2x256x64"), ("bthd", "1x256x2x64")])
@@ -259,7 +303,8 @@ def _shape(**changed: Any) -> Call:
 
 
 def _smem_bytes(config: HopperConfig, head_dim: int, **pair_dtypes: Any) -> int:
-    return smem_bytes(forward.scratch(config, head_dim, jnp.bfloat16, pair_dtypes, True), forward.REDUCTION_BYTES)
+    refs = forward.scratch(config, Columns(head_dim), jnp.bfloat16, pair_dtypes, True)
+    return smem_bytes(refs, forward.REDUCTION_BYTES)
 
 
 @pytest.mark.parametrize("name", ["masked-biased", "biased-bf16", "masked-biased-wide", "blocks-small"])

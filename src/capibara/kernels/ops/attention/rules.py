@@ -201,7 +201,7 @@ def _is_number(x: Any) -> bool:
 
 def tuned_alike(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, bool]:
     """What a tuned case must share with a call to speak for it: the head size, how many heads share a key head, and
-    whether lengths are whole pieces of 8, since kernels pad copies of other ones."""
+    whether lengths are whole pieces of 8, since kernels copy other ones in another manner."""
     (_, heads, rows, head_dim), (_, kv_heads, columns, _) = shapes["q"], shapes["k"]
     return head_dim, heads // max(kv_heads, 1), rows % 8 == 0 and columns % 8 == 0
 

@@ -9,7 +9,7 @@ Steps of queries that see none of the keys are never fetched: by position they a
 operands (block mask, segments, mask) out of a table. Keys that nobody sees have no effect and get zeros, NaN included,
 where they have none in the forward pass.
 
-Here is what XLA prepares, and the launch; the kernels, one for head_dim up to 128 and one for 256, are in
+Here is what XLA prepares, and the launch; the kernels, one for head_dim up to 128 and one for more, are in
 backward_loops.py.
 """
 
@@ -44,11 +44,8 @@ from capibara.kernels.ops.attention.hopper.calls import (
     AHEAD_OF_CUDNN,
     BEHIND_CUDNN,
     HEADS_TOGETHER,
-    LENGTH_AXIS,
     TILES_TOGETHER,
     best_order,
-    padded_head_dim,
-    pads_copies,
 )
 from capibara.kernels.ops.attention.hopper.masking import (
     DEAD,
@@ -56,23 +53,28 @@ from capibara.kernels.ops.attention.hopper.masking import (
     Band,
     Grid,
     laid_out,
+    pad_to,
     pad_to_blocks,
-    round_up,
 )
+from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, aligned
 from capibara.kernels.ops.attention.masking import both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
 
-LEAST_LENGTH = 128
 VERY_LONG = 32768  # queries, from which on memory counts for more than the last few percent of speed
 
 
 def _loop(head_dim: int) -> Loop:
-    return NARROW if padded_head_dim(head_dim) <= 128 else WIDE
+    return NARROW if head_dim <= 128 else WIDE
 
 
 def _block_q(head_dim: int) -> int:
-    return 128 if padded_head_dim(head_dim) <= 64 else 64
+    return 128 if head_dim <= 64 else 64
+
+
+def _columns(call: Call, config: HopperGradConfig) -> Columns:
+    q, k = call.need("q"), call.need("k")
+    return _loop(q.shape[-1]).columns(config, q.shape[-1], q.dtype, (q.shape[2], k.shape[2]))
 
 
 def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
@@ -88,7 +90,7 @@ def _fits(call: Call, config: HopperGradConfig) -> bool:
     # A mask of one row for all queries is counted like one of pairs.
     mask_words = config.block_q // WORD if mask is not None or cut else 0
     lines = Lines(call["q_segments"] is not None, bool(call.params["dropout_rate"]), mask_words)
-    return smem_bytes(loop.scratch(config, padded_head_dim(q.shape[-1]), q.dtype, lines)) <= SMEM_BYTES
+    return smem_bytes(loop.scratch(config, _columns(call, config), q.dtype, lines)) <= SMEM_BYTES
 
 
 def candidates(call: Call) -> Sequence[HopperGradConfig]:
@@ -108,17 +110,15 @@ def default_config(call: Call) -> HopperGradConfig:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
-    8k on, by 1 to 11 %, at 256, and by 8 to 15 % with the forward pass where it pads copies. Very long calls go in two
-    parts, which take half of the memory that cuDNN wants beside the gradients. With a window no comparison was made:
-    programs skip what lies outside."""
-    q = call.need("q")
+    8k on, by 1 to 11 %, and at 256. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes
+    from 72 to 240, and level at 112, but with a window, where programs skip what lies outside, ahead by 23 %. Very long
+    calls go in two parts, which take half of the memory that cuDNN wants beside the gradients."""
+    length, head_dim = call.need("q").shape[2:]
     if call.params["window"] is not None:
         return AHEAD_OF_CUDNN
-    if pads_copies(call) or q.shape[-1] == 256:
+    if head_dim > 128 or not isinstance(_columns(call, default_config(call)), WholeColumns):
         return BEHIND_CUDNN
-    if q.shape[-1] == 64:
-        return AHEAD_OF_CUDNN
-    return AHEAD_OF_CUDNN if q.shape[2] <= 4096 or q.shape[2] >= VERY_LONG else BEHIND_CUDNN
+    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or length >= VERY_LONG else BEHIND_CUDNN
 
 
 def refuses(call: Call) -> str | None:
@@ -168,16 +168,7 @@ def hopper_backward(
 
     # Exchanged before padding and after cutting: an exchange then cancels with the caller's own.
     q, k, v, d_out = (laid_out(x, physical) for x in (q, k, v, d_out.astype(q.dtype)))
-    length_axis = LENGTH_AXIS[physical]
-
-    def padded(x: jax.Array, length: int) -> jax.Array:
-        # TMA takes lengths in multiples of 8. An axis of a single tile is dropped from its descriptor, and stores past
-        # the end would not be clipped: there is always room for both warpgroups.
-        sizes = {length_axis: max(round_up(length, 8), LEAST_LENGTH), 3: padded_head_dim(head_dim)}
-        return jnp.pad(x, [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)])
-
-    q, d_out = padded(q, length), padded(d_out, length)
-    k, v = padded(k, keys), padded(v, keys)
+    q, k, v, d_out = (pad_to(x, (0, 0, 0, aligned(head_dim, q.dtype))) for x in (q, k, v, d_out))
     plan = Plan(
         config=config, tile=loop.tile, keys=keys, length=length, group=heads // kv_heads, offset=q_offset, left=left,
         right=right, scale=1 / math.sqrt(head_dim) if scale is None else scale, softcap=softcap, physical=physical,
@@ -187,10 +178,8 @@ def hopper_backward(
     arrays = dict(zip(arrays, vary_alike(tuple(arrays.values())), strict=True))
     dq, dk, dv = _launch(loop, plan, arrays)
 
-    def cut(x: jax.Array, size: int) -> jax.Array:
-        return laid_out(jax.lax.slice_in_dim(x, 0, size, axis=length_axis)[..., :head_dim], physical)
-
-    return cut(dq, length), cut(dk, keys), cut(dv, keys), None
+    dq, dk, dv = (laid_out(x[..., :head_dim], physical) for x in (dq, dk, dv))
+    return dq, dk, dv, None
 
 
 def _launch(loop: Loop, plan: Plan, arrays: dict[str, jax.Array]) -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""The two kernels of Hopper's attention backward, for head_dim up to 128 and for 256, and the walk that they share.
+"""The two kernels of Hopper's attention backward, for head_dim up to 128 and for more, and the walk that they share.
 
 A program has a tile of keys of one key head and visits the steps of queries that see them, of every query head that
 shares the key head. A third warpgroup streams the steps by TMA. Scores are computed transposed, keys by queries, so
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,11 +25,13 @@ from capibara.errors import rule_error
 from capibara.kernels.ops.attention.hopper import masking
 from capibara.kernels.ops.attention.hopper.calls import HEADS_TOGETHER, check_order
 from capibara.kernels.ops.attention.hopper.masking import LAYOUT, Tile
+from capibara.kernels.ops.attention.hopper.panels import Columns, columns_of, contract, multiply
 from capibara.kernels.pallas import hopper
 from capibara.kernels.pallas.hopper import HIDDEN_STEPS, LOG2E, load, swizzled
 
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
 WGMMA_ROWS = 64  # keys of a warpgroup's tile of scores
+LEAST_WHOLE = 2 * WGMMA_ROWS  # rows of arrays whose columns come whole: room for both warpgroups
 WORD = 32  # queries a word of the packed mask
 COUNTS = 3  # the table's first entries: how many steps are whole, how many are live, whether there are unseen keys
 DQ_COLUMNS = 16  # of the wide kernel's dq that leave at a time
@@ -92,20 +94,22 @@ class Lines:
 
 
 def _ring_scratch(
-    config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines, tile: int, tile_copies: int
+    config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines, tile: int, key_tiles: int
 ) -> dict[str, Any]:
-    """What both kernels have: the ring of steps, the barriers, and the lines. The keys come in `tile_copies` pieces."""
+    """What both kernels have: the ring of steps, the barriers, and the lines. The keys come in `key_tiles`."""
     block_q, num_stages = config.block_q, config.stages
     once, each_step = lines.arrivals
+    copies = head.copies(dtype)
     return {
-        "q": plgpu.SMEM((num_stages, block_q, head_dim), dtype, transforms=swizzled(dtype)),
-        "do": plgpu.SMEM((num_stages, block_q, head_dim), dtype, transforms=swizzled(dtype)),
+        "q": head.scratch((num_stages,), block_q, dtype),
+        "do": head.scratch((num_stages,), block_q, dtype),
         "lse": plgpu.SMEM((num_stages, block_q), jnp.float32),
         "delta": plgpu.SMEM((num_stages, block_q), jnp.float32),
         "pairs": lines.scratch(config, tile),
-        "kv_arrived": plgpu.Barrier(num_arrivals=tile_copies + once),
-        "q_arrived": plgpu.Barrier(num_arrivals=2 + each_step, num_barriers=num_stages),  # the rows and their lines
-        "do_arrived": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "kv_arrived": plgpu.Barrier(num_arrivals=2 * key_tiles * copies + once),
+        # The rows and their lines.
+        "q_arrived": plgpu.Barrier(num_arrivals=copies + 1 + each_step, num_barriers=num_stages),
+        "do_arrived": plgpu.Barrier(num_arrivals=copies + 1, num_barriers=num_stages),
         "q_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),  # by both computing warpgroups
         "do_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         "both_here": plgpu.Barrier(num_arrivals=2),
@@ -373,8 +377,7 @@ class Pairs:
 
         @pl.when(walk.read(2) != 0)
         def _() -> None:
-            for block in blocks:
-                masking.zero_unseen(block, seen)
+            masking.zero_unseen([panel for block in blocks for _, panel in block.whole()], seen)
 
     def probabilities(self, s: Any, lse: Any) -> tuple[Any, Any]:
         """From products of keys and queries: the probabilities, and the soft cap's slope where there is one."""
@@ -443,52 +446,60 @@ def _fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str,
     def copy(done: Any, head: Any, first_row: Any) -> None:
         rows = pl.ds(first_row, plan.block_q)
         for name, source, line in (("q", "q", "lse"), ("do", "d_out", "delta")):
-            num_stages = smem[name].shape[0]
+            num_stages = plan.config.stages
             slot = lax.rem(done, num_stages)
 
             @pl.when(done >= num_stages)
             def _(name: str = name, slot: Any = slot) -> None:
                 plgpu.barrier_wait(smem[f"{name}_drained"].at[slot])
 
-            copies = [
-                (refs[source].at[plan.at(walk.batch, head, rows)], smem[name].at[slot]),
-                (refs[line].at[walk.batch, head, rows], smem[line].at[slot]),
-            ]
+            arrived = smem[f"{name}_arrived"].at[slot]
+            smem[name].at(slot).fetch(refs[source], plan.at(walk.batch, head, rows), arrived)
+            lines = [(refs[line].at[walk.batch, head, rows], smem[line].at[slot])]
             if name == "q":
-                copies += pairs.lines(rows, head, slot)
-            for from_gmem, to_smem in copies:
-                plgpu.copy_gmem_to_smem(from_gmem, to_smem, smem[f"{name}_arrived"].at[slot])
+                lines += pairs.lines(rows, head, slot)
+            for from_gmem, to_smem in lines:
+                plgpu.copy_gmem_to_smem(from_gmem, to_smem, arrived)
 
     walk.fetch(copy)
+
+
+def _swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int, Any]:
+    """What is multiplied by panels of a head, by the panel's swizzle: both sides of a product are swizzled alike."""
+    widths = sorted({panel.swizzled for panel in head.panels(dtype)})
+    swizzles = {width: swizzled(dtype, width * jnp.dtype(dtype).itemsize) for width in widths}
+    return {width: plgpu.SMEM(shape, dtype, transforms=swizzle) for width, swizzle in swizzles.items()}
 
 
 NARROW_TILE = 2 * WGMMA_ROWS
 
 
-def narrow_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines) -> dict[str, Any]:
-    block_q = config.block_q
-    return _ring_scratch(config, head_dim, dtype, lines, NARROW_TILE, tile_copies=4) | {
-        "k": plgpu.SMEM((2, WGMMA_ROWS, head_dim), dtype, transforms=swizzled(dtype)),
-        "v": plgpu.SMEM((2, WGMMA_ROWS, head_dim), dtype, transforms=swizzled(dtype)),
+def narrow_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines) -> dict[str, Any]:
+    return _ring_scratch(config, head, dtype, lines, NARROW_TILE, key_tiles=2) | {
+        "k": head.scratch((2,), WGMMA_ROWS, dtype),
+        "v": head.scratch((2,), WGMMA_ROWS, dtype),
         # Two of them: a warpgroup writes the next step's while the other still reads this one's.
-        "ds": plgpu.SMEM((2, 2, WGMMA_ROWS, block_q), dtype, transforms=swizzled(dtype)),
-        "dq": plgpu.SMEM((2, 64, narrow_dq_columns(block_q, head_dim)), jnp.float32, transforms=swizzled(jnp.float32)),
+        "ds": _swizzled_for(head, (2, 2, WGMMA_ROWS, config.block_q), dtype),
+        "dq": head.narrowed(head.part_width).scratch((2,), 64, jnp.float32),
     }
 
 
-def narrow_dq_columns(block_q: int, head_dim: int) -> int:
+def narrow_parts(config: HopperGradConfig) -> int:
     """How the warpgroups share a step's dq: 64 rows each, or half of the columns each."""
-    return head_dim if block_q == 128 else head_dim // 2
+    return 1 if config.block_q == 128 else 2
 
 
 def narrow_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
-    """head_dim 64 and 128: two warpgroups of 64 keys each.
+    """head_dim up to 128: two warpgroups of 64 keys each.
 
     Only the gradient of the queries needs both warpgroups' scores, which they share through shared memory.
     """
     refs = dict(zip(names, args, strict=True))
+    head = NARROW.columns(plan.config, refs["q"].shape[-1], refs["q"].dtype, (plan.length, plan.keys))
 
-    def run_warpgroups(smem: dict[str, Any]) -> None:
+    def run_warpgroups(allocated: dict[str, Any]) -> None:
+        smem = allocated | {name: head.tiles(allocated[name]) for name in ("q", "do", "k", "v")}
+        smem["dq"] = head.narrowed(head.part_width).tiles(allocated["dq"])
         walk = Walk(plan, refs)
         warpgroup, first_key = walk.warpgroup, walk.first_key
         pairs = Pairs(walk, refs, smem)
@@ -498,23 +509,24 @@ def narrow_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
             for half in range(2):
                 at = walk.keys_at(pl.ds(first_key + half * WGMMA_ROWS, WGMMA_ROWS))
-                plgpu.copy_gmem_to_smem(refs["k"].at[at], smem["k"].at[half], smem["kv_arrived"])
-                plgpu.copy_gmem_to_smem(refs["v"].at[at], smem["v"].at[half], smem["kv_arrived"])
+                smem["k"].at(half).fetch(refs["k"], at, smem["kv_arrived"])
+                smem["v"].at(half).fetch(refs["v"], at, smem["kv_arrived"])
             pairs.fetch_keys(smem["kv_arrived"])
             _fetch_steps(walk, pairs, refs, smem)
 
         @pl.when(warpgroup < 2)
         def _() -> None:
-            _narrow_compute(plan, refs, smem, walk, pairs)
+            _narrow_compute(plan, head, refs, smem, walk, pairs)
 
-    specs = narrow_scratch(plan.config, refs["q"].shape[-1], refs["q"].dtype, Lines.of(refs, plan.config))
+    specs = narrow_scratch(plan.config, head, refs["q"].dtype, Lines.of(refs, plan.config))
     pl.run_scoped(run_warpgroups, specs, collective_axes="warpgroup")
 
 
-def _narrow_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: Walk, pairs: Pairs) -> None:
-    block_q, num_stages = plan.block_q, plan.config.stages
-    head_dim, dtype = refs["q"].shape[-1], refs["q"].dtype
-    warpgroup, by_rows, dq_columns = walk.warpgroup, block_q == 128, narrow_dq_columns(block_q, head_dim)
+def _narrow_compute(
+    plan: Plan, head: Columns, refs: dict[str, Any], smem: dict[str, Any], walk: Walk, pairs: Pairs
+) -> None:
+    block_q, num_stages, dtype = plan.block_q, plan.config.stages, refs["q"].dtype
+    warpgroup, by_rows = walk.warpgroup, head.parts == 1
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     my_first_key = walk.first_key + warpgroup * WGMMA_ROWS
 
@@ -522,58 +534,60 @@ def _narrow_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk
         done = visit.done
         slot, half = lax.rem(done, num_stages), lax.rem(done, 2)
         first_row = visit.first_row
-        q, do = smem["q"].at[slot], smem["do"].at[slot]
-        zeros = plan.hidden_zeros(head_dim, done, 3)
-        my_keys, my_values = smem["k"].at[warpgroup + zeros[0]], smem["v"].at[warpgroup + zeros[1]]
+        q, do = smem["q"].at(slot).whole(), smem["do"].at(slot).whole()
+        zeros = plan.hidden_zeros(head.width, done, 3)
+        my_keys, my_values = (smem[x].at(warpgroup + zero).whole() for x, zero in zip("kv", zeros, strict=False))
 
         def scores(dp_ref: Any) -> Any:
             plgpu.barrier_wait(smem["q_arrived"].at[slot])
-            plgpu.wgmma(s_ref, my_keys, q.transpose((1, 0)))
+            contract(s_ref, my_keys, q)
             plgpu.barrier_wait(smem["do_arrived"].at[slot])
-            plgpu.wgmma(dp_ref, my_values, do.transpose((1, 0)))
+            contract(dp_ref, my_values, do)
             # The exponentials run under the second product, what follows under the third.
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(do))
             p, slope = pairs.probabilities(s, load(smem["lse"].at[slot], LAYOUT.reduce(0)))
             if masked:
                 p = jnp.where(pairs.allowed(my_first_key, first_row, slot), p, 0.0)
             p = pairs.dropped(p, my_first_key, slot)
             p16 = pairs.weights(p).astype(dtype)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-            plgpu.wgmma(dv_ref, p16, do)
+            multiply(dv_ref, p16, do)
             ds = pairs.d_scores(p, dp, load(smem["delta"].at[slot], LAYOUT.reduce(0)))
             return (ds if slope is None else ds * slope).astype(dtype)
 
         ds = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, block_q), jnp.float32))
-        smem["ds"][half, warpgroup] = ds
+        for ref in smem["ds"].values():
+            ref[half, warpgroup] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["both_here"])
         plgpu.wgmma_wait(0)  # dv: this step's d_out may go
         plgpu.barrier_arrive(smem["do_drained"].at[slot])
-        plgpu.wgmma(dk_ref, ds, q)
+        multiply(dk_ref, ds, q)
         plgpu.barrier_wait(smem["both_here"])
 
         def d_queries(dq_ref: Any) -> Any:
-            for part in range(2):
-                part_ds, part_keys = smem["ds"].at[half, part], smem["k"].at[part + zeros[2]]
+            for tile in range(2):
+                tile_ds = {width: ref.at[half, tile] for width, ref in smem["ds"].items()}
                 if by_rows:
-                    part_ds = part_ds.at[:, pl.ds(warpgroup * 64, 64)]
-                else:
-                    part_keys = part_keys.at[:, pl.ds(warpgroup * dq_columns, dq_columns)]
-                plgpu.wgmma(dq_ref, part_ds.transpose((1, 0)), part_keys)
+                    tile_ds = {width: ref.at[:, pl.ds(warpgroup * 64, 64)] for width, ref in tile_ds.items()}
+                transposed = {width: ref.transpose((1, 0)) for width, ref in tile_ds.items()}
+                tile_keys = smem["k"].at(tile + zeros[2])
+                multiply(dq_ref, transposed, tile_keys.part(head.place(0 if by_rows else warpgroup)))
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WGMMA_ROWS, block_q), 0, jnp.float32), LAYOUT)
             return dq_ref[...]
 
-        dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((64, dq_columns), jnp.float32))
+        dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((64, head.part_width), jnp.float32))
         plgpu.barrier_arrive(smem["q_drained"].at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        smem["dq"][warpgroup] = dq
+        my_dq = smem["dq"].at(warpgroup)
+        my_dq.store(dq)
         plgpu.commit_smem()
-        rows, columns = pl.ds(first_row, 64), pl.ds(warpgroup * dq_columns, dq_columns)
+        first_column: Any = warpgroup * head.part_width
+        rows = pl.ds(first_row, 64)
         if by_rows:
-            rows, columns = pl.ds(first_row + warpgroup * 64, 64), pl.ds(0, dq_columns)
-        target = refs["dq"].at[(*walk.dq_at(visit.member, rows), columns)]
-        plgpu.copy_smem_to_gmem(smem["dq"].at[warpgroup], target, reduction_op="add")
+            rows, first_column = pl.ds(first_row + warpgroup * 64, 64), 0
+        my_dq.send(refs["dq"], walk.dq_at(visit.member, rows), first_column, reduction_op="add")
 
     def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
         walk.compute(
@@ -583,17 +597,18 @@ def _narrow_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk
         # The other warpgroup's last dq reads this one's keys.
         plgpu.barrier_arrive(smem["both_here"])
         plgpu.barrier_wait(smem["both_here"])
-        smem["k"][warpgroup] = dk.astype(dtype)
-        smem["v"][warpgroup] = dv.astype(dtype)
+        k_smem.store_whole(dk.astype(dtype))
+        v_smem.store_whole(dv.astype(dtype))
         plgpu.commit_smem()
         at = walk.keys_at(pl.ds(my_first_key, WGMMA_ROWS))
-        plgpu.copy_smem_to_gmem(smem["k"].at[warpgroup], refs["dk"].at[at])
-        plgpu.copy_smem_to_gmem(smem["v"].at[warpgroup], refs["dv"].at[at])
+        k_smem.send(refs["dk"], at)
+        v_smem.send(refs["dv"], at)
         plgpu.wait_smem_to_gmem(0)
 
     plgpu.barrier_wait(smem["kv_arrived"])
-    pairs.hide_unseen(my_first_key, smem["k"].at[warpgroup], smem["v"].at[warpgroup])
-    d_keys = plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, head_dim), jnp.float32)
+    k_smem, v_smem = smem["k"].at(warpgroup), smem["v"].at(warpgroup)
+    pairs.hide_unseen(my_first_key, k_smem, v_smem)
+    d_keys = plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, head.width), jnp.float32)
     # Nothing is in flight where the loop closes: the compiler would make every product of the loop wait.
     pl.run_scoped(accumulate, d_keys, d_keys, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, block_q), jnp.float32))
 
@@ -601,29 +616,32 @@ def _narrow_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk
 WIDE_TILE = WGMMA_ROWS
 
 
-def wide_scratch(config: HopperGradConfig, head_dim: int, dtype: Any, lines: Lines) -> dict[str, Any]:
+def wide_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines) -> dict[str, Any]:
     block_q = config.block_q
     # How many pieces of dq a warpgroup has on their way: lines beyond the plain form's leave room for one.
     pieces = 2 if lines == Lines(False, False, 0) else 1
-    return _ring_scratch(config, head_dim, dtype, lines, WIDE_TILE, tile_copies=2) | {
+    return _ring_scratch(config, head, dtype, lines, WIDE_TILE, key_tiles=1) | {
         # One of each; the first index is where a product's own zero goes.
-        "all_keys": plgpu.SMEM((1, WIDE_TILE, head_dim), dtype, transforms=swizzled(dtype)),
-        "all_values": plgpu.SMEM((1, WIDE_TILE, head_dim), dtype, transforms=swizzled(dtype)),
-        "ds": plgpu.SMEM((2, WIDE_TILE, block_q), dtype, transforms=swizzled(dtype)),
-        "dq": plgpu.SMEM((2, pieces, block_q, DQ_COLUMNS), jnp.float32, transforms=swizzled(jnp.float32, 64)),
+        "all_keys": head.scratch((1,), WIDE_TILE, dtype),
+        "all_values": head.scratch((1,), WIDE_TILE, dtype),
+        "ds": _swizzled_for(head, (2, WIDE_TILE, block_q), dtype),
+        "dq": head.narrowed(DQ_COLUMNS).scratch((2, pieces), block_q, jnp.float32),
     }
 
 
 def wide_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
-    """head_dim 256: two warpgroups share 64 keys.
+    """head_dim from 129 to 256: two warpgroups share 64 keys.
 
     The gradients of 64 keys and values would fill one warpgroup's registers at this width, so each warpgroup makes one
     half of the columns of every gradient. Both compute all of the scores: two products more than five, and in exchange
     the warpgroups never wait for each other, and probabilities stay in registers.
     """
     refs = dict(zip(names, args, strict=True))
+    head = WIDE.columns(plan.config, refs["q"].shape[-1], refs["q"].dtype, (plan.length, plan.keys))
 
-    def run_warpgroups(smem: dict[str, Any]) -> None:
+    def run_warpgroups(allocated: dict[str, Any]) -> None:
+        smem = allocated | {name: head.tiles(allocated[name]) for name in ("q", "do", "all_keys", "all_values")}
+        smem["dq"] = head.narrowed(DQ_COLUMNS).tiles(allocated["dq"])
         walk = Walk(plan, refs)
         warpgroup, first_key = walk.warpgroup, walk.first_key
         pairs = Pairs(walk, refs, smem)
@@ -632,75 +650,82 @@ def wide_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
         @pl.when(warpgroup == 2)
         def _fetch() -> None:
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            plgpu.copy_gmem_to_smem(refs["k"].at[at_keys], smem["all_keys"].at[0], smem["kv_arrived"])
-            plgpu.copy_gmem_to_smem(refs["v"].at[at_keys], smem["all_values"].at[0], smem["kv_arrived"])
+            smem["all_keys"].at(0).fetch(refs["k"], at_keys, smem["kv_arrived"])
+            smem["all_values"].at(0).fetch(refs["v"], at_keys, smem["kv_arrived"])
             pairs.fetch_keys(smem["kv_arrived"])
             _fetch_steps(walk, pairs, refs, smem)
 
         @pl.when(warpgroup < 2)
         def _() -> None:
-            _wide_compute(plan, refs, smem, walk, pairs)
+            _wide_compute(plan, head, refs, smem, walk, pairs)
 
-    specs = wide_scratch(plan.config, refs["q"].shape[-1], refs["q"].dtype, Lines.of(refs, plan.config))
+    specs = wide_scratch(plan.config, head, refs["q"].dtype, Lines.of(refs, plan.config))
     pl.run_scoped(run_warpgroups, specs, collective_axes="warpgroup")
 
 
-def _wide_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: Walk, pairs: Pairs) -> None:
-    block_q, num_stages = plan.block_q, plan.config.stages
-    head_dim, dtype = refs["q"].shape[-1], refs["q"].dtype
-    warpgroup, first_key, half_dim = walk.warpgroup, walk.first_key, head_dim // 2
+def _wide_compute(
+    plan: Plan, head: Columns, refs: dict[str, Any], smem: dict[str, Any], walk: Walk, pairs: Pairs
+) -> None:
+    block_q, num_stages, dtype = plan.block_q, plan.config.stages, refs["q"].dtype
+    warpgroup, first_key, half_dim = walk.warpgroup, walk.first_key, head.part_width
     all_keys, all_values = smem["all_keys"], smem["all_values"]
-    k_smem, v_smem = all_keys.at[0], all_values.at[0]
+    k_smem, v_smem = all_keys.at(0), all_values.at(0)
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-    my_columns = pl.ds(warpgroup * half_dim, half_dim)
+    my_part = head.place(warpgroup)
 
     def step(visit: Visit, masked: bool, dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
         done = visit.done
         slot = lax.rem(done, num_stages)
         first_row = visit.first_row
-        q, do = smem["q"].at[slot], smem["do"].at[slot]
-        zeros = plan.hidden_zeros(head_dim, done, 3)
-        my_ds = smem["ds"].at[warpgroup + zeros[2]]
+        q, do = smem["q"].at(slot), smem["do"].at(slot)
+        zeros = plan.hidden_zeros(head.width, done, 3)
+        my_ds = {width: ref.at[warpgroup + zeros[2]] for width, ref in smem["ds"].items()}
 
         def scores(dp_ref: Any) -> Any:
             plgpu.barrier_wait(smem["q_arrived"].at[slot])
-            plgpu.wgmma(s_ref, all_keys.at[zeros[0]], q.transpose((1, 0)))
+            contract(s_ref, all_keys.at(zeros[0]).whole(), q.whole())
             plgpu.barrier_wait(smem["do_arrived"].at[slot])
-            plgpu.wgmma(dp_ref, all_values.at[zeros[1]], do.transpose((1, 0)))
+            contract(dp_ref, all_values.at(zeros[1]).whole(), do.whole())
             # The exponentials run under the second product, what follows under the third.
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=head.copies(dtype))
             p, slope = pairs.probabilities(s, load(smem["lse"].at[slot], LAYOUT.reduce(0)))
             if masked:
                 p = jnp.where(pairs.allowed(first_key, first_row, slot), p, 0.0)
             p = pairs.dropped(p, first_key, slot)
             p16 = pairs.weights(p).astype(dtype)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-            plgpu.wgmma(dv_ref, p16, do.at[:, my_columns])
+            multiply(dv_ref, p16, do.part(my_part))
             ds = pairs.d_scores(p, dp, load(smem["delta"].at[slot], LAYOUT.reduce(0)))
             return (ds if slope is None else ds * slope).astype(dtype)
 
         ds = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((WIDE_TILE, block_q), jnp.float32))
-        my_ds[...] = ds
+        for ref in my_ds.values():
+            ref[...] = ds
         plgpu.commit_smem()
 
         def d_queries(dq_ref: Any) -> Any:
-            plgpu.wgmma(dq_ref, my_ds.transpose((1, 0)), all_keys.at[zeros[2], :, my_columns])
-            plgpu.wgmma(dk_ref, ds, q.at[:, my_columns])
+            transposed = {width: ref.transpose((1, 0)) for width, ref in my_ds.items()}
+            multiply(dq_ref, transposed, all_keys.at(zeros[2]).part(my_part))
+            my_queries = q.part(my_part)
+            multiply(dk_ref, ds, my_queries)
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WIDE_TILE, block_q), 0, jnp.float32), LAYOUT)
-            return plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)  # dq leaves under the product for dk
+            return plgpu.wgmma_accumulator_load(dq_ref, wait_n=len(my_queries))  # dq leaves under the product for dk
 
         dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((block_q, half_dim), jnp.float32))
         plgpu.barrier_arrive(smem["do_drained"].at[slot])
         rows = walk.dq_at(visit.member, pl.ds(first_row, block_q))
-        pieces = smem["dq"].shape[1]
-        for number, column in enumerate(range(0, half_dim, DQ_COLUMNS)):
-            piece = smem["dq"].at[warpgroup, number % pieces]
+        pieces = smem["dq"].lead[1]
+        columns = range(0, half_dim, DQ_COLUMNS)
+        # In turn, over the end of a step too.
+        before = lax.rem(done, pieces) * (len(columns) % pieces) if len(columns) % pieces else 0
+        for number, column in enumerate(columns):
+            turn = number % pieces if len(columns) % pieces == 0 else lax.rem(before + number, pieces)
+            piece = smem["dq"].at(warpgroup, turn)
             plgpu.wait_smem_to_gmem(pieces - 1, wait_read_only=True)
-            piece[...] = dq[:, column : column + DQ_COLUMNS]
+            piece.store(dq[:, column : column + DQ_COLUMNS])
             plgpu.commit_smem()
-            target = refs["dq"].at[(*rows, pl.ds(warpgroup * half_dim + column, DQ_COLUMNS))]
-            plgpu.copy_smem_to_gmem(piece, target, reduction_op="add")
+            piece.send(refs["dq"], rows, first_column=warpgroup * half_dim + column, reduction_op="add")
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["q_drained"].at[slot])
 
@@ -714,8 +739,8 @@ def _wide_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: 
         )
         dk, dv = dk_ref[...] * plan.scale, pairs.d_values(dv_ref[...])
         meet()  # the other warpgroup's last products read all of the keys and values
-        k_smem.at[:, my_columns][...] = dk.astype(dtype)
-        v_smem.at[:, my_columns][...] = dv.astype(dtype)
+        k_smem.store(dk.astype(dtype), my_part)
+        v_smem.store(dv.astype(dtype), my_part)
         plgpu.commit_smem()
         meet()
         # A copy takes whole tiles of rows, so one warpgroup sends the keys and the other the values.
@@ -723,7 +748,7 @@ def _wide_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: 
 
             @pl.when(warpgroup == sender)
             def _(source: Any = source, target: Any = target) -> None:
-                plgpu.copy_smem_to_gmem(source, target.at[walk.keys_at(pl.ds(first_key, WIDE_TILE))])
+                source.send(target, walk.keys_at(pl.ds(first_key, WIDE_TILE)))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -736,11 +761,18 @@ def _wide_compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One of the two: the keys of a program, its scratch, and its kernel."""
+    """One of the two: the keys of a program, the parts of its columns, its scratch, and its kernel."""
 
     tile: int
-    scratch: Callable[[HopperGradConfig, int, Any, Lines], dict[str, Any]]
+    parts: Callable[[HopperGradConfig], int]
+    scratch: Callable[[HopperGradConfig, Columns, Any, Lines], dict[str, Any]]
     kernel: Callable[..., None]
 
+    def columns(self, config: HopperGradConfig, head_dim: int, dtype: Any, lengths: Sequence[int]) -> Columns:
+        """Of a call with `lengths` of queries and of keys."""
+        rows = [(length, LEAST_WHOLE) for length in lengths]
+        return columns_of(head_dim, dtype, rows, self.parts(config), two_widths=True)
 
-NARROW, WIDE = Loop(NARROW_TILE, narrow_scratch, narrow_kernel), Loop(WIDE_TILE, wide_scratch, wide_kernel)
+
+NARROW = Loop(NARROW_TILE, narrow_parts, narrow_scratch, narrow_kernel)
+WIDE = Loop(WIDE_TILE, lambda _: 2, wide_scratch, wide_kernel)  # a half of the columns for each warpgroup

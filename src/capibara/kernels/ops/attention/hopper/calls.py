@@ -10,7 +10,7 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call
 from capibara.kernels.pallas.hopper import refuses_chip
 
-HEAD_DIMS = (64, 128, 256)  # what the tiles come in; others are padded with zeros
+MOST_HEAD_DIM = 256
 LENGTH_AXIS = {"bhtd": 2, "bthd": 1}  # of the arrays as they lie in memory
 AXES = ("batch", "head", "tile")  # of a launch
 # Orders in which programs start, the slowest axis first. On an H200 heads that start together were best, or within 2 %
@@ -26,11 +26,7 @@ def check_order(order: str) -> None:
 
 
 def best_order(head_dim: int) -> str:
-    return TILES_TOGETHER if padded_head_dim(head_dim) == 256 else HEADS_TOGETHER
-
-
-def padded_head_dim(head_dim: int) -> int:
-    return next(size for size in HEAD_DIMS if head_dim <= size)
+    return TILES_TOGETHER if head_dim > 128 else HEADS_TOGETHER
 
 
 def refuses(call: Call) -> str | None:
@@ -40,17 +36,11 @@ def refuses(call: Call) -> str | None:
         return chip
     if np.dtype(q.dtype).name not in ("bfloat16", "float16") or not q.dtype == k.dtype == v.dtype:
         return f"its tensor-core form takes bfloat16 or float16 alike for q, k and v, not {q.dtype} and {k.dtype}"
-    if q.shape[-1] > HEAD_DIMS[-1]:
-        return f"head_dim is {HEAD_DIMS[-1]} at the most here, not {q.shape[-1]}"
+    if q.shape[-1] > MOST_HEAD_DIM:
+        return f"head_dim is {MOST_HEAD_DIM} at the most here, not {q.shape[-1]}"
     if math.prod(q.shape) == 0 or math.prod(k.shape) == 0:
         return "an operand is empty"
     return None
-
-
-def pads_copies(call: Call) -> bool:
-    """Whether q, k, v and the output are copied with zeros beside them before and after the kernel."""
-    q, k = call.need("q"), call.need("k")
-    return q.shape[-1] not in HEAD_DIMS or q.shape[2] % 8 != 0 or k.shape[2] % 8 != 0
 
 
 AHEAD_OF_CUDNN, BEHIND_CUDNN = ("cudnn", "xla"), ("xla",)

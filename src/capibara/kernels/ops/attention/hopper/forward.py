@@ -8,8 +8,8 @@ most work start first. What a call does not ask for leaves no trace in its progr
 tracing.
 
 Blocks that no query of the program can see are never fetched: by position they are left out of a range, by the
-operands (block mask, segments, mask) out of a table (see masking). Lengths and head sizes that the tiles do not divide
-are padded with zeros, and cut again.
+operands (block mask, segments, mask) out of a table (see masking). Lengths and head sizes may be any: copies end where
+the arrays do (see panels).
 
 Keys that nobody sees: what lies in them has no effect, NaN included, when position or the segments or the mask rule
 them out for every query of the head, or the block mask does in whole tiles (128 queries by a block of keys). A value
@@ -39,8 +39,6 @@ from capibara.kernels.ops.attention.hopper.calls import (
     LENGTH_AXIS,
     best_order,
     check_order,
-    padded_head_dim,
-    pads_copies,
     refuses,
 )
 from capibara.kernels.ops.attention.hopper.masking import (
@@ -58,6 +56,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     some_and_every,
     zero_unseen,
 )
+from capibara.kernels.ops.attention.hopper.panels import Columns, aligned, columns_of, contract, multiply
 from capibara.kernels.ops.attention.masking import FAR, Window, both, expand_blocks, span
 from capibara.kernels.pallas import hopper, prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, multiprocessors, smem_bytes, swizzled
@@ -111,32 +110,33 @@ class HopperConfig:
 
     def registers(self, head_dim: int) -> int:
         """A thread's share of the scores, the probabilities in half precision, and the output."""
-        return self.block_q * (padded_head_dim(head_dim) + self.block_k + self.block_k // 2) // 128
+        return self.block_q * (Columns(head_dim).width + self.block_k + self.block_k // 2) // 128
 
 
 def scratch(
-    config: HopperConfig, head_dim: int, dtype: Any, pair_dtypes: Mapping[str, Any], with_lse: bool
+    config: HopperConfig, head: Columns, dtype: Any, pair_dtypes: Mapping[str, Any], with_lse: bool
 ) -> dict[str, Any]:
-    """A program's shared memory: `head_dim` is padded, `pair_dtypes` are those of the PAIR_TILES that it has."""
+    """A program's shared memory; `pair_dtypes` are those of the PAIR_TILES that it has."""
     block_q, block_k, num_stages = config.block_q, config.block_k, config.stages
+    copies = head.copies(dtype)
     refs: dict[str, Any] = {
-        "q": plgpu.SMEM((2, block_q, head_dim), dtype, transforms=swizzled(dtype)),  # the output's too, if alone
-        "k": plgpu.SMEM((num_stages, block_k, head_dim), dtype, transforms=swizzled(dtype)),
-        "v": plgpu.SMEM((num_stages, block_k, head_dim), dtype, transforms=swizzled(dtype)),
+        "q": head.scratch((2,), block_q, dtype),  # the output's too, if alone
+        "k": head.scratch((num_stages,), block_k, dtype),
+        "v": head.scratch((num_stages,), block_k, dtype),
     }
     for name, pair_dtype in pair_dtypes.items():
         transforms = swizzled(pair_dtype, pair_swizzle(block_k, pair_dtype))
         refs[name] = plgpu.SMEM((2, block_q, block_k), pair_dtype, transforms=transforms)
     refs |= {
-        "q_arrived": plgpu.Barrier(num_barriers=2),
-        "k_arrived": plgpu.Barrier(num_barriers=num_stages),
-        "v_arrived": plgpu.Barrier(num_barriers=num_stages),
+        "q_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+        "k_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
+        "v_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
         "k_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         "v_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
     }
     if config.programs:
         # The next tile's queries arrive while this one's output leaves.
-        refs["out"] = plgpu.SMEM((2, block_q, head_dim), dtype, transforms=swizzled(dtype))
+        refs["out"] = head.scratch((2,), block_q, dtype)
     if with_lse:
         refs["lse"] = plgpu.SMEM((2, block_q), jnp.float32)
     if pair_dtypes:
@@ -152,7 +152,8 @@ def pair_swizzle(block_k: int, dtype: Any) -> int:
 @functools.lru_cache(maxsize=4096)
 def fits(config: HopperConfig, head_dim: int, dtype: Any, pair_dtypes: tuple[tuple[str, Any], ...]) -> bool:
     # With a log-sum-exp, whether the call returns one or not: tuned configs serve both.
-    refs = scratch(config, padded_head_dim(head_dim), dtype, dict(pair_dtypes), with_lse=True)
+    # Columns that come whole take as much as those that come in panels.
+    refs = scratch(config, Columns(head_dim), dtype, dict(pair_dtypes), with_lse=True)
     return smem_bytes(refs, REDUCTION_BYTES) <= SMEM_BYTES and config.registers(head_dim) <= MOST_REGISTERS
 
 
@@ -166,7 +167,7 @@ def bias_tile_dtype(bias: Any) -> Any:
 def folds_mask(head_dim: int, bias: Any, masked_by_tile: bool) -> bool:
     """Whether the widest heads leave no room for a mask beside a bias in float32: it travels in the bias."""
     bias_dtype = bias_tile_dtype(bias)
-    return masked_by_tile and bias_dtype == jnp.float32 and padded_head_dim(head_dim) == 256
+    return masked_by_tile and bias_dtype == jnp.float32 and head_dim > 128
 
 
 def _fits(call: Call, config: HopperConfig) -> bool:
@@ -207,13 +208,13 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
 
 def default_config(call: Call) -> HopperConfig:
     """By head size; fewer keys a block where the call leaves less room."""
-    head_dim = padded_head_dim(call.need("q").shape[-1])
+    head_dim = call.need("q").shape[-1]
     # What is added to each score, or drawn for it, wants registers too.
-    preferred = {64: 256 if _plain(call) else 128, 128: 128, 256: 64}[head_dim]
+    preferred = 256 if head_dim <= 64 and _plain(call) else 128
     # Tiles one after another in one program gained 9 to 24 % on an H200 where a tile is soon done, at head_dim 64, and
     # 2 to 16 % where all tiles take as long, without causality. With it, at head_dim 128, they cost 3 to 19 % at four
     # of five shapes: the longest no longer start first.
-    in_turn = _plain(call) and (head_dim == 64 or (head_dim == 128 and not call.params["causal"]))
+    in_turn = _plain(call) and (head_dim <= 64 or (head_dim <= 128 and not call.params["causal"]))
     fitting = [c for c in candidates(call) if c.block_q == 64 and c.stages == 2 and c.take_turns]
     fitting = [c for c in fitting if bool(c.programs) == in_turn] or fitting
     return max((c for c in fitting if c.block_k <= preferred), key=lambda c: c.block_k, default=fitting[0])
@@ -221,9 +222,10 @@ def default_config(call: Call) -> HopperConfig:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """Where no tuned case is near. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
-    and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Where it
-    pads copies it was behind by 22 to 50 % at five shapes of six (head sizes 80, 96, 192; lengths 577, 1500)."""
-    if pads_copies(call):
+    and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Head
+    sizes and lengths that come in panels (72 to 240, 1025 to 4096) were ahead by 4 to 47 %, and level at 700; smaller
+    heads than 64 were not timed."""
+    if call.need("q").shape[-1] < 64:
         return BEHIND_CUDNN
     if not call.params["causal"] and call.params["window"] is None:
         return AHEAD_OF_CUDNN if call.need("k").shape[2] <= 4096 else BEHIND_CUDNN
@@ -270,6 +272,10 @@ class Plan:
             place[name] = number - rest * self.sizes[name]
             number = rest
         return place["batch"], place["head"], place["tile"]
+
+    def columns(self, head_dim: int, dtype: Any) -> Columns:
+        lengths = (self.grid.rows, self.config.tile), (self.grid.band.columns, self.config.block_k)
+        return columns_of(head_dim, dtype, lengths)
 
     def at(self, batch: Any, head: Any, rows: Any) -> tuple[Any, ...]:
         """Rows of one head in an operand that lies as the queries do."""
@@ -334,15 +340,7 @@ def hopper_forward(
 
     # Transposed before padding and after cutting, so that nothing stands between the caller's transposes and these.
     q, k, v = (laid_out(x, physical) for x in (q, k, v))
-    length_axis = LENGTH_AXIS[physical]
-
-    def padded(x: jax.Array, length: int, block: int) -> jax.Array:
-        # TMA takes lengths in multiples of 8. An axis of a single tile is dropped from its descriptor, and stores past
-        # the end would not be clipped: there is always room for both warpgroups.
-        sizes = {length_axis: max(round_up(length, 8), block), 3: padded_head_dim(head_dim)}
-        return pad_to(x, tuple(sizes.get(axis, 0) for axis in range(4)))
-
-    q, k, v = padded(q, rows, config.tile), padded(k, columns, config.block_k), padded(v, columns, config.block_k)
+    q, k, v = (pad_to(x, (0, 0, 0, aligned(head_dim, q.dtype))) for x in (q, k, v))
     outs = {"out": out_struct(q.shape, q.dtype, q)}
     if return_lse:
         # One number a row is stored without a TMA descriptor, so nothing drops what lies past the last row: the
@@ -376,7 +374,7 @@ def hopper_forward(
         ),
     )
     out, *lse = kernel(*vary_alike((q, k, v, *operands.values())))
-    out = laid_out(jax.lax.slice_in_dim(out, 0, rows, axis=length_axis)[..., :head_dim], physical)
+    out = laid_out(out[..., :head_dim], physical)
     return (out, lse[0][:, :, :rows]) if return_lse else out
 
 
@@ -406,10 +404,12 @@ def _kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
     refs = dict(zip(names, args, strict=True))
     q = refs["q"]
     pair_dtypes = {name: refs[name].dtype for name in PAIR_TILES if name in refs}
-    specs = scratch(plan.config, q.shape[-1], q.dtype, pair_dtypes, "lse" in refs)
+    head = plan.columns(q.shape[-1], q.dtype)
+    specs = scratch(plan.config, head, q.dtype, pair_dtypes, "lse" in refs)
 
     def run_warpgroups(*allocated: Any) -> None:
         smem = dict(zip(specs, allocated, strict=True))
+        smem |= {name: head.tiles(smem[name]) for name in ("q", "k", "v", "out") if name in smem}
         smem.setdefault("out", smem["q"])
         warpgroup = lax.axis_index("warpgroup")
 
@@ -538,7 +538,7 @@ def _fetch(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], walk: Walk) -
             def _(name: str = name) -> None:
                 plgpu.barrier_wait(smem[f"{name}_drained"].at[slot])
 
-            plgpu.copy_gmem_to_smem(refs[name].at[at], smem[name].at[slot], smem[f"{name}_arrived"].at[slot])
+            smem[name].at(slot).fetch(refs[name], at, smem[f"{name}_arrived"].at[slot])
 
     return walk.fetched_before(walk.end)
 
@@ -547,14 +547,14 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
     """64 rows of queries through every block of the walk, and their output."""
     config, grid, band = plan.config, plan.grid, plan.grid.band
     block_q, block_k = config.block_q, config.block_k
-    head_dim, dtype = refs["q"].shape[-1], refs["q"].dtype
+    width, dtype = Columns(refs["q"].shape[-1]).width, refs["q"].dtype
     tile = Tile(block_q, block_k)
     start = walk.first_row + warpgroup * block_q
     rows = pl.ds(start, block_q)
 
     def fetch_queries(walk: Walk) -> None:
         at = plan.at(walk.batch, walk.head, pl.ds(walk.first_row + warpgroup * block_q, block_q))
-        plgpu.copy_gmem_to_smem(refs["q"].at[at], smem["q"].at[warpgroup], smem["q_arrived"].at[warpgroup])
+        smem["q"].at(warpgroup).fetch(refs["q"], at, smem["q_arrived"].at[warpgroup])
 
     if turn.is_first is None:
         fetch_queries(walk)
@@ -633,7 +633,7 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
             def seen(offset: int, size: int, layout: Any) -> Any:
                 return load(visible.at[(*walk.shared(visible), pl.ds(first_column + offset, size))], layout) != 0
 
-            pl.when((entry & UNSEEN) != 0)(lambda: zero_unseen(values, seen))
+            pl.when((entry & UNSEEN) != 0)(lambda: zero_unseen([ref for _, ref in values], seen))
         elif grid.splits_a_block:
             first, end = grid.seen
 
@@ -642,7 +642,7 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
                 return (column >= first) & (column < end)
 
             unseen = (first_column < first) | (first_column + block_k > end)
-            pl.when(unseen)(lambda: zero_unseen(values, seen_by_position))
+            pl.when(unseen)(lambda: zero_unseen([ref for _, ref in values], seen_by_position))
 
     # A warpgroup has the tensor cores for one block's values and the next block's keys, and then the other has them.
     def give_turn() -> None:
@@ -662,7 +662,7 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
         block = walk.block(entry)
 
         def queries_by_keys(ref: Any) -> Any:
-            plgpu.wgmma(ref, smem["q"].at[warpgroup], smem["k"].at[slot].transpose((1, 0)))
+            contract(ref, smem["q"].at(warpgroup).whole(), smem["k"].at(slot).whole())
             give_turn()
             return ref[...]
 
@@ -690,11 +690,11 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
         acc, l_i, m_next, p16 = lax.optimization_barrier((acc, l_i, m_next, p16))
         plgpu.barrier_wait(smem["v_arrived"].at[slot])
         if masked:
-            hide_unseen_values(smem["v"].at[slot], entry, block)
+            hide_unseen_values(smem["v"].at(slot).whole(), entry, block)
         await_turn()
 
         def add_values(ref: Any) -> None:
-            plgpu.wgmma(ref, p16, smem["v"].at[slot])
+            multiply(ref, p16, smem["v"].at(slot).whole())
 
             @pl.when(step + 1 < walk.end)
             def _() -> None:
@@ -706,7 +706,7 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
 
     plgpu.barrier_wait(smem["q_arrived"].at[warpgroup])
     carry: Any = (
-        plgpu.layout_cast(jnp.full((block_q, head_dim), 0, jnp.float32), LAYOUT),
+        plgpu.layout_cast(jnp.full((block_q, width), 0, jnp.float32), LAYOUT),
         plgpu.layout_cast(jnp.full((block_q,), LOWEST, jnp.float32), LAYOUT.reduce(1)),
         plgpu.layout_cast(jnp.full((block_q,), 0, jnp.float32), LAYOUT.reduce(1)),
     )
@@ -746,12 +746,12 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
     acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
     if turn.next_place is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
-    smem["out"][warpgroup] = acc.astype(dtype)
+    smem["out"].at(warpgroup).store(acc.astype(dtype))
     if "lse" in refs:
         lse = (m_i + jnp.log2(jnp.where(alive, l_i, 1.0))) / LOG2E
         smem["lse"][warpgroup] = jnp.where(alive, lse, -jnp.inf)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem["out"].at[warpgroup], refs["out"].at[plan.at(walk.batch, walk.head, rows)])
+    smem["out"].at(warpgroup).send(refs["out"], plan.at(walk.batch, walk.head, rows))
     if "lse" in refs:
         plgpu.copy_smem_to_gmem(smem["lse"].at[warpgroup], refs["lse"].at[walk.batch, walk.head, rows])
     return walk.fetched_before(walk.end)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -231,18 +231,18 @@ class Tile:
         return prng.kept(prng.random_bits(keys, self.spread_columns(columns)), rate)
 
 
-def zero_unseen(values: Any, seen: Callable[[int, int, Any], Any]) -> None:
-    """Put rows of a block of values [keys, head_dim] in shared memory to zero where nobody sees the key.
+def zero_unseen(panels: Sequence[Any], seen: Callable[[int, int, Any], Any]) -> None:
+    """Put rows of a block of values in shared memory, panels of [keys, columns], to zero where nobody sees the key.
 
     A probability of zero times NaN is NaN. `seen(start, rows, layout)` tells for `rows` keys from `start` of the block
     on. Two warpgroups may do this to one block at once: both write the same.
     """
-    keys, head_dim = values.shape
-    for start in range(0, keys, 64):
-        rows = slice(start, start + 64)
-        allowed = lax.broadcast_in_dim(seen(start, 64, LAYOUT.reduce(1)), (64, 64), [0])
-        for column in range(0, head_dim, 64):
-            piece = values.at[rows, slice(column, column + 64)]
-            x = load(piece, LAYOUT, optimized=True)
-            piece[...] = jnp.where(allowed, x, jnp.zeros_like(x))
+    for start in range(0, panels[0].shape[0], 64):
+        rows = seen(start, 64, LAYOUT.reduce(1))
+        for panel in panels:
+            width = min(panel.shape[1], 64)  # at a time: few registers are free
+            for column in range(0, panel.shape[1], width):
+                piece = panel.at[start : start + 64, column : column + width]
+                x = load(piece, LAYOUT, optimized=True)
+                piece[...] = jnp.where(lax.broadcast_in_dim(rows, x.shape, [0]), x, jnp.zeros_like(x))
     plgpu.commit_smem()

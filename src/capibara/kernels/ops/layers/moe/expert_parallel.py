@@ -1,8 +1,13 @@
-"""A mixture of experts with the experts over a mesh axis: rows travel to their expert's device and back.
+"""A mixture of experts over a mesh: each device sorts its own tokens, and with experts over an axis rows travel there.
 
-Tokens are split over the axis, and so are the experts. Each device sends every other a buffer of one size (a
-collective's shapes are fixed): the rows, and beside them which expert each is for. What arrives is sorted by expert,
-goes through the experts that live there as grouped products, and returns the same way.
+What is sorted is one device's: to sort the tokens of all would be an exchange of everything. Three things may be split,
+each over mesh axes of its own:
+
+- the tokens. Where every device has all experts, nothing is exchanged.
+- the experts, over one axis that splits the tokens too. Each device sends every other a buffer of one size (a
+  collective's shapes are fixed): the rows, and beside them which expert each is for. What arrives is sorted by expert,
+  goes through the experts that live there as grouped products, and returns the same way.
+- the experts' hidden width: each device computes a part of every expert, and the parts of the tokens are summed.
 
 Exact by default: a buffer has room for everything a device could send to one other, tokens_here · min(top_k,
 experts_there) rows. So a device holds, and moves twice, devices · tokens_here · min(top_k, experts_there) · width
@@ -19,16 +24,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from capibara.axes import mesh_axes_of
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.ops.layers.moe.arrange import by_group, in_buffers
-from capibara.kernels.ops.layers.moe.dispatch import capacity, combine, take_rows
-from capibara.kernels.ops.layers.moe.layer import MoeMetrics, Params, checked_params, metrics_of, routed, run_experts
-from capibara.kernels.ops.layers.router.api import Routing
+from capibara.kernels.ops.layers.moe.dispatch import capacity, combine, dispatch, take_rows
+from capibara.kernels.ops.layers.moe.layer import (
+    MoeMetrics,
+    Params,
+    checked_params,
+    metrics_of,
+    router_logits,
+    run_experts,
+    with_jitter,
+)
+from capibara.kernels.ops.layers.router.api import Routing, route
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
 
@@ -64,7 +78,6 @@ def expert_parallel_moe(
         shares of room; the first tokens are kept. It is a limit for a pair of devices, not for an expert.
     """
     x = as_array("expert_parallel_moe", "x", x)
-    params = checked_params(params, x)
     split = (*token_axis_names, axis_name)
     for name in split:
         if name not in mesh.shape:
@@ -75,7 +88,7 @@ def expert_parallel_moe(
             f"token_axis_names={tuple(token_axis_names)} and axis_name={axis_name!r}",
             f"leave {axis_name!r} and repeated names out of token_axis_names",
         )
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    params = checked_params(params, x)
     experts, devices = params["router"].shape[-1], mesh.shape[axis_name]
     if experts % devices:
         raise rule_error(
@@ -83,29 +96,93 @@ def expert_parallel_moe(
             f"{experts} experts",
             "choose a multiple, or a smaller axis",
         )
-    parts = devices
-    for name in token_axis_names:
-        parts *= mesh.shape[name]
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    parts = math.prod(mesh.shape[name] for name in split)
     if rows.shape[0] % parts:
         raise rule_error(
             f"The tokens are split evenly over the {parts} devices of {' and '.join(split)}",
             f"{rows.shape[0]} tokens",
             "pad the batch",
         )
-    logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, key)
+    y, metrics = moe_over_mesh(
+        params, rows, mesh=mesh, tokens=P(split), expert_axis=axis_name, top_k=top_k, activation=activation, gate=gate,
+        normalize=normalize, scale=scale, pair_capacity_factor=pair_capacity_factor, jitter=jitter, key=key,
+    )  # fmt: skip
+    return y.reshape(x.shape), metrics
 
-    def local(weights: Any, rows: Any, mixing: Any, indices: Any) -> Any:
-        y, dropped = exchange_through_experts(
-            weights, rows, Routing(mixing, indices), axis_name, activation=activation,
-            pair_capacity_factor=pair_capacity_factor,
+
+def moe_over_mesh(
+    params: Params,
+    x: Float[Array, "*tokens width"],
+    *,
+    mesh: Mesh | AbstractMesh,
+    tokens: P,
+    expert_axis: str | None = None,
+    hidden_axes: Sequence[str] = (),
+    top_k: int,
+    activation: str = "silu",
+    gate: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    pair_capacity_factor: float | None = None,
+    jitter: float = 0.0,
+    key: jax.Array | None = None,
+) -> tuple[Float[Array, "*tokens width"], MoeMetrics]:
+    """`moe_layer` on a mesh, under jit: the same values and gradients, but for the order of sums.
+
+    The caller says what lies where, and that it divides; `expert_parallel_moe` checks it first.
+
+    Args:
+      params, x, top_k, activation, gate, normalize, scale, jitter, key: see `moe_layer`.
+      mesh: the devices. On axes that are not named here they hold copies.
+      tokens: how x's leading axes are split.
+      expert_axis: the axis that has the experts, one of `tokens`; None where every device has all of them.
+      hidden_axes: those that split the experts' hidden width, none of `tokens`.
+      pair_capacity_factor: see `expert_parallel_moe`.
+    """
+    params = checked_params(params, x)
+    asked = with_jitter(x, jitter, key)
+    # Converted before they travel: what a device gathers, and the sums of gradients, are in x's type.
+    weights = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
+    token_axes = tuple(axis for entry in tokens for axis in mesh_axes_of(entry))
+    hidden_axes = tuple(hidden_axes)
+
+    def local(weights: Any, router: Any, bias: Any, x: Any, asked: Any) -> Any:
+        rows = x.reshape(-1, x.shape[-1])
+        logits = router_logits(router, asked)
+        routing = route(
+            logits.reshape(rows.shape[0], -1), top_k=top_k, gate=gate, normalize=normalize, scale=scale, bias=bias,
+            return_counts=True,
         )  # fmt: skip
-        return y, lax.psum(dropped, split)
+        assert routing.counts is not None
+        counts = lax.psum(routing.counts, token_axes) if token_axes else routing.counts
+        if hidden_axes:
+            # Each of these devices has its own share of the gradients, which are summed here, on the way back.
+            rows, mixing = (lax.pcast(v, hidden_axes, to="varying") for v in (rows, routing.weights))
+            routing = routing._replace(weights=mixing)
+        dropped = jnp.int32(0)
+        if expert_axis is None:
+            sent, sizes, permutation = dispatch(rows, routing, logits.shape[-1])
+            y = combine(run_experts(weights, sent, sizes, activation), routing, permutation)
+        else:
+            y, dropped = exchange_through_experts(
+                weights, rows, routing, expert_axis, activation=activation, pair_capacity_factor=pair_capacity_factor
+            )
+            dropped = lax.psum(dropped, token_axes)
+        if hidden_axes:
+            y = lax.psum(y, hidden_axes)
+        return y.reshape(x.shape), logits, counts, dropped
 
-    tokens = P(split)
-    y, dropped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(axis_name), tokens, tokens, tokens), out_specs=(tokens, P())
-    )({name: params[name] for name in EXPERT_WEIGHTS}, rows, routing.weights, routing.indices)  # fmt: skip
-    return y.reshape(x.shape), metrics_of(logits, routing, gate, dropped)
+    across = hidden_axes or None
+    of_weights = {
+        "gate": P(expert_axis, None, across),
+        "up": P(expert_axis, None, across),
+        "down": P(expert_axis, across, None),
+    }
+    y, logits, counts, dropped = jax.shard_map(
+        local, mesh=mesh, in_specs=(of_weights, P(), P(), tokens, tokens), out_specs=(tokens, tokens, P(), P())
+    )(weights, params["router"], params.get("bias"), x, asked)
+    return y, metrics_of(logits, counts, gate, dropped)
 
 
 def exchange_through_experts(
@@ -117,7 +194,7 @@ def exchange_through_experts(
     activation: str = "silu",
     pair_capacity_factor: float | None = None,
 ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-    """(y, dropped) of this device's tokens, inside shard_map: what `expert_parallel_moe` is made of.
+    """(y, dropped) of this device's tokens, inside shard_map: what experts over an axis are made of.
 
     Args:
       weights: this device's experts, "gate", "up", "down"; experts are numbered along the axis.

@@ -16,7 +16,7 @@ from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import describe
 from capibara.kernels.ops.layers.grouped.api import grouped_gated_gemm, grouped_gemm
 from capibara.kernels.ops.layers.moe.dispatch import combine, dispatch, dispatch_to_buffers
-from capibara.kernels.ops.layers.router.api import Routing, route
+from capibara.kernels.ops.layers.router.api import route
 from capibara.kernels.ops.layers.router.losses import load_balancing_loss, z_loss
 
 Params = Mapping[str, jax.Array]
@@ -100,7 +100,11 @@ def moe_layer(
     params = checked_params(params, x)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     experts = params["router"].shape[-1]
-    logits, routing = routed(params, rows, top_k, gate, normalize, scale, jitter, key)
+    logits = router_logits(params["router"], with_jitter(rows, jitter, key))
+    routing = route(
+        logits, top_k=top_k, gate=gate, normalize=normalize, scale=scale, bias=params.get("bias"), return_counts=True
+    )
+    assert routing.counts is not None
     dropped = jnp.int32(0)
     if capacity_factor is None:
         if keep != "order":
@@ -115,7 +119,7 @@ def moe_layer(
         full = jnp.full(experts, buffers.shape[1], jnp.int32)
         made = run_experts(params, buffers.reshape(experts * buffers.shape[1], rows.shape[1]), full, activation)
     y = combine(made, routing, permutation).reshape(x.shape)
-    return y, metrics_of(logits, routing, gate, dropped)
+    return y, metrics_of(logits, routing.counts, gate, dropped)
 
 
 def checked_params(params: Any, x: Any) -> dict[str, jax.Array]:
@@ -151,24 +155,21 @@ def checked_params(params: Any, x: Any) -> dict[str, jax.Array]:
     return params
 
 
-def routed(
-    params: Params, rows: jax.Array, top_k: int, gate: str, normalize: bool, scale: float, jitter: float, key: Any
-) -> tuple[jax.Array, Routing]:
-    """The router's logits, float32 or wider, and where they send each row."""
+def with_jitter(x: jax.Array, jitter: float, key: Any) -> jax.Array:
+    """What the router sees of x."""
     if not 0 <= jitter < 1:
         raise rule_error("The jitter is from 0 to below 1", repr(jitter), "pass e.g. 0.01")
     if (jitter > 0) != (key is not None):
         given = f"jitter={jitter} and {'a key' if key is not None else 'no key'}"
         raise rule_error("The jitter and its key come together", given, "pass jitter above 0 and key, or neither")
-    asked = rows
-    if key is not None:
-        asked = rows * jax.random.uniform(key, rows.shape, jnp.float32, 1 - jitter, 1 + jitter).astype(rows.dtype)
-    wide = jnp.promote_types(jnp.float32, rows.dtype)
-    logits = jnp.dot(asked, params["router"], preferred_element_type=wide)
-    made = route(
-        logits, top_k=top_k, gate=gate, normalize=normalize, scale=scale, bias=params.get("bias"), return_counts=True
-    )
-    return logits, made
+    if key is None:
+        return x
+    return x * jax.random.uniform(key, x.shape, jnp.float32, 1 - jitter, 1 + jitter).astype(x.dtype)
+
+
+def router_logits(router: jax.Array, x: jax.Array) -> jax.Array:
+    """Float32 or wider."""
+    return jnp.dot(x, router, preferred_element_type=jnp.promote_types(jnp.float32, x.dtype))
 
 
 def run_experts(
@@ -180,6 +181,5 @@ def run_experts(
     return grouped_gemm(hidden, down, sizes, padded_rows=padded_rows)
 
 
-def metrics_of(logits: jax.Array, routing: Routing, gate: str, dropped: jax.Array) -> MoeMetrics:
-    assert routing.counts is not None
-    return MoeMetrics(load_balancing_loss(logits, routing.counts, gate=gate), z_loss(logits), routing.counts, dropped)
+def metrics_of(logits: jax.Array, counts: jax.Array, gate: str, dropped: jax.Array) -> MoeMetrics:
+    return MoeMetrics(load_balancing_loss(logits, counts, gate=gate), z_loss(logits), counts, dropped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -42,14 +43,16 @@ def load_balancing_loss(
     logits = as_array("load_balancing_loss", "logits", logits)
     counts = as_array("load_balancing_loss", "counts", counts)
     _check_counts(counts, logits.shape[-1])
-    wide = logits.astype(wide_type(logits)).reshape(-1, logits.shape[-1])
+    wide = logits.astype(wide_type(logits))
     if gate == "sigmoid":
         scores = jax.nn.sigmoid(wide)
         probability = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(wide.dtype).tiny)
     else:
         probability = jax.nn.softmax(wide, -1)
     share = counts.astype(wide.dtype) / jnp.maximum(counts.sum(), 1).astype(wide.dtype)
-    mean = probability.sum(0) / max(probability.shape[0], 1)  # of no tokens, zeros
+    # Leading axes stay apart: on a mesh each may be split.
+    tokens = math.prod(logits.shape[:-1])
+    mean = probability.sum(tuple(range(logits.ndim - 1))) / max(tokens, 1)  # of no tokens, zeros
     return logits.shape[-1] * (jax.lax.stop_gradient(share) * mean).sum()
 
 
