@@ -7,6 +7,8 @@ all ranks together for each token.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from capibara.errors import rule_error
 from capibara.models import decoder
@@ -63,6 +66,48 @@ class LoraAdapter:
         return cls(factors, lora.alpha)
 
 
+_PEFT_BEYOND = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}}
+"""Keys of PEFT's adapter_config.json that must say this, or nothing: what they change otherwise is not done here."""
+
+
+def _from_peft(folder: Path, model: ModularModelConfig) -> LoraAdapter:
+    """An adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+    from capibara.models.weights.family import places
+    from capibara.models.weights.hf_config import family_of
+    from capibara.models.weights.tensor_file import TensorFile
+
+    said = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    if said.get("peft_type") != "LORA":
+        raise rule_error("An adapter of PEFT is of type LORA", repr(said.get("peft_type")), "use a LoRA adapter")
+    for key, plain in _PEFT_BEYOND.items():
+        if said.get(key) not in (plain, None, False, {}):
+            raise rule_error(f"An adapter's {key} is {plain!r}", repr(said[key]), "merge it into the model's weights")
+    rank, tensors = int(said["r"]), dict(TensorFile(folder / "adapter_model.safetensors").entries)
+    shapes = _factor_shapes(model)
+    factors: list[dict[str, Any]] = [{} for _ in shapes]
+    for place in places(model, family_of(model)):
+        stem = "base_model.model." + place.name.removesuffix(".weight")
+        down, up = (tensors.pop(f"{stem}.lora_{which}.weight", None) for which in "AB")
+        if down is None or up is None:
+            continue
+        _, position, slot, weight = place.path
+        assert isinstance(position, int)
+        made = factors[position].setdefault(slot, {})
+        for key, tensor in ((f"{weight}{LORA_DOWN}", down), (f"{weight}{LORA_UP}", up)):
+            if key not in shapes[position].get(str(slot), {}):
+                raise rule_error("An adapter changes weights of products", place.name, "leave it out of target_modules")
+            stack, *shape = shapes[position][str(slot)][key]
+            shape[-1 if key.endswith(LORA_DOWN) else 0] = rank
+            # Layers that it leaves alone have zeros.
+            whole = made.setdefault(key, np.zeros((stack, *shape), np.float32))
+            whole[place.index[0]] = tensor.view().astype(np.float32).T.reshape(shape)
+    if tensors:
+        raise rule_error("An adapter's tensors are of the model's own weights", ", ".join(sorted(tensors)[:3]),
+                         "use one that was trained from this model")  # fmt: skip
+    alpha = float(said["lora_alpha"])
+    return LoraAdapter(factors, alpha * math.sqrt(rank) if said.get("use_rslora") else alpha)
+
+
 def _factor_shapes(model: ModularModelConfig) -> list[dict[str, Any]]:
     """Of factors of rank 1 of every weight that can have some."""
     layers: list[dict[str, Any]] = []
@@ -79,15 +124,17 @@ def _factor_shapes(model: ModularModelConfig) -> list[dict[str, Any]]:
     return layers
 
 
-def _read(name: str, adapter: Any) -> LoraAdapter:
+def _read(name: str, adapter: Any, model: ModularModelConfig) -> LoraAdapter:
     if isinstance(adapter, LoraAdapter):
         return adapter
     if isinstance(adapter, str | Path):
-        return LoraAdapter.from_run(adapter)
+        folder = Path(adapter)
+        return _from_peft(folder, model) if (folder / "adapter_config.json").is_file() else LoraAdapter.from_run(folder)
     raise rule_error(
-        "An adapter is a LoraAdapter, or the folder of a LoRA run", f"{name}: {type(adapter).__name__}",
+        "An adapter is a LoraAdapter, or the folder of a LoRA run or of one that PEFT saved",
+        f"{name}: {type(adapter).__name__}",
         "use LoraAdapter(factors, alpha)",
-    )  # fmt: skip
+    )
 
 
 def with_adapters(model: ModularModelConfig, params: Any, adapters: Mapping[str, Any], dtype: Any) -> Any:
@@ -97,7 +144,7 @@ def with_adapters(model: ModularModelConfig, params: Any, adapters: Mapping[str,
     """
     if not adapters:
         return params
-    every = [_read(name, adapter) for name, adapter in adapters.items()]
+    every = [_read(name, adapter, model) for name, adapter in adapters.items()]
     for name, adapter in zip(adapters, every, strict=True):
         _check(model, name, adapter)
     period, layers = len(model.period), []
