@@ -57,12 +57,12 @@ $(RUN_STAMP): pyproject.toml
 	@touch $@
 
 $(STAMP): $(RUN_STAMP)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train,serve,dev]'
 	@touch $@
 
 $(NEWEST_STAMP): pyproject.toml
 	$(NEWEST) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade-strategy eager -e '.[train,dev]'
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade-strategy eager -e '.[train,serve,dev]'
 	@touch $@
 
 clean:

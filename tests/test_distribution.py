@@ -73,7 +73,7 @@ def test_make_run_installs_what_training_needs_and_no_more(tmp_path: Path) -> No
         return subprocess.run(made, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     assert re.findall(r"-e '(.*)'", commands("run")) == [".[train]"]
-    assert re.findall(r"-e '(.*)'", commands("test")) == [".[train]", ".[train,dev]"]
+    assert re.findall(r"-e '(.*)'", commands("test")) == [".[train]", ".[train,serve,dev]"]
     # The second time nothing is installed, whichever came first.
     stamps = re.findall(r"touch (\S+)", commands("test"))
     for stamp in stamps:

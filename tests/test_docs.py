@@ -27,7 +27,7 @@ WITH_PYTHON = [page for page, text in TEXT.items() if "\n```python\n" in text]
 COMMANDS = typer.main.get_command(app)
 # They measure, search for long, compile or keep something.
 SLOW = (
-    "train", "generate", "demo", "tour", "bench", "tune", "compile", "--train", "--measured", "--calibrate",
+    "train", "generate", "serve", "demo", "tour", "bench", "tune", "compile", "--train", "--measured", "--calibrate",
     "examples/plan/small.toml",
 )  # fmt: skip
 

@@ -745,6 +745,62 @@ def commands() -> None:
         assert from_checkpoint(out).config.layers == 1
 
 
+@shows("capibara.cli.serve:serve", "capibara.cli.bench:serve")
+def serving() -> None:
+    import contextlib
+    import io
+    import json
+    import os
+    import signal
+    import tempfile
+    import threading
+    import time
+    from pathlib import Path
+
+    from capibara.cli import bench
+    from capibara.cli.serve import serve
+
+    tiny = """
+    [model]
+    hidden = 16
+    layers = 1
+    vocab = 259
+    max_length = 64
+    blocks = { attention = { heads = 2 }, mlp = { ffn = 32 } }
+    """
+    shown, failures = io.StringIO(), []
+
+    def client() -> None:
+        try:
+            deadline = time.monotonic() + 120
+            while "}" not in shown.getvalue():
+                assert time.monotonic() < deadline, "not ready"
+                time.sleep(0.05)
+            address = json.loads(shown.getvalue())["address"]
+            shown.truncate(shown.seek(0))
+            bench.serve(server=address, requests=2, rate=50.0, users=None, api_key="k", json=True)
+            assert json.loads(shown.getvalue())["answered"] == 2
+        except BaseException as error:  # noqa: BLE001  # raised by whoever waits
+            failures.append(error)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(shown):
+        model = Path(folder) / "tiny.toml"
+        model.write_text(tiny)
+        thread = threading.Thread(target=client)
+        thread.start()
+        # One shape of a step: compiling is what takes time.
+        serve(
+            model=str(model), host="127.0.0.1", port=0, api_key=["k"], target_latency_ms=50.0,
+            max_sequences=2, max_batch_tokens=16,
+            batch_invariant=True, warm_up=False, log_level="warning", json=True,
+        )  # fmt: skip
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
 # The kernel object.
 
 KERNELS = "capibara.core.kernels:TPUv4Kernels"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from capibara._version import __version__
-from capibara.cli import demo, generate, kernels, launch, plan, tour, train
+from capibara.cli import bench, demo, generate, kernels, launch, plan, serve, tour, train
 from capibara.cli.failures import CODES, Application
 
 app = typer.Typer(
@@ -19,10 +19,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(kernels.app, name="kernels")
+app.add_typer(bench.app, name="bench")
 app.command(name="plan")(plan.plan)
 app.command(name="train")(train.train)
 app.command(name="launch")(launch.launch)
 app.command(name="generate")(generate.generate)
+app.command(name="serve")(serve.serve)
 app.command(name="demo")(demo.demo)
 app.command(name="tour")(tour.tour)
 

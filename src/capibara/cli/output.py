@@ -40,6 +40,11 @@ def show_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False, default=str))
 
 
+def show_json_line(document: Any) -> None:
+    """On one line, for whoever reads a program's output as it comes."""
+    typer.echo(json.dumps(document, ensure_ascii=False, allow_nan=False, default=str))
+
+
 def show_page(page: Callable[..., str]) -> None:
     """A page that is drawn with or without colours, and in ASCII where the stream has no more."""
     try:

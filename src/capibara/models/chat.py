@@ -19,7 +19,7 @@ from capibara.errors import rule_error
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["DEFAULT_TEMPLATE", "Message", "answer_spans", "check_messages", "render"]
+__all__ = ["DEFAULT_TEMPLATE", "Message", "answer_spans", "check_messages", "render", "template_variables"]
 
 Message = Mapping[str, Any]
 """A turn: "role", "content", and whatever else the template reads (tool_calls, name, ...)."""
@@ -39,6 +39,15 @@ _BEGIN, _END = "\U000f5a01", "\U000f5a02"  # private characters: marks inside of
 def render(template: str, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
     """The text of a conversation; `variables` are the template's own (bos_token, tools, ...)."""
     return _rendered(template, messages, add_generation_prompt, variables).replace(_BEGIN, "").replace(_END, "")
+
+
+@functools.lru_cache(maxsize=32)
+def template_variables(template: str) -> frozenset[str]:
+    """The names that a template reads and does not set itself: messages, tools, ..."""
+    from jinja2 import meta
+
+    environment = _compiled(template).environment
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
 def answer_spans(
@@ -169,7 +178,7 @@ def _rendered(
 
     try:
         return program.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError, IndexError, OverflowError, RecursionError) as error:
         raise rule_error(
             "The chat template takes these messages",
             f"{type(error).__name__}: {error}",

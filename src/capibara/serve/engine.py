@@ -176,7 +176,7 @@ class Engine:
         sequence.seed = seed
         sequence.one_by_one = form_of(asked) not in SEVERAL_FORMS
         eos = frozenset() if asked.ignore_eos else self.eos_ids
-        text = OutputText(self.tokenizer, asked.stop, include_stop=asked.include_stop)
+        text = OutputText(self.tokenizer, asked.stop, include_stop=asked.include_stop, spelled=asked.spelled_token_ids)
         progress = _Progress(text, eos | frozenset(asked.stop_token_ids), eos, grammar)
         # What may follow hangs on the last token: for a grammar, for a draft, and where all is computed anew.
         sequence.needs_host = grammar is not None or not self.config.keep_keys

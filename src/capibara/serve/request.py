@@ -61,6 +61,8 @@ class SamplingParams:
     """Strings that end the output; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output; they are not part of its text."""
+    spelled_token_ids: tuple[int, ...] = ()
+    """Special tokens that the text spells out, where it would leave them out: those that mark a tool call."""
     include_stop: bool = False
     """Keep the stop string in the text."""
     ignore_eos: bool = False

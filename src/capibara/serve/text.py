@@ -20,8 +20,17 @@ class OutputText:
     (['a', 'n', ' ', '', '', 'en', 'em', 'y', "'", 's', ' ', '', '', '', ''], 'end')
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        spelled: Sequence[int] = (),
+    ) -> None:
         self._stream = None if tokenizer is None else tokenizer.stream()
+        special = {} if tokenizer is None else {id: text for text, id in tokenizer.special_tokens.items()}
+        self._spelled = {id: special[id] for id in spelled if id in special}
         self._stop = tuple(stop)
         self._include = include_stop
         self._held = ""  # what may be the beginning of a stop string
@@ -32,6 +41,8 @@ class OutputText:
         """The text that is certain now."""
         if self._stream is None or self.found is not None:
             return ""
+        if token in self._spelled:
+            return self._certain(self._stream.end() + self._spelled[token])
         return self._certain(self._stream.put(token))
 
     def end(self) -> str:

@@ -113,7 +113,7 @@ def _summary_writer() -> Any:
         raise rule_error(
             "log.tensorboard needs tensorboardX",
             str(missing),
-            f"pip install tensorboardX (the extra {NAME}[train] has it), or log.tensorboard=false",
+            f"pip install '{NAME}[train]', or set log.tensorboard=false",
         ) from missing
     return SummaryWriter
 

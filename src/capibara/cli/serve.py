@@ -1,0 +1,207 @@
+"""`capibara serve`: a model behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capibara.cli import output
+
+if TYPE_CHECKING:
+    from capibara.serve.config import EngineConfig
+    from capibara.serve.engine import Engine
+    from capibara.serve.link import ModelCard
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset (random weights), a run's folder, or a model folder.")
+    ],
+    host: Annotated[str, typer.Option(metavar="H", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="P", help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="K", help="Clients must send it; several may be given. Else $CAPIBARA_API_KEY."),
+    ] = None,
+    target_latency_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="X", help="Keep the 95th percentile of gaps between tokens below it."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="What clients call the model; its folder's.")] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Requests that run at a time.")] = 64,
+    max_queue: Annotated[int, typer.Option(min=1, metavar="N", help="That wait; one more gets 429.")] = 256,
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of one step, prompts' and new ones.")
+    ] = 2048,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Tokens of a prompt and its answer; the model's context.")
+    ] = None,
+    max_prompt: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a prompt; what the context leaves.")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, metavar="N", help="Of a request.")] = 4 << 20,
+    request_timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="For a whole answer.")] = 600.0,
+    client_timeout_s: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="S", help="For a client to send its request, or to read some of the answer."),
+    ] = 30.0,
+    drain_timeout_s: Annotated[
+        float, typer.Option(min=0.0, metavar="S", help="For running requests at SIGTERM.")
+    ] = 60.0,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="Pages that may ask from a browser; none.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja, in place of the model's own.", exists=True, dir_okay=False),
+    ] = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(metavar="NAME", help="hermes, llama3 or mistral; as the chat template has it.")
+    ] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Of keys and values: float32, bfloat16, int8; the model's.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(metavar="TYPE", help="int8; as they are.")] = None,
+    speculative_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Guessed ahead from what a request has so far; 0 guesses none.")
+    ] = 0,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="The same bits whatever a request is batched with.")
+    ] = False,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients may name as a model.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    warm_up: Annotated[bool, typer.Option(help="Compile every program before the first request.")] = True,
+    page: Annotated[bool, typer.Option(help="A page to chat on at /.")] = True,
+    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
+    json: Annotated[bool, typer.Option("--json", help="Print the line that it is ready as JSON.")] = False,
+) -> None:
+    """Serve a model with OpenAI's interface, and a page to chat on.
+
+    It prints one line with its address when it is ready, and logs JSON on standard error. SIGTERM lets it finish what
+    runs. For example: capibara serve runs/dev --port 0
+    """
+    from capibara.serve.installed import check_installed
+
+    check_installed("capibara serve")
+    from capibara.errors import unknown_name
+    from capibara.kernels.core.tables import cache_directory
+    from capibara.serve.config import EngineConfig
+    from capibara.serve.link import ServerSettings
+    from capibara.serve.server import Loaded, Server
+    from capibara.serve.tools.formats import parser_of
+
+    levels = ("debug", "info", "warning", "error")
+    if log_level not in levels:
+        raise unknown_name("log level", log_level, levels)
+    if tool_parser is not None:
+        parser_of(tool_parser)
+    template = None if chat_template is None else chat_template.read_text(encoding="utf-8")
+    keys = api_key or [key for key in [os.environ.get("CAPIBARA_API_KEY", "")] if key]
+    settings = ServerSettings(
+        api_keys=tuple(keys),
+        cors_origins=tuple(cors_origin or ()),
+        max_body_bytes=max_body_bytes,
+        request_timeout_s=request_timeout_s,
+        client_timeout_s=client_timeout_s,
+        drain_timeout_s=drain_timeout_s,
+        tool_parser=tool_parser,
+        chat_template=template,
+        page=page,
+        log_level=log_level,
+    )
+    config = EngineConfig(
+        max_sequences=max_sequences,
+        max_queue=max_queue,
+        max_batch_tokens=max_batch_tokens,
+        max_length=max_length,
+        cache_dtype=cache_dtype,
+        weights=weights,
+        speculative_tokens=speculative_tokens,
+        batch_invariant=batch_invariant,
+        adapters=dict(map(_named, adapter or ())),
+        seed=seed,
+        cache_folder=cache_directory().parent / "programs",
+    )
+    server = Server(host, port, settings)
+    if server.exposed and not keys:
+        typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
+
+    def load() -> Loaded:
+        engine, card = load_engine(model, name, template, config, max_prompt, warm_up)
+        if target_latency_ms is None:
+            return Loaded(engine, card)
+        from capibara.serve.latency import LatencyController
+
+        latency = LatencyController(engine, target_latency_ms)
+        typer.echo(f"capibara: {latency.calibrate()}", err=True)
+        return Loaded(engine, card, latency)
+
+    def ready(card: ModelCard) -> None:
+        line = {"model": card.name, "address": server.address, "origin": card.origin, "max_length": card.max_length}
+        if json:
+            output.show_json_line(line)
+        else:
+            typer.echo(f"capibara: {card.name} at {server.address} ({card.origin})")
+        sys.stdout.flush()
+
+    with server.stopped_by_signals():
+        server.run(load, ready)
+
+
+def _named(text: str) -> tuple[str, str]:
+    from capibara.errors import rule_error
+
+    name, found, folder = text.partition("=")
+    if not (name and found and folder):
+        raise rule_error("An adapter is NAME=FOLDER", repr(text), "write --adapter mine=runs/lora")
+    return name, folder
+
+
+def _name_of(model: str) -> str:
+    path = Path(model)
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.is_dir() else model
+
+
+def load_engine(
+    model: str, name: str | None, template: str | None, config: EngineConfig, max_prompt: int | None, warm_up: bool
+) -> tuple[Engine, ModelCard]:
+    """The engine of a model that a command was given, its programs compiled, and what clients are told of it."""
+    from capibara.models.restored import load_model
+    from capibara.serve.engine import Engine
+    from capibara.serve.http.prompts import check_template
+    from capibara.serve.link import ModelCard
+
+    loaded, origin = load_model(model)
+    check_template(loaded.tokenizer, template)
+    engine = Engine(loaded, config=config)
+    if warm_up:
+        with output.progress() as bar:
+            task = bar.add_task("")
+            made = engine.warm_up(
+                lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+            )
+        kinds = f"{made.compiled} compiled, {made.from_disk} from disk"
+        typer.echo(f"capibara: {made.programs} programs in {made.seconds:.1f} s, {kinds}", err=True)
+    card = ModelCard(
+        name=name or _name_of(model),
+        origin=origin,
+        created=int(time.time()),
+        tokenizer=str(loaded.config.tokenizer),
+        max_length=engine.max_length,
+        max_prompt=min(max_prompt or engine.max_prompt, engine.max_prompt),
+        vocab_size=loaded.config.vocab,
+        prompt_bos=loaded.prompt_bos,
+        max_sequences=engine.config.max_sequences,
+        max_queue=engine.config.max_queue,
+        adapters=tuple(engine.adapters),
+    )
+    return engine, card

@@ -1,0 +1,157 @@
+"""A served model: this process runs the engine, and starts the one that answers HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from capibara.errors import CapibaraError, rule_error
+from capibara.serve.link import ModelCard, ServerSettings
+from capibara.serve.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from capibara.serve.engine import Engine
+    from capibara.serve.latency import LatencyController
+
+__all__ = ["Loaded", "Server"]
+
+_BACKLOG = 2048
+_END_WITHIN_S = 15.0
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to be served."""
+
+    engine: Engine
+    card: ModelCard
+    latency: LatencyController | None = None
+
+
+class _Stopped(BaseException):
+    """Told to stop while there was nothing yet to finish."""
+
+
+class Server:
+    """Listens from the start, so that /health answers while the model is loaded; `run` then serves it.
+
+    Args:
+      host: the address to listen on.
+      port: 0 takes a free one.
+      settings: of the HTTP process.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 8000, settings: ServerSettings | None = None) -> None:
+        self.host = host
+        listening = _listen(host, port)
+        self.port: int = listening.getsockname()[1]
+        ours, theirs = socket.socketpair()
+        with listening, theirs:
+            handed = (listening.fileno(), theirs.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "capibara.serve.http", *map(str, handed)],
+                pass_fds=handed,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # this process's standard output has one line, and it is not theirs
+            )
+        self._worker = EngineWorker(ours, settings or ServerSettings())
+        self._serving = False
+
+    @property
+    def address(self) -> str:
+        host = self.host
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:{self.port}"
+
+    @property
+    def exposed(self) -> bool:
+        """Whether other machines may reach it."""
+        if self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+    def run(self, load: Callable[[], Loaded], ready: Callable[[ModelCard], None]) -> None:
+        """Load the engine, say that it is ready, and serve until told to stop; then finish what runs, and return."""
+        try:
+            engine, card, latency = load()
+        except BaseException:
+            self.close()
+            raise
+        try:
+            if self.process.poll() is not None:
+                raise CapibaraError(f"The HTTP process ended with code {self.process.returncode}; its log says why")
+            self._serving = True
+            if not self._worker.run(engine, card, ready, latency):
+                raise CapibaraError(f"The HTTP process ended with code {self._code()}; its log says why")
+        finally:
+            self._serving = False
+            engine.close()
+            self.close()
+
+    @property
+    def stopping(self) -> bool:
+        return self._worker.draining
+
+    def stop(self) -> None:
+        """Take nothing new, finish what runs, and let `run` return. From any thread, and from a signal's handler."""
+        self._worker.drain()
+
+    def close(self) -> None:
+        """End the HTTP process, whatever it is doing."""
+        self._worker.link.close()
+        try:
+            self.process.wait(_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _code(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_WITHIN_S)
+        return self.process.returncode
+
+    @contextlib.contextmanager
+    def stopped_by_signals(self) -> Iterator[None]:
+        """Inside, SIGTERM and SIGINT stop it in good order; before it serves, at once; a second Ctrl-C at once as well.
+
+        A second SIGTERM changes nothing: whoever stops a group of processes sends several.
+        """
+
+        def told(number: int, frame: FrameType | None) -> None:
+            if self._serving and self.stopping and number == signal.SIGINT:
+                self.process.kill()
+            elif self._serving:
+                self.stop()
+            else:
+                raise _Stopped
+
+        before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        except _Stopped:
+            pass
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise rule_error(
+            "A server listens on an address of this machine, at a port that nobody else has",
+            f"{host}:{port} ({error})",
+            "use --port 0 for a free one, or another --host",
+        ) from error

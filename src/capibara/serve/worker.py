@@ -1,0 +1,121 @@
+"""The engine's process: requests in from the link, steps while there is work, outputs out."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from capibara.serve.link import Added, FromEngine, Link, ModelCard, ServerSettings, Stats, ToEngine
+from capibara.serve.request import QueueFull, RequestOutput
+
+if TYPE_CHECKING:
+    from capibara.serve.engine import Engine
+    from capibara.serve.latency import LatencyController
+
+__all__ = ["EngineWorker"]
+
+_STATS_EVERY_S = 0.25
+
+
+class EngineWorker:
+    """Runs an engine for the server at the other end of a connection.
+
+    `settings` go to the server at once, so that it answers /health while the model is still being loaded.
+    """
+
+    def __init__(self, connection: socket.socket, settings: ServerSettings) -> None:
+        self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self.link = Link(connection, self._inbox.put)
+        self.link.send(FromEngine(settings=settings))
+        self._gone = False
+        self._drain = self._told_drain = False
+        self._stopping = False
+        self._told_stats = (0.0, Stats())
+        self._ready: Callable[[], None] = lambda: None
+
+    def run(
+        self,
+        engine: Engine,
+        card: ModelCard,
+        ready: Callable[[ModelCard], None],
+        latency: LatencyController | None = None,
+    ) -> bool:
+        """Serve until the server has ended; whether it said so itself.
+
+        Args:
+          ready: called when clients are answered.
+          latency: bounds each step, so that a target is kept.
+        """
+        self._ready = lambda: ready(card)
+        self.link.send(FromEngine(model=card, stats=_stats(engine)))
+        while not self._stopping and not self._gone:
+            # Whoever has work looks whether something came; whoever has none waits for it.
+            self._take(engine, wait=not engine.has_work())
+            outputs: tuple[RequestOutput, ...] = ()
+            if engine.has_work():
+                if latency is not None:
+                    latency.adjust()
+                outputs = tuple(engine.step())
+                if latency is not None:
+                    latency.saw(outputs, time.perf_counter())
+            stats = self._new_stats(engine)
+            drain = self._drain and not self._told_drain
+            if outputs or stats or drain:
+                self.link.send(FromEngine(outputs=outputs, stats=stats, drain=drain))
+                self._told_drain |= drain
+        return self._stopping
+
+    @property
+    def draining(self) -> bool:
+        return self._drain
+
+    def drain(self) -> None:
+        """Ask the server to take nothing new, to finish what runs, and to end.
+
+        It takes no lock, and so may be called by a signal handler, whatever it interrupts.
+        """
+        self._drain = True
+
+    def _take(self, engine: Engine, *, wait: bool) -> None:
+        added: list[Added] = []
+        try:
+            message = self._inbox.get(timeout=_STATS_EVERY_S) if wait else self._inbox.get_nowait()
+            while True:
+                if message is None:
+                    self._gone = True
+                    return
+                self._stopping |= message.stop
+                if message.ready:
+                    self._ready()
+                for request in message.add:
+                    try:
+                        engine.add(request)
+                        added.append(Added(request.id))
+                    except QueueFull as full:
+                        added.append(Added(request.id, str(full), full=True))
+                    except ValueError as refusal:
+                        added.append(Added(request.id, str(refusal)))
+                for id in message.cancel:  # after those that came with it, which they may be of
+                    engine.cancel(id)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if added:
+            self.link.send(FromEngine(added=tuple(added)))
+
+    def _new_stats(self, engine: Engine) -> Stats | None:
+        told, last = self._told_stats
+        now = time.monotonic()
+        if now - told < _STATS_EVERY_S:
+            return None
+        stats = _stats(engine)
+        self._told_stats = (now, stats)
+        return stats if stats != last else None
+
+
+def _stats(engine: Engine) -> Stats:
+    now = engine.stats()
+    return Stats(**{name: getattr(now, name) for name in Stats.__struct_fields__})
