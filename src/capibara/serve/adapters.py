@@ -91,12 +91,12 @@ def _from_peft(folder: Path, model: ModularModelConfig) -> LoraAdapter:
         if down is None or up is None:
             continue
         _, position, slot, weight = place.path
-        assert isinstance(position, int)
+        assert isinstance(position, int) and isinstance(slot, str)
         made = factors[position].setdefault(slot, {})
         for key, tensor in ((f"{weight}{LORA_DOWN}", down), (f"{weight}{LORA_UP}", up)):
-            if key not in shapes[position].get(str(slot), {}):
+            if key not in shapes[position].get(slot, {}):
                 raise rule_error("An adapter changes weights of products", place.name, "leave it out of target_modules")
-            stack, *shape = shapes[position][str(slot)][key]
+            stack, *shape = shapes[position][slot][key]
             shape[-1 if key.endswith(LORA_DOWN) else 0] = rank
             # Layers that it leaves alone have zeros.
             whole = made.setdefault(key, np.zeros((stack, *shape), np.float32))
