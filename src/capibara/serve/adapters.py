@@ -91,7 +91,8 @@ def _from_peft(folder: Path, model: ModularModelConfig) -> LoraAdapter:
         if down is None or up is None:
             continue
         _, position, slot, weight = place.path
-        assert isinstance(position, int) and isinstance(slot, str)
+        assert isinstance(position, int)
+        assert isinstance(slot, str)
         made = factors[position].setdefault(slot, {})
         for key, tensor in ((f"{weight}{LORA_DOWN}", down), (f"{weight}{LORA_UP}", up)):
             if key not in shapes[position].get(slot, {}):
