@@ -37,7 +37,6 @@ def adapter(name: str, seed: int, settings: LoraSettings) -> tuple[LoraAdapter, 
 
 
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
-@pytest.mark.quick
 def test_each_request_is_answered_by_its_adapter(name: str, programs: Path) -> None:
     all_of_them = tuple({w for block in model_of(name).config.blocks.values() for w in block.products()})
     first, of_first = adapter(name, 1, LoraSettings(rank=2, alpha=4.0, targets=all_of_them))
