@@ -17,11 +17,12 @@ import pickle
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from capibara.errors import rule_error, say_once
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = ["ExecutableCache"]
 
@@ -51,6 +52,7 @@ class ExecutableCache:
         Args:
           devices: that it was compiled for, in its order; the first of the machine by default.
         """
+        import jax
         from jax.experimental import serialize_executable
 
         path = self._path(name)
@@ -72,6 +74,7 @@ class ExecutableCache:
 
     def store(self, name: str, program: Any) -> bool:
         """Keep a program that `jit(...).lower(...).compile()` gave; False where its backend cannot be asked for it."""
+        import jax
         from jax.experimental import serialize_executable
 
         try:
@@ -109,6 +112,8 @@ class ExecutableCache:
 
 def _surroundings() -> str:
     """All that a program hangs on beside what it computes."""
+    import jax
+
     devices = jax.devices()
     return "\n".join(
         [
