@@ -23,8 +23,8 @@ from capibara.kernels import attention, explain, sequence_parallel_attention
 
 ROOMS = ("kernels", "mesh", "parallel", "plan", "models")
 PAGE = (Path(__file__).parents[1] / "docs" / "words.md").read_text(encoding="utf-8")
-# Its keywords are another function's.
-OPEN = {"explain"}
+# Their keywords are another function's.
+OPEN = {"explain", "tune"}
 
 
 def _table(header: str) -> list[list[set[str]]]:

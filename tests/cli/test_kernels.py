@@ -170,9 +170,49 @@ def test_bench_of_a_wrong_op_fails(wrong_op: Op) -> None:
     assert "WRONG: halving small on xla" in made.stdout
 
 
+def test_bench_of_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it draws, how long, and where rows go; the run itself is tests/kernels/lab/lattice."""
+    from capibara.kernels.lab.lattice import run as lattice
+
+    asked: list[lattice.Settings] = []
+
+    def drawn(settings: lattice.Settings, on_row: Any) -> int:
+        asked.append(settings)
+        row = {"family": "norm", "model": "phi-4", "held_back": True, "what": "rms 9x16", "direction": "forward"}
+        times = {"microseconds": {"dispatch": [4.0], "plain": [2.0]}, "right": {"dispatch": True, "plain": True}}
+        on_row({**row, **times, "notes": {}, "decisions": [{"implementation": "xla"}], "against_best_peer": 0.5,
+                "against_own_best": 1.0})  # fmt: skip
+        return 7
+
+    monkeypatch.setattr(lattice, "run", drawn)
+    file = tmp_path / "rows.json"
+    made = run("bench", "--models", "--minutes", "0.5", "--seed", "3", "--family", "norm", "--skip", "2",
+               "--results", str(file), "--commit", "abc")  # fmt: skip
+    assert made.exit_code == 0, made.stdout
+    assert asked[0] == lattice.Settings(0.5, 3, ("norm",), shrink=64, workers=0, skip=2)
+    assert "norm: rms 9x16 forward (phi-4, held back): 0.50x the best peer" in made.stdout
+    assert "a run with --skip 9 goes on after them" in made.stdout
+    assert json.loads(file.read_text())["runs"][0]["commit"] == "abc"
+    document = json.loads(run("bench", "--models", "--json").stdout)
+    assert (document["drawn"], document["summary"][0]["mean"], asked[1].minutes) == (7, 0.5, 15.0)
+    assert len(json.loads(file.read_text())["rows"]) == 1  # without --results nothing is kept
+
+
+def test_bench_of_models_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from capibara.kernels.lab.lattice import run as lattice
+
+    row = {"family": "norm", "model": "phi-4", "held_back": True, "what": "rms 9x16", "failed": "no memory"}
+    monkeypatch.setattr(lattice, "run", lambda settings, on_row: on_row(row) or 1)
+    made = run("bench", "--models")
+    assert made.exit_code == 1
+    assert "norm: rms 9x16 FAILED: no memory" in made.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["gemm", "--models"], "--models draws the cases of every op"),
+        (["--models", "--family", "norms"], "Did you mean 'norm'"),
         (["gemm", "--against", "cudnm"], "Unknown implementation or peer 'cudnm'"),
         (["gemm", "--case", "sqare-4096"], "Did you mean 'square-4096'"),
         (["gmm"], "Did you mean 'gemm'"),

@@ -49,7 +49,6 @@ def test_an_engine_has_as_many_pages_as_it_says(programs: Path) -> None:
     assert engine.cache_size.pages == engine.stats().pages == engine.runner.pages == 64
 
 
-@pytest.mark.quick
 def test_pages_of_8_bit_numbers_hold_more_and_change_little(programs: Path) -> None:
     model = model_of("attention")
     wide, narrow = engine_of(model, programs), engine_of(model, programs, cache_dtype="int8")

@@ -18,19 +18,7 @@ class _Lowered(Exception):
     """The step's text, before a compiler that is not here is asked."""
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("preset", "layers", "kernels"),
-    [
-        ("small", 1, {"attention"}),
-        ("gpu", 1, {"attention"}),
-        ("moe", 1, {"attention", "route", "grouped_gated_gemm"}),
-        ("hybrid", 4, {"attention", "ssd", "route", "grouped_gated_gemm"}),
-    ],
-)
-def test_a_presets_step_lowers_with_our_kernels_in_it(
-    preset: str, layers: int, kernels: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _check(preset: str, layers: int, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def lower(program: Any) -> None:
         with layouts_run.surroundings(program.layout, program.mesh):
             raise _Lowered(program._step.trace(*program.arguments).lower(lowering_platforms=("cuda",)).as_text())
@@ -43,3 +31,22 @@ def test_a_presets_step_lowers_with_our_kernels_in_it(
     assert "mosaic_gpu" in str(lowered.value)
     ours = {decision.call.op.name for decision in decisions if decision.implementation == "hopper"}
     assert kernels <= ours
+
+
+@pytest.mark.quick
+def test_the_step_of_small_lowers_with_our_attention_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _check("small", 1, {"attention"}, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "kernels"),
+    [
+        ("gpu", 1, {"attention"}),
+        ("moe", 1, {"attention", "route", "grouped_gated_gemm"}),
+        ("hybrid", 4, {"attention", "ssd", "route", "grouped_gated_gemm"}),
+    ],
+)
+def test_a_presets_step_lowers_with_our_kernels_in_it(
+    preset: str, layers: int, kernels: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check(preset, layers, kernels, monkeypatch)

@@ -20,12 +20,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
-import jaxlib.version
+from typing import TYPE_CHECKING, Any
 
 from capibara.errors import rule_error, say_once
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = ["ExecutableCache"]
 
@@ -63,6 +63,7 @@ class ExecutableCache:
         Args:
           devices: that it was compiled for, in its order; the first of the machine by default.
         """
+        import jax
         from jax.experimental import serialize_executable
 
         path = self._path(name)
@@ -85,6 +86,7 @@ class ExecutableCache:
 
     def store(self, name: str, program: Any) -> bool:
         """Keep a program that `jit(...).lower(...).compile()` gave; False where its backend cannot be asked for it."""
+        import jax
         from jax.experimental import serialize_executable
 
         try:
@@ -142,6 +144,9 @@ def _others_write(folder: Path) -> bool:
 
 def _surroundings() -> str:
     """All that a program hangs on beside what it computes."""
+    import jax
+    import jaxlib.version
+
     devices = jax.devices()
     return "\n".join(
         [

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from capibara.compile.cache import ExecutableCache
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = ["Program", "WarmupReport", "make_program", "warm_up"]
 
@@ -54,6 +55,8 @@ def make_program(program: Program, cache: ExecutableCache | None = None) -> tupl
 
 
 def _made(program: Program, cache: ExecutableCache | None) -> tuple[Any, bool]:
+    import jax
+
     name = ""
     if cache is not None:
         leaves, tree = jax.tree.flatten(program.args)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from capibara.kernels.core.spec import Partition as Partition
     from capibara.kernels.core.trusting import trust as trust
     from capibara.kernels.core.varying import out_struct as out_struct
+    from capibara.kernels.lab.tune import tune as tune
     from capibara.kernels.ops.attention.api import attention as attention
     from capibara.kernels.ops.attention.block_mask import BlockMask as BlockMask
     from capibara.kernels.ops.attention.block_mask import block_mask_from as block_mask_from
@@ -135,6 +136,7 @@ __all__, __getattr__, __dir__ = exports(
         "core.op": "Op lookup register registry unregister",
         "core.spec": "Call Case Cost Gradient Implementation Partition",
         "core.varying": "out_struct",
+        "lab.tune": "tune",
         "ops.attention.api": "attention",
         "ops.attention.block_mask": "BlockMask block_mask_from",
         "ops.attention.paged.api": "paged_attention",

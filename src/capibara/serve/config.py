@@ -53,7 +53,7 @@ class EngineConfig:
     weights: str | None = None
     """int8: each weight of a product as 8-bit numbers with a scale an output channel; as they are when None."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
-    """LoRA adapters that a request may name: `LoraAdapter`s, or folders of LoRA runs."""
+    """LoRA adapters that a request may name: `LoraAdapter`s, or folders: of LoRA runs, or as PEFT saves them."""
     keep_keys: bool = True
     """Keep keys and values from token to token; False computes every token before it anew, to compare with."""
     attention: str | None = None

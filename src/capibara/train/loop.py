@@ -258,6 +258,9 @@ class Loop:
         result.seconds = time.perf_counter() - started
         # Saved before it is evaluated: an evaluation that fails costs no step.
         self.save(batches.state(), block=True)
+        if self.checkpoints is not None:
+            # Copies are written behind the steps: what went wrong with the last ones is told before the run is done.
+            self._tell_alerts(self.checkpoints.wait())
         if evaluation is not None and (result.eval_loss is None or self.step % max(1, self.settings.eval_every)):
             result.eval_loss = self.evaluate(evaluation, log, share)
         return result

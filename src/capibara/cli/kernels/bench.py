@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capibara.cli import failures, operands, output
 from capibara.cli.failures import Code
+from capibara.cli.kernels import lattice
 from capibara.cli.kernels.options import CaseNames, Imports, Json, OpName, cases_of, ops_of
-from capibara.errors import unknown_name
+from capibara.errors import rule_error, unknown_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,10 +33,34 @@ def bench(
     ] = "xla",
     grad: Annotated[bool, typer.Option("--grad", help="Time the forward and backward pass together.")] = False,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples of each program.")] = None,
+    models: Annotated[
+        bool, typer.Option("--models", help="Every op at drawn shapes of published models, beside all its peers.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(min=0.1, help="With --models: how long the run may take.")] = 15.0,
+    seed: Annotated[int, typer.Option(min=0, help="With --models: other seeds draw other models and sizes.")] = 0,
+    family: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="With --models: only this family; may be repeated.")
+    ] = None,
+    skip: Annotated[
+        int, typer.Option(min=0, help="With --models: begin after so many draws, where a run before ended.")
+    ] = 0,
+    results: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --models: add the rows to this JSON file.")
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="With --models: which source this is, where it is no git checkout.")
+    ] = None,
     modules: Imports = None,
     json: Json = False,
 ) -> None:
     """Time what dispatch takes beside its peers, and hold both against the reference and the roofline."""
+    if models:
+        if op is not None or case:
+            raise rule_error(
+                "--models draws the cases of every op", f"{op or '--case'}", "leave it out, or name a --family"
+            )
+        lattice.bench_models(minutes, seed, family, skip, results, commit, json)
+        return
     from capibara import hardware
     from capibara.kernels.lab import bench as benches
     from capibara.kernels.lab import timing

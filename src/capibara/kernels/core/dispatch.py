@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from capibara.errors import ImplementationRefused, rule_error, say_once
-from capibara.kernels.core import context, evidence, placement, tables, transforms, trusting, varying
+from capibara.kernels.core import context, evidence, placement, tables, times, transforms, trusting, varying
 from capibara.kernels.core.spec import Call, Config, Prefer, Preference
 
 if TYPE_CHECKING:
@@ -50,12 +50,16 @@ class Selection:
     """The config, when the caller asked for it: forward passes under differentiation, vmap and meshes keep it."""
     evidence: evidence.Evidence | None = None
     """What speaks for it, where evidence decided and it is for one platform alone."""
+    times: Mapping[str, times.Estimate] = dataclasses.field(default_factory=dict)
+    """What models say of those that accept, by name; empty where a name was asked for."""
 
     def __str__(self) -> str:
         chosen = f"{self.implementation}" + (f" {self.config}" if self.config is not None else "")
         lines = [f"{self.call} on {self.call.target.device_kind}: {chosen}", f"  because {self.why}"]
         remark = self.call.op.remark(self.call)
         lines += [] if remark is None else [f"  {remark}"]
+        told = [f"{name} {found} ({found.kind}: {found.source})" for name, found in self.times.items()]
+        lines += [f"  times by a model: {', '.join(told)}"] if told else []
         others = (v for v in self.verdicts if v.implementation != self.implementation)
         lines += [f"  not {v.implementation}: {v.reason}" for v in others]
         return "\n".join(lines)
@@ -70,6 +74,7 @@ class Selection:
             "config": dataclasses.asdict(self.config) if self.config is not None else None,
             "why": self.why,
             "evidence": None if self.evidence is None else dataclasses.asdict(self.evidence),
+            "times": {name: dataclasses.asdict(found) for name, found in self.times.items()},
             "remark": self.call.op.remark(self.call),
             "others": [
                 {"implementation": v.implementation, "accepts": v.accepts, "reason": v.reason}
@@ -89,8 +94,9 @@ def select(
     """Choose the implementation of one call.
 
     `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
-    tuned table for this chip speaks, then the evidence that is trusted, and where none tells, the order in which the
-    op's implementations were added. `where` is the operands' place on a mesh.
+    tuned table for this chip speaks for the calls that it has, then the models of times, then a tuned case that is
+    near, then the evidence that is trusted, and where none tells, the order in which the op's implementations were
+    added. `where` is the operands' place on a mesh.
     """
     op = call.op
     preferred = prefer.implementation if isinstance(prefer, Preference) else prefer
@@ -107,7 +113,8 @@ def select(
     if on_mesh is not None:
         refusals |= {n: refusals[n] or on_mesh for n, impl in op.implementations.items() if impl.kernel}
     accepting = [name for name, reason in refusals.items() if reason is None]
-    order = evidence.order(call, trusting.trusted()) if implementation is None else None
+    known = times.estimates(call, accepting) if implementation is None else {}
+    order = evidence.order(call, trusting.trusted(), known) if implementation is None else None
     grounds = None
 
     if order is None:
@@ -126,11 +133,11 @@ def select(
             told = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
             raise ImplementationRefused(f"{op.name}: no implementation takes {call.signature}. {told}.")
         tuned = tables.find(call, accepting)
-        if tuned is not None:
+        if tuned is not None and (tuned.exact or tuned.implementation not in order.by_time):
             chosen, why = tuned.implementation, tuned.why
             config = config if config is not None else tuned.config
         else:
-            chosen, why, unused = _by_evidence(call, accepting, order)
+            chosen, why, unused = _by_evidence(call, accepting, order, known)
             grounds = order.grounds.get(chosen)
     made = op.implementations[chosen]
     if config is None and made.config_type is not None:
@@ -156,10 +163,12 @@ def select(
     if order is not None:
         _say_fallback(call, chosen, order.names, refusals)
     pinned = chosen in (implementation, preferred)
-    return Selection(call, chosen, config, why, verdicts, pinned, asked_config, grounds)
+    return Selection(call, chosen, config, why, verdicts, pinned, asked_config, grounds, known)
 
 
-def _by_evidence(call: Call, accepting: Sequence[str], order: evidence.Order) -> tuple[str, str, dict[str, str | None]]:
+def _by_evidence(
+    call: Call, accepting: Sequence[str], order: evidence.Order, known: Mapping[str, times.Estimate]
+) -> tuple[str, str, dict[str, str | None]]:
     """What runs where no tuned entry speaks, why, and what is to be said of each that does not."""
     chosen = next(name for name in order.names if name in accepting)
     remarks = {name: call.op.implementations[name].remark(call) for name in accepting}
@@ -170,6 +179,9 @@ def _by_evidence(call: Call, accepting: Sequence[str], order: evidence.Order) ->
         waits = found.decides and name not in order.passed
         unused = ", on which dispatch acts inside an optimisation context or trust" if waits else ""
         remarks[name] = "; ".join(filter(None, (f"{found}{unused}", remarks[name])))
+    if chosen in order.by_time:
+        least = ", ".join(f"{name} {known[name]}" for name in order.by_time)
+        return chosen, f"its time by a model is the least: {least}", remarks
     told = remarks[chosen]
     before = [name for name in order.passed.get(chosen, ()) if name in accepting]
     if chosen in order.grounds and order.grounds[chosen].kind == "predicted" and before:

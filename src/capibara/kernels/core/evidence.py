@@ -8,7 +8,7 @@ microseconds by implementation, each naming its place in benchmarks/results. too
 runs, tools/predicted_evidence.py of what `capibara kernels compile` says.
 
 The order is one rule, `order`: as they were added to the op, but what evidence or an author's `ahead_of` speaks for
-moves forward.
+moves forward; and those whose times a model knows (`times`) stand by their times.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Literal
 from capibara import hardware
 from capibara.kernels.core import tables
 from capibara.kernels.core.spec import Call, Implementation, describe
+from capibara.kernels.core.times import Estimate
 from capibara.kernels.core.trusting import Level
 
 __all__ = ["LEAST_GAIN", "SHIPPED", "Evidence", "Order", "of", "order", "params_key"]
@@ -68,14 +69,17 @@ class Order:
     """Of those that are for one platform alone."""
     passed: Mapping[str, tuple[str, ...]]
     """Which others an implementation was moved before."""
+    by_time: tuple[str, ...] = ()
+    """Those that stand as their times by a model are, the fastest first."""
 
 
-def order(call: Call, level: Level) -> Order:
+def order(call: Call, level: Level, times: Mapping[str, Estimate] | None = None) -> Order:
     """Which implementation goes first, of all that the op has, whether or not they accept.
 
     They stand as they were added: XLA's forms, kernels, the reference. What was measured ahead of another goes before
     it: by `ahead_of` where an implementation has a rule, else by the rows that are nearest to the call. Where `level`
-    says so, what is predicted ahead by LEAST_GAIN goes first of all.
+    says so, what is predicted ahead by LEAST_GAIN goes first of all. Where `times` has two or more that `level` lets
+    decide, those share out the places that they have among themselves, the fastest first.
     """
     implementations = call.op.implementations
     names = list(implementations)
@@ -96,7 +100,11 @@ def order(call: Call, level: Level) -> Order:
         for _, name in best_last:
             passed[name] = tuple(everywhere)
             names.insert(0, names.pop(names.index(name)))
-    return Order(tuple(names), grounds, passed)
+    known = {name: found.seconds for name, found in (times or {}).items() if found.decides(level)}
+    by_time = tuple(sorted(known, key=lambda name: known[name])) if len(known) > 1 else ()
+    for place, name in zip(sorted(map(names.index, by_time)), by_time, strict=True):
+        names[place] = name
+    return Order(tuple(names), grounds, passed, by_time)
 
 
 def _measured_ahead(found: Evidence) -> bool:

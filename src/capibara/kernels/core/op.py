@@ -30,6 +30,7 @@ from capibara.kernels.core.spec import (
     Implementation,
     Partition,
     Prefer,
+    TimeTerms,
     unit_roundoff,
 )
 from capibara.lru import LRU
@@ -103,6 +104,8 @@ class Op:
       mesh_axes: for an op that runs only inside shard_map, on one device's operands: `Call` -> the sizes of the mesh
         axes that it is over, by name.
       exact: of the operands' shapes by name, what a tuned case must have alike to speak for a call that is near it.
+      times: `times(call, implementation)` -> the `TimeTerms` of that implementation, or None where there is no model of
+        it; the coefficients are data of a chip, `kernels/times/<chip>.json`.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Op:
         excerpt: Callable[[Op, Sequence[Any]], Excerpt | None] | None = None,
         mesh_axes: Callable[[Call], Mapping[str, int]] | None = None,
         exact: Callable[[Mapping[str, tuple[int, ...]]], Hashable] = lambda shapes: None,
+        times: Callable[[Call, str], TimeTerms | None] = lambda call, implementation: None,
     ) -> None:
         self.name = name
         self.family = family
@@ -154,6 +158,7 @@ class Op:
         self.stock_tpu = stock_tpu
         self.excerpt = excerpt
         self.exact = exact
+        self.times = times
         self.mesh_axes = mesh_axes
         self.implementations: dict[str, Implementation] = {}
         self.runners: LRU[Hashable, Any] = LRU(_MOST_RUNNERS)  # filled by dispatch

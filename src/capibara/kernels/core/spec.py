@@ -148,6 +148,22 @@ class CallEfficiency:
 
 
 @dataclasses.dataclass(frozen=True)
+class TimeTerms:
+    """What one implementation's time at a call is made of; `capibara.kernels.core.times` adds it up.
+
+    Attributes:
+      terms: quantities by name: a launch, bytes, the busiest core's share of the work. The time is their sum, each
+        times a coefficient that was fitted to runs.
+      sizes: the numbers by which a call lies inside of what was run, or outside.
+      words: what sort of call it is: types, masks, kinds. The model speaks where it was fitted on every one of them.
+    """
+
+    terms: Mapping[str, float]
+    sizes: Mapping[str, float]
+    words: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to compute an op; `op.implement(...)` adds it.
 

@@ -74,6 +74,8 @@ class Tuned:
     implementation: str
     config: Config
     why: str
+    exact: bool
+    """Of this very call, not of a near one."""
 
 
 def generation() -> int:
@@ -123,7 +125,7 @@ def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
         exact = "this call" if distance == 0 else f"the near case {' '.join(entry.operands)}"
         measured = f"{entry.seconds * 1e6:.1f} µs; {entry.evidence}"
         why = f"the {entry.source} table measured it fastest for {exact} ({measured})"
-        return Tuned(entry.implementation, config, why)
+        return Tuned(entry.implementation, config, why, exact=distance == 0)
     return None
 
 

@@ -19,6 +19,7 @@ from capibara.kernels.ops.attention import (
     mesh,
     peers,
     rules,
+    times,
     xla,
     xla_grad,
 )
@@ -64,6 +65,7 @@ ATTENTION_GRAD = Op(
     partition=mesh.PARTITION_GRAD,
     cases=GRAD_CASES,
     excerpt=first_group,
+    times=times.backward,
 )
 
 ATTENTION = Op(
@@ -86,6 +88,7 @@ ATTENTION = Op(
     peers={"jax.nn": peers.jax_nn},
     stock_tpu=peers.stock_tpu,
     excerpt=first_group,
+    times=times.forward,
 )
 
 # Every implementation, forward and backward. An implementation that was asked for by name is asked for backward too.

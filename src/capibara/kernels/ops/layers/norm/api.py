@@ -13,7 +13,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
-from capibara.kernels.ops.layers.norm import gradient, hopper, mesh, rules, tpu, xla
+from capibara.kernels.ops.layers.norm import gradient, hopper, mesh, rules, times, tpu, xla
 from capibara.kernels.ops.layers.norm.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.norm.efficiency import efficiency
 from capibara.kernels.ops.layers.norm.reference import reference, reference_grad
@@ -34,6 +34,7 @@ NORM_GRAD = Op(
     batch=mesh.batch,
     partition=mesh.PARTITION_GRAD,
     cases=GRAD_CASES,
+    times=times.backward,
 )
 
 NORM = Op(
@@ -51,6 +52,7 @@ NORM = Op(
     batch=mesh.batch,
     partition=mesh.PARTITION,
     cases=CASES,
+    times=times.forward,
 )
 
 # An implementation that was asked for by name is asked for backward too.

@@ -1,0 +1,84 @@
+"""What attention's time is made of: whole tiles, the busiest core's share, and what is idle beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from capibara.kernels import lookup, target
+from capibara.kernels.core.spec import TimeTerms
+from capibara.kernels.ops.attention import times
+
+
+def _forward(implementation: str = "hopper", kv_heads: int = 16, shape: Any = (4, 16, 4096, 128), **params: Any) -> Any:
+    q = jax.ShapeDtypeStruct(shape, "bfloat16")
+    k = jax.ShapeDtypeStruct((shape[0], kv_heads, *shape[2:]), "bfloat16")
+    with target("gpu", "NVIDIA H200"):
+        return times.forward(lookup("attention").call(q, k, k, *[None] * 6, **params), implementation)
+
+
+def _backward(implementation: str = "hopper", kv_heads: int = 16, shape: Any = (4, 16, 4096, 128)) -> TimeTerms:
+    q = jax.ShapeDtypeStruct(shape, "bfloat16")
+    k = jax.ShapeDtypeStruct((shape[0], kv_heads, *shape[2:]), "bfloat16")
+    lse = jax.ShapeDtypeStruct(shape[:3], "float32")
+    with target("gpu", "NVIDIA H200"):
+        call = lookup("attention_grad").call(q, k, k, *[None] * 6, q, lse, q, None)
+        found = times.backward(call, implementation)
+    assert found is not None
+    return found
+
+
+@pytest.mark.quick
+def test_work_is_of_whole_tiles() -> None:
+    whole = _forward().terms["work"]
+    assert whole == pytest.approx(1e-6 * 4 * 16 * 4096 * 4096 * 128 / 132)
+    assert _forward(shape=(4, 16, 4097, 128)).terms["work"] == pytest.approx(whole * (33 / 32) ** 2)
+    causal = _forward(causal=True).terms["work"]
+    assert causal == pytest.approx(whole * 33 / 64)  # the diagonal's tiles are whole
+    assert _forward(window=(127, 0)).terms["work"] < causal / 8
+
+
+def test_columns_come_in_steps_that_differ() -> None:
+    ours, theirs = (_forward(name, shape=(4, 16, 4096, 80)).terms["work"] for name in ("hopper", "cudnn"))
+    assert theirs == pytest.approx(ours * 96 / 80)
+
+
+@pytest.mark.quick
+def test_cores_wait_for_the_last_programs() -> None:
+    """133 programs take as long as 264."""
+    full = _forward(shape=(132, 1, 128, 128), kv_heads=1)
+    assert full.terms["idle"] == pytest.approx(0.0)
+    one_more = _forward(shape=(133, 1, 128, 128), kv_heads=1)
+    assert one_more.terms["work"] + one_more.terms["idle"] == pytest.approx(2 * full.terms["work"])
+
+
+def test_our_backward_pass_has_a_program_for_keys_of_a_key_head() -> None:
+    heads = (2, 14, 6144, 64)
+    alone, shared = _backward(kv_heads=14, shape=heads), _backward(kv_heads=2, shape=heads)
+    assert alone.terms["programs"] == pytest.approx(7 * shared.terms["programs"])
+    assert shared.terms["idle"] > 4 * alone.terms["idle"]  # 192 programs on 132 cores, to 1344
+    assert _backward("cudnn", 16).terms["programs"] == _backward("cudnn", 2).terms["programs"]
+
+
+def test_wide_heads_and_panels_cost_more() -> None:
+    def extra(head_dim: int, length: int = 4096) -> tuple[bool, bool]:
+        terms = _backward(shape=(4, 16, length, head_dim)).terms
+        return terms["wide"] > 0, terms["panels"] > 0
+
+    assert [extra(64), extra(96), extra(128, 1500), extra(256), extra(208)] == [
+        (False, False), (False, True), (False, True), (True, False), (True, True),
+    ]  # fmt: skip
+
+
+def test_of_what_was_not_run_it_says_nothing() -> None:
+    assert _forward(softcap=30.0) is None
+    assert _forward("xla") is None
+    assert _forward(causal=True).words == ("bf16", "causal")
+    assert _forward(window=(127, 0)).words == ("bf16", "window")
+    q = jax.ShapeDtypeStruct((1, 8, 32768, 128), "bfloat16")
+    lse = jax.ShapeDtypeStruct((1, 8, 32768), "float32")
+    with target("gpu", "NVIDIA H200"):
+        very_long = lookup("attention_grad").call(q, q, q, *[None] * 6, q, lse, q, None)
+    assert times.backward(very_long, "hopper") is None  # memory decides there

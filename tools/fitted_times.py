@@ -1,0 +1,275 @@
+"""Fit the models of times of a chip to the runs that benchmarks/results has of it.
+
+    python tools/fitted_times.py [--replay]
+
+Every call that an implementation was timed at is a row: of the runs that tools/measured_evidence.py reads, of the tuned
+tables, and of `capibara kernels bench --models`. Terms are the op's (`Op.times`); coefficients are the non-negative
+ones with the least sum of relative errors. A row of both passes is of the backward pass by what is left when the
+forward pass is taken off: as the same run timed it, else by its model.
+
+Left out are the draws of models that are held back, and the rows that an earlier run held back; `--replay` says what
+dispatch would lose there, before and after: the time of the fastest that was timed over that of the choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from measured_evidence import BOTH, CHIP, READERS, RESULTS, operand, side_by_side
+from scipy.optimize import nnls
+
+from capibara import hardware
+from capibara.kernels import lookup, target
+from capibara.kernels.core import evidence, tables, times
+from capibara.kernels.core.spec import Call, describe
+from capibara.kernels.core.times import SHIPPED
+
+OPS = ("attention", "attention_grad", "norm", "norm_grad")
+FORWARD = {"attention_grad": "attention", "norm_grad": "norm"}
+UNTUNED = "2026-11-16-h200-untuned-shapes.json"
+LATTICE = "2026-11-16-h200-lattice.json"
+# Fewer calls than this a coefficient say too little.
+CALLS_A_TERM = 1.5
+# Errors count by their size, not by their squares, from this one on: some runs were disturbed.
+NOISE = 0.03
+ROUNDS = 20
+DIGITS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One call, and how long each implementation took, in microseconds."""
+
+    call: Call
+    us: Mapping[str, float]
+    held_back: bool
+    file: str
+    both: bool = False
+
+
+def rows() -> Iterator[Row]:
+    """Of every source, in the order of their age."""
+    # As it was read before our attention kernel changed, for cuDNN's times.
+    for file, read in {**READERS, UNTUNED: side_by_side}.items():
+        document = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        for found in read(document):
+            if found.op in OPS:
+                call = lookup(found.op).call(*map(operand, found.operands), **found.params)
+                kept = document["rows"][found.row].get("set") == "held back"
+                ours = {name: us for name, us in found.us.items() if name in call.op.implementations}
+                us = {name: us for name, us in ours.items() if file != UNTUNED or not _superseded(call, name)}
+                yield Row(call, us, kept, file, found.passes == BOTH)
+    for op in OPS:
+        calls: dict[tuple[str, ...], dict[str, float]] = {}
+        params: dict[tuple[str, ...], Mapping[str, Any]] = {}
+        for entry in tables._read(
+            tables.table_path(tables.SHIPPED, hardware.chip(CHIP).device_kinds[0], op), "shipped"
+        ):
+            key = (*entry.operands, json.dumps(entry.params, sort_keys=True))
+            calls.setdefault(key, {})[entry.implementation] = 1e6 * entry.seconds
+            params[key] = entry.params
+        for key, us in calls.items():
+            call = lookup(op).call(*map(operand, key[:-1]), **params[key])
+            yield Row(call, us, False, "tuned")
+    yield from _lattice()
+
+
+def apart(found: Sequence[Row]) -> list[Row]:
+    """Rows of a shape that a run held back are held back, whichever run they are of."""
+    shapes = {_forward(row.call) for row in found if row.held_back}
+    return [dataclasses.replace(row, held_back=_forward(row.call) in shapes) for row in found]
+
+
+def _superseded(call: Call, name: str) -> bool:
+    """Our attention padded copies of such heads and lengths, and does no longer: the earlier runs are of another
+    kernel."""
+    if not call.op.name.startswith("attention") or name != "hopper":
+        return False
+    q = call.need("q").shape
+    return q[-1] not in (64, 128, 256) or q[2] % 8 != 0
+
+
+def _lattice() -> Iterator[Row]:
+    path = RESULTS / LATTICE
+    if not path.exists():
+        return
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        if "failed" in row or row["op"] not in OPS:
+            continue
+        us = {name: min(row["microseconds"][name]) for name in row["ours"] if row["right"].get(name)}
+        taken = us.pop("dispatch", None)
+        us |= {} if taken is None else dict.fromkeys(row["same_as_dispatch"], taken)
+        both = row["direction"] != "forward"
+        op, operands, params = row["op"], row["operands"], row["params"]
+        if both:
+            (last,) = [d for d in row["decisions"] if d["op"] == f"{op}_grad"][:1] or [None]
+            if last is None:
+                continue
+            op, operands, params = last["op"], last["operands"], last["params"]
+        call = lookup(op).call(*map(operand, operands), **{name: _value(text) for name, text in params.items()})
+        names = [name for name in us if name in call.op.implementations]
+        yield Row(call, {name: us[name] for name in names}, row["held_back"], LATTICE, both)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def alone(found: Sequence[Row], fits: Mapping[tuple[str, str], Any]) -> list[Row]:
+    """Rows of one pass: of those of both, what the forward pass leaves."""
+    forward = {(row.file, *_forward(row.call)): row.us for row in found if row.call.op.name in FORWARD.values()}
+    made = []
+    for row in found:
+        if not row.both:
+            made.append(row)
+            continue
+        before = forward.get((row.file, *_forward(row.call)), {})
+        us = {}
+        for name, both in row.us.items():
+            first = before.get(name) or _modelled(row.call, name, fits)
+            if first is not None and first < 0.7 * both:
+                us[name] = both - first
+        made.append(dataclasses.replace(row, us=us))
+    return made
+
+
+def _forward(call: Call) -> tuple[str, ...]:
+    """What a forward pass and the backward pass of the same call have alike."""
+    kind = {k: v for k, v in call.params.items() if k in ("causal", "window", "kind")}
+    names = ("q", "k") if call.op.name.startswith("attention") else ("x",)
+    family = call.op.name.removesuffix("_grad")
+    return (family, *(describe(call[name]) for name in names), str(sorted(kind.items())))
+
+
+def _modelled(call: Call, name: str, fits: Mapping[tuple[str, str], Any]) -> float | None:
+    op = lookup(FORWARD[call.op.name])
+    fit = fits.get((op.name, name))
+    if fit is None:
+        return None
+    params = {k: v for k, v in call.params.items() if k in op.params}
+    terms = op.times(op.call(*call.args[: len(op.operands)], **params), name)
+    if terms is None or not set(fit["words"]).issuperset(terms.words):
+        return None
+    return sum(fit["microseconds"][term] * amount for term, amount in terms.terms.items())
+
+
+def fit(found: Sequence[Row], op: str, name: str) -> dict[str, Any] | None:
+    """Coefficients, and what they were made of; None where the rows are too few."""
+    calls: dict[str, tuple[Any, list[float]]] = {}
+    for row in found:
+        if row.call.op.name == op and name in row.us and not row.held_back:
+            terms = row.call.op.times(row.call, name)
+            if terms is not None:
+                calls.setdefault(str(row.call), (terms, []))[1].append(row.us[name])
+    names = sorted({term for terms, _ in calls.values() for term in terms.terms})
+    if not calls or len(calls) < CALLS_A_TERM * len(names):
+        return None
+    # Of several runs of a call the least: what disturbs a run makes it longer.
+    us = np.array([min(times) for _, times in calls.values()])
+    amounts = np.array([[terms.terms.get(term, 0.0) for term in names] for terms, _ in calls.values()])
+    relative = amounts / us[:, None]
+    coefficients = _coefficients(relative)
+    # Of each call by the others: what the model is worth at a call that it has not seen.
+    errors = [relative[i] @ _coefficients(np.delete(relative, i, 0)) - 1 for i in range(len(us))]
+    sizes = {
+        size: [min(values), max(values)]
+        for size in next(iter(calls.values()))[0].sizes
+        for values in [[terms.sizes[size] for terms, _ in calls.values()]]
+    }
+    return {
+        "microseconds": {term: _rounded(c) for term, c in zip(names, coefficients, strict=True)}, "sizes": sizes,
+        "words": sorted({word for terms, _ in calls.values() for word in terms.words}), "calls": len(calls),
+        "error": _rounded(float(np.median(np.abs(errors)))),
+    }  # fmt: skip
+
+
+def _coefficients(relative: Any) -> Any:
+    """The non-negative ones whose sums are nearest to 1."""
+    weights = np.ones(len(relative))
+    for _ in range(ROUNDS):
+        found, _ = nnls(weights[:, None] * relative, weights)
+        weights = np.maximum(np.abs(relative @ found - 1), NOISE) ** -0.5
+    return found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def table() -> tuple[dict[str, Any], list[Row]]:
+    chip = hardware.chip(CHIP)
+    with target(chip.platform, chip.device_kinds[0]):
+        found = apart(list(rows()))
+        fits: dict[tuple[str, str], Any] = {}
+        for op in sorted(OPS, key=lambda op: op in FORWARD):
+            single = alone(found, fits) if op in FORWARD else found
+            for name in lookup(op).implementations:
+                made = fit(single, op, name)
+                if made is not None:
+                    fits[op, name] = made
+        single = alone(found, fits)
+    ops = {op: {name: made for (of, name), made in fits.items() if of == op} for op in OPS}
+    files = sorted({row.file for row in found})
+    return {"chip": chip.name, "device_kind": chip.device_kinds[0], "files": files, "ops": ops}, single
+
+
+def losses(found: Sequence[Row]) -> dict[tuple[str, bool], list[tuple[float, float, Row]]]:
+    """By op, fitted or held back: the fastest time over the choice's, without and with the models that are shipped."""
+    chip = hardware.chip(CHIP)
+    made: dict[tuple[str, bool], list[tuple[float, float, Row]]] = {}
+    with target(chip.platform, chip.device_kinds[0]):
+        for row in found:
+            names = [name for name in row.us if row.call.op.implementations[name].refusal(row.call) is None]
+            if len(names) < 2:
+                continue
+            ratios = []
+            for known in ({}, times.estimates(row.call, names)):
+                order = evidence.order(row.call, "measured", known)
+                chosen = next(name for name in order.names if name in names)
+                ratios.append(min(row.us[name] for name in names) / row.us[chosen])
+            made.setdefault((row.call.op.name, row.held_back), []).append((ratios[0], ratios[1], row))
+    return made
+
+
+def told(made: Mapping[tuple[str, bool], Sequence[tuple[float, float, Row]]]) -> Iterator[str]:
+    """The rows that are behind with the models, and a line an op."""
+    for (op, apart), pairs in made.items():
+        for before, after, row in pairs:
+            if after < 0.95:
+                us = ", ".join(f"{name} {us:.1f}" for name, us in row.us.items())
+                yield f"  {row.call}: {before:.2f}, then {after:.2f} ({us}; {row.file})"
+        means = [
+            f"mean {statistics.geometric_mean(r):.3f}, worst {min(r):.2f}"
+            for r in zip(*((b, a) for b, a, _ in pairs), strict=True)
+        ]
+        yield f"{op}, {'held back' if apart else 'fitted'}: {len(pairs)} rows, before {means[0]}; after {means[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replay", action="store_true", help="say what dispatch loses, with and without the models")
+    asked = parser.parse_args()
+    made, found = table()
+    SHIPPED.mkdir(exist_ok=True)
+    path = SHIPPED / f"{tables.slug(made['device_kind'])}.json"
+    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    times.forget()
+    for op, fits in made["ops"].items():
+        for name, fitted in fits.items():
+            print(f"{op} {name}: {fitted['calls']} calls, {100 * fitted['error']:.1f} % off in the median")
+    if asked.replay:
+        print("\n".join(told(losses(found))))
+
+
+if __name__ == "__main__":
+    main()
