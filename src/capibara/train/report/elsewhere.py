@@ -9,7 +9,7 @@ from capibara.models.preset import Preset
 __all__ = ["SLICE", "Elsewhere", "planned_elsewhere"]
 
 SLICE = "v4-32"
-_SEARCH_SECONDS = 30.0
+_SEARCH_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
