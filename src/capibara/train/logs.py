@@ -130,7 +130,8 @@ def _words(row: Mapping[str, Any]) -> str:
     if "eval_loss" in row:
         return f"step {row['step']}: held-out loss {row['eval_loss']:.4f} nats a token"
     parts = [f"step {row['step']}: loss {row['loss']:.4f}", f"{row['tokens_per_second']:,.0f} tokens/s"]
-    if row.get("mfu") is not None:
+    # More than all of the peak: a CPU's was measured while it was busy, and says nothing.
+    if row.get("mfu") is not None and row["mfu"] <= 1:
         parts.append(f"MFU {row['mfu']:.1%}")
     parts.append(f"{row['seconds'] * 1e3:.1f} ms")
     if row.get("grad_norm") is not None:
