@@ -94,6 +94,7 @@ class Engine:
     """A model that serves many requests at once. One thread drives it.
 
     >>> from capibara.models import ModularCapibaraModel, load_preset
+    >>> from capibara.serve.request import SamplingParams
     >>> model = ModularCapibaraModel(load_preset("dev").model, precision="float32")
     >>> engine = Engine(model, config=EngineConfig(max_sequences=2, max_batch_tokens=64, page_size=16, max_length=64))
     >>> engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)))
