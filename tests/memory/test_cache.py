@@ -69,6 +69,18 @@ def test_it_is_bounded_and_the_host_has_what_made_room() -> None:
         assert 1 not in cache
 
 
+def test_an_array_that_changes_places_with_another_is_not_lost() -> None:
+    """With room for one on each side, the one that is read and the one that makes room for it cross."""
+    with cache_of(1) as cache:
+        cache["a"], cache["b"] = jnp.asarray(entry(1)), jnp.asarray(entry(2))
+        for _ in range(3):
+            assert float(cache["a"][0]) == 1
+            assert float(cache["b"][0]) == 2
+            assert cache.stats()["device_bytes"] == ENTRY
+            assert cache.stats()["host_bytes"] <= ENTRY
+        assert cache.stats()["dropped"] == 0
+
+
 def test_on_the_host_nothing_stays_on_the_devices() -> None:
     with cache_of(use_hbm=False) as cache:
         for number in range(5):

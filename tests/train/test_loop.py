@@ -201,10 +201,14 @@ def test_out_of_memory_leaves_an_autopsy(tmp_path: Path, monkeypatch: pytest.Mon
     else:
         monkeypatch.setattr(Loop, "_one_step", fails)
     batches, loop = _batches(), _loop(folder=tmp_path)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught, loop.autopsy():
-        loop.prepare(batches[0])
-        with MetricsLog(tmp_path) as log:
+
+    def runs() -> None:
+        with loop.autopsy(), MetricsLog(tmp_path) as log:
+            loop.prepare(batches[0])
             loop.run(wrap_dataset(batches, tokens=False), until=STEPS, log=log)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
+        runs()
     found = autopsy_of(caught.value)
     assert found is not None
     assert found.asked_bytes == 4096

@@ -165,10 +165,12 @@ def autopsy(
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> with autopsy():
-        ...     jnp.ones((1 << 46,))
-        Traceback (most recent call last):
-        jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 281474976710656 bytes.
+        >>> try:
+        ...     with autopsy():
+        ...         jnp.ones((1 << 46,), "float32")
+        ... except RuntimeError as error:
+        ...     print(autopsy_of(error).asked_bytes)
+        281474976710656
     """
     try:
         yield

@@ -252,24 +252,27 @@ class ArrayCache(MutableMapping[Hashable, jax.Array]):
         """Let go of at least so many bytes on a device, if they are there; how many went. They stay on the host."""
         freed = 0
         with self._lock:
-            for key in list(self._on_device):
-                if freed >= wanted:
+            while freed < wanted:
+                gone = self._evict_first(device)
+                if not gone:
                     break
-                entry = self._entries[key]
-                if entry.bytes.get(device):
-                    freed += entry.bytes[device]
-                    self._evict(key, entry, spare=None)
+                freed += gone
         return freed
+
+    def _evict_first(self, device: Any, spare: Hashable | None = None) -> int:
+        """Move what goes first from a device to the host; its bytes there, 0 where there is nothing to move."""
+        for key in self._on_device:
+            entry = self._entries[key]
+            if key != spare and (there := entry.bytes.get(device)):
+                self._evict(key, entry, spare)
+                return there
+        return 0
 
     def _room_on_device(self, entry: _Entry, key: Hashable) -> None:
         for device, count in entry.bytes.items():
-            over = self._device_bytes.get(device, 0) + count - self._device_limit
-            for other in list(self._on_device):
-                if over <= 0:
+            while self._device_bytes.get(device, 0) + count > self._device_limit:
+                if not self._evict_first(device, spare=key):
                     break
-                if other != key and (there := self._entries[other].bytes.get(device)):
-                    over -= there
-                    self._evict(other, self._entries[other], spare=key)
 
     def _evict(self, key: Hashable, entry: _Entry, spare: Hashable | None) -> None:
         """From the devices to the host; a copy that is there already is the same array."""
@@ -282,19 +285,15 @@ class ArrayCache(MutableMapping[Hashable, jax.Array]):
             self._remove(key)
 
     def _to_host(self, key: Hashable, entry: _Entry, array: Any, spare: Hashable | None = None) -> None:
-        """`spare` is on its way from the host, and keeps its place there."""
+        """`spare` is on its way to the devices: its copy here is the last to go, and it stays an entry."""
         size = sum(entry.bytes.values())
-        # A device's size of the cache is counted once a device on the host, which has the parts of all of them.
-        limit = self.size_bytes * (len(entry.bytes) if self.use_hbm else 1)
-        for other in sorted(self._on_host, key=lambda one: self._entries[one].array is None):
-            # First the copies of what is on the devices too: nothing is lost with them.
-            if self._host_bytes + size <= limit:
-                break
-            if other == spare:
-                continue
+        # The host has the parts of every device.
+        limit = self.size_bytes * (max(len(self._device_bytes), 1) if self.use_hbm else 1)
+        while self._host_bytes + size > limit and len(self._on_host):
+            other = next((one for one in self._on_host if one != spare), spare)
             there = self._entries[other]
             self._leave_host(other, there)
-            if there.array is None:
+            if there.array is None and other != spare:
                 del self._entries[other]
                 self._counts["dropped"] += 1
         entry.host = HostCopy(array, entry.sharding).wait()
@@ -302,11 +301,12 @@ class ArrayCache(MutableMapping[Hashable, jax.Array]):
         self._on_host.add(key)
 
     def _bring(self, key: Hashable, entry: _Entry, keep: bool) -> jax.Array:
-        assert entry.host is not None
+        copy = entry.host
+        assert copy is not None
         self._counts["transfers"] += 1
         if keep:
             self._room_on_device(entry, key)
-        array = entry.host.to_device()
+        array = copy.to_device()
         if keep:
             entry.array = array
             self._arrived(key, entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from capibara.memory.limits import checked_choice
@@ -35,38 +35,41 @@ class EvictionOrder(Generic[K]):
 
     def __init__(self, policy: str) -> None:
         self.policy = checked_choice("cache policy", policy, POLICIES)
-        self._clock = 0
-        self._came: dict[K, int] = {}
-        self._last: dict[K, int] = {}
-        self._uses: dict[K, int] = {}
+        # A dictionary keeps the order in which keys came, so that each group below has what goes first in front, and a
+        # use moves a key to the back of its group, or to that of the keys used as often ("lfu").
+        self._groups: dict[int, dict[K, None]] = {}
+        self._group_of: dict[K, int] = {}
 
     def __contains__(self, key: object) -> bool:
-        return key in self._came
+        return key in self._group_of
 
     def __len__(self) -> int:
-        return len(self._came)
+        return len(self._group_of)
 
     def add(self, key: K) -> None:
-        """It came to be there; one that already was, keeps its age."""
-        self._clock += 1
-        self._came.setdefault(key, self._clock)
-        self._last[key] = self._clock
-        self._uses.setdefault(key, 0)
+        """It came to be there; for one that was, nothing changes."""
+        if key not in self._group_of:
+            self._put(key, 0)
 
     def use(self, key: K) -> None:
-        self._clock += 1
-        self._last[key] = self._clock
-        self._uses[key] += 1
+        if self.policy == "fifo":
+            return
+        group = self._group_of[key]
+        self.remove(key)
+        self._put(key, group + 1 if self.policy == "lfu" else group)
+
+    def _put(self, key: K, group: int) -> None:
+        self._groups.setdefault(group, {})[key] = None
+        self._group_of[key] = group
 
     def remove(self, key: K) -> None:
-        for kept in (self._came, self._last, self._uses):
-            kept.pop(key, None)
+        group = self._group_of.pop(key, None)
+        if group is not None:
+            del self._groups[group][key]
+            if not self._groups[group]:
+                del self._groups[group]
 
     def __iter__(self) -> Iterator[K]:
-        """The entries, what goes first first."""
-        rank: dict[str, Callable[[K], tuple[int, ...]]] = {
-            "lru": lambda key: (self._last[key],),
-            "lfu": lambda key: (self._uses[key], self._last[key]),
-            "fifo": lambda key: (self._came[key],),
-        }
-        return iter(sorted(self._came, key=rank[self.policy]))
+        """The entries, what goes first first; none may come or go meanwhile."""
+        for group in sorted(self._groups):
+            yield from self._groups[group]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ __all__ = [
     "live_arrays",
     "live_bytes",
     "looking",
-    "most_of_limit",
     "nbytes_of",
     "used_bytes",
 ]
@@ -102,10 +101,3 @@ def used_bytes() -> dict[Any, int]:
         return {device: int(one["bytes_in_use"]) for device, one in stats.items()}
     arrays = live_bytes()
     return {device: int(one.get("bytes_in_use", arrays[device])) for device, one in stats.items()}
-
-
-def most_of_limit(read: Callable[[], Mapping[Any, int]] = used_bytes) -> tuple[Any, int]:
-    """The fullest device, and its bytes."""
-    found = read()
-    device = max(found, key=lambda one: found[one])
-    return device, found[device]
