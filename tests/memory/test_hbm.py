@@ -8,6 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from capibara.hardware.facts import GiB
 from capibara.memory import HBMOptimizer, MemoryLimitError, StreamPlan
@@ -132,6 +133,26 @@ def test_a_stream_keeps_to_the_bandwidth_limit() -> None:
         pass
     assert time.perf_counter() - started >= 4 * ARRAY / 0.01e9  # a quarter of it would be 0.03 s
     assert optimizer.last_stream["waited_seconds"] > 0
+
+
+def test_a_stream_that_nobody_wants_more_of_ends_at_once() -> None:
+    """The third array would take 26 hours at this limit."""
+    stream = HBMOptimizer(bandwidth_limit_gbps=1e-8).stream([np.zeros(0, np.float32)] * 2 + [np.zeros(250_000)])
+    next(stream)
+    next(stream)  # the third is asked for
+    stream.close()
+
+
+def test_a_divided_stream_counts_by_device() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    arrays = [np.full(SHAPE, number, np.float32) for number in range(4)]
+    optimizer = HBMOptimizer("random")
+    assert optimizer.plan(arrays, capacity_gb=ARRAY / GiB, sharding=place).evictions == ()
+    assert len(optimizer.plan(arrays, capacity_gb=ARRAY / GiB).evictions) == 3
+    for number, array in enumerate(optimizer.stream(arrays, capacity_gb=ARRAY / GiB, sharding=place)):
+        assert array.sharding == place
+        assert float(array[0, 0]) == number
 
 
 def test_arrays_that_are_on_a_device_are_given_as_they_are() -> None:

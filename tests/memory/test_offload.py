@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from capibara.memory import offload
-from capibara.memory.offload import HostCopy, host_kind
+from capibara.memory import HBMOptimizer, create_optimized_cache, offload
+from capibara.memory.offload import HostCopy, host_kind, put
 
 
 def device_with(*kinds: str) -> Any:
@@ -55,8 +55,21 @@ def test_the_same_bits_in_the_same_place(
         np.testing.assert_array_equal(copy.to_numpy(), values)
 
 
+def aligned(count: int) -> np.ndarray:
+    """Zeros whose memory jax would share on a CPU."""
+    room = np.zeros(4 * count + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + 4 * count].view(np.float32)
+
+
+@pytest.mark.quick
 def test_a_numpy_array_may_change_afterwards() -> None:
-    values = np.zeros(1 << 16, np.float32)
-    copy = HostCopy(values, jax.sharding.SingleDeviceSharding(jax.devices()[0])).wait()
-    values[:] = 7
-    assert not np.asarray(copy.to_device()).any()
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    values = aligned(1 << 16)
+    copy, there = HostCopy(values, place).wait(), put(values, place).block_until_ready()
+    with create_optimized_cache(cache_size_gb=1.0) as cache:
+        cache["x"] = values
+        (streamed,) = HBMOptimizer().stream([values])
+        values[:] = 7
+        for array in (copy.to_device(), there, cache["x"], streamed):
+            assert not np.asarray(array).any()

@@ -12,12 +12,11 @@ import jax
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.hardware.facts import GiB
 from capibara.memory import active
 from capibara.memory.eviction import EvictionOrder
-from capibara.memory.limits import checked_size, limit_error
+from capibara.memory.limits import checked_size, gib_for, limit_error
 from capibara.memory.live import bytes_by_device
-from capibara.memory.offload import HostCopy
+from capibara.memory.offload import HostCopy, put
 
 __all__ = ["ArrayCache", "create_optimized_cache"]
 
@@ -112,15 +111,13 @@ class ArrayCache(MutableMapping[Hashable, jax.Array]):
                 raise limit_error(
                     "An entry of a cache is at most as large as the cache",
                     f"{key!r} of {one} bytes{' on a device' if self.use_hbm else ''}, in a cache of {self.size_bytes}",
-                    f"make it {one / GiB:.6g} GiB or more (cache_size_gb), or cut the array",
+                    f"use cache_size_gb={gib_for(one)} or more, or cut the array",
                 )
             self._remove(key)
             self._entries[key] = entry
             if self.use_hbm:
                 self._room_on_device(entry, key)
-                entry.array = (
-                    array if isinstance(array, jax.Array) else jax.device_put(array, sharding, may_alias=False)
-                )
+                entry.array = array if isinstance(array, jax.Array) else put(array, sharding)
                 self._arrived(key, entry)
             else:
                 self._to_host(key, entry, array)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from capibara.cost.padding import padded_bytes
 from capibara.errors import rule_error
 from capibara.hardware.devices import default
 from capibara.memory.eviction import POLICIES, EvictionOrder
-from capibara.memory.limits import checked_choice, checked_size, limit_error
+from capibara.memory.limits import checked_choice, checked_size, gib_for, limit_error
 from capibara.memory.live import in_device_memory, nbytes_of
+from capibara.memory.offload import put
 from capibara.program.chip import Buffer
 
 __all__ = ["ACCESS_PATTERNS", "HBMOptimizer", "Placement", "StreamPlan"]
@@ -101,6 +102,7 @@ class HBMOptimizer:
         *,
         capacity_gb: float | None = None,
         compute_seconds: float = 0.0,
+        sharding: Any = None,
     ) -> StreamPlan:
         """What a stream would do, without doing it.
 
@@ -110,6 +112,7 @@ class HBMOptimizer:
           order: the names in the order of their uses; each once by default.
           capacity_gb: GiB of a device that the stream may take; what programs may have of it by default.
           compute_seconds: what is done with an array takes, before the next is wanted.
+          sharding: where they go: a device then has its part of each. Whole, by default.
         """
         named = _named(shapes)
         uses = list(named) if order is None else list(order)
@@ -118,14 +121,14 @@ class HBMOptimizer:
             raise rule_error("order has names of shapes", repr(unknown[0]), f"use {list(named)[:8]}")
         if not compute_seconds >= 0:
             raise rule_error("compute_seconds is 0 or more", repr(compute_seconds), "leave it out")
-        sizes = {name: _stored_bytes(one) for name, one in named.items()}
+        sizes = {name: _stored_bytes(one, sharding) for name, one in named.items()}
         capacity = _capacity(capacity_gb)
         largest = max(sizes, key=lambda name: sizes[name], default=None)
         if largest is not None and sizes[largest] > capacity:
             raise limit_error(
                 f"Each array of a stream fits its memory, {capacity} bytes",
                 f"{largest!r} of {sizes[largest]} bytes",
-                f"set capacity_gb={sizes[largest] / 2**30:.6g} or more, or cut the array up",
+                f"set capacity_gb={gib_for(sizes[largest])} or more, or cut the array up",
             )
         walk = _Walk(self, sizes, uses, capacity, compute_seconds)
         if self.access_pattern == "random":
@@ -164,6 +167,7 @@ class HBMOptimizer:
             [name for name in uses if name not in there],
             capacity_gb=capacity_gb,
             compute_seconds=compute_seconds,
+            sharding=sharding,
         )
         where = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return self._streamed(plan, uses, there, moved, where)
@@ -185,7 +189,7 @@ class HBMOptimizer:
             counts["loads"] += 1
             counts["bytes"] += array.nbytes
             # Until it is there: a transfer that has been started is not yet one that the limit allows the next after.
-            return jax.device_put(array, where, may_alias=False).block_until_ready()
+            return put(array, where).block_until_ready()
 
         worker = ThreadPoolExecutor(1, thread_name_prefix="capibara-memory-stream")
         try:
@@ -204,6 +208,7 @@ class HBMOptimizer:
                 yield array
                 del array
         finally:
+            throttle.stop()
             worker.shutdown(wait=True, cancel_futures=True)
             self.last_stream = {
                 "seconds": time.perf_counter() - started, "waited_seconds": waited, "bytes": counts["bytes"],
@@ -217,14 +222,18 @@ class _Throttle:
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
         self._free = time.perf_counter()
-        self._never = threading.Event()
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Nobody wants more: who waits, waits no longer."""
+        self._stopped.set()
 
     def take(self, count: int) -> None:
         # They may go when the limit would have brought the last of them: no stretch of time has more than its share.
         now = time.perf_counter()
         self._free = max(self._free, now) + count / self._rate
-        if self._free > now:
-            self._never.wait(self._free - now)
+        if self._stopped.wait(max(self._free - now, 0)):
+            raise CancelledError
 
 
 class _Walk:
@@ -324,8 +333,9 @@ def _by_position(events: tuple[tuple[int, Hashable], ...]) -> dict[int, list[Has
     return found
 
 
-def _stored_bytes(one: Any) -> int:
+def _stored_bytes(one: Any, sharding: Any) -> int:
     shape = tuple(one.shape if hasattr(one, "shape") else one)
+    shape = shape if sharding is None else sharding.shard_shape(shape)
     dtype = jnp.dtype(one.dtype if hasattr(one, "dtype") else "float32")
     return math.ceil(padded_bytes(Buffer(0, nbytes_of(shape, dtype), shape, str(dtype)), default().platform))
 

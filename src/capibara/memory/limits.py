@@ -12,7 +12,15 @@ from capibara.hardware.facts import GiB
 if TYPE_CHECKING:
     from capibara.memory.autopsy import Autopsy
 
-__all__ = ["MemoryLimitError", "checked_choice", "checked_share", "checked_size", "limit_error", "limit_in_force"]
+__all__ = [
+    "MemoryLimitError",
+    "checked_choice",
+    "checked_share",
+    "checked_size",
+    "gib_for",
+    "limit_error",
+    "limit_in_force",
+]
 
 
 class MemoryLimitError(CapibaraError, ValueError):
@@ -30,6 +38,16 @@ def limit_error(rule: str, arrived: object, fix: str) -> MemoryLimitError:
     error = MemoryLimitError(str(said))
     error.parts = parts_of(said)  # type: ignore[attr-defined]
     return error
+
+
+def gib_for(count: int) -> str:
+    """A number of GiB, short enough to write, that so many bytes fit in.
+
+    >>> gib_for(2**30), gib_for(12345)
+    ('1', '1.14973e-05')
+    """
+    text = f"{count / GiB:.6g}"
+    return text if float(text) * GiB >= count else f"{count / GiB * (1 + 1e-5):.6g}"
 
 
 def checked_size(name: str, gigabytes: float) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 __all__ = [
     "bytes_by_device",
@@ -38,7 +39,8 @@ def nbytes_of(shape: tuple[int, ...], dtype: Any) -> int:
 def in_device_memory(array: jax.Array) -> bool:
     """Whether it lies in the devices' own memory, and not in the host's as their programs see it."""
     kind = array.sharding.memory_kind
-    return kind is None or kind == next(iter(array.sharding.device_set)).default_memory().kind
+    device: Any = next(iter(array.sharding.device_set))
+    return kind is None or kind == device.default_memory().kind
 
 
 def bytes_by_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[Any, int]:
@@ -54,7 +56,7 @@ def live_arrays() -> list[jax.Array]:
             array
             for array in jax.live_arrays()
             if not array.is_deleted()
-            if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)  # a key's words are an array too
+            if not jnp.issubdtype(array.dtype, jax.dtypes.extended)  # a key's words are an array too
             if in_device_memory(array)
         ]
         # An array that was put where it lay is a second object with the first one's memory.

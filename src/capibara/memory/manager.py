@@ -16,15 +16,14 @@ import jax
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.hardware.facts import GiB
 from capibara.memory import active
 from capibara.memory.autopsy import autopsy, examine
 from capibara.memory.compress import Packed, check_code, pack, packed_bytes, unpack, unpack_on_host
 from capibara.memory.eviction import EvictionOrder
-from capibara.memory.limits import MemoryLimitError, checked_choice, limit_error
+from capibara.memory.limits import MemoryLimitError, checked_choice, gib_for, limit_error, limit_in_force
 from capibara.memory.live import bytes_by_device, looking
 from capibara.memory.monitor import Sampler, TpuMemoryMonitor
-from capibara.memory.offload import HostCopy
+from capibara.memory.offload import HostCopy, put
 
 __all__ = ["POLICIES", "TpuMemoryManager"]
 
@@ -181,7 +180,7 @@ class TpuMemoryManager:
                 limit_error(
                     f"A tensor fits the limit by itself: {self.limit_bytes} bytes of a device",
                     f"{name!r}, {dtype}{list(tensor.shape)} of {largest} bytes on a device",
-                    f"set memory_limit_gb={largest / GiB:.6g} or more, divide it over more devices, or cut it up",
+                    f"{_larger_limit(largest)}divide it over more devices, or cut it up",
                 )
             )
         with self._lock:
@@ -346,8 +345,7 @@ class TpuMemoryManager:
             limit_error(
                 f"At most {self.limit_bytes} bytes of a device are in use",
                 f"{short.need} bytes more on {short.device}, beside {short.used} that nothing here can free{held}",
-                f"let go of arrays that are done with, or set memory_limit_gb={(short.used + short.need) / GiB:.6g} or "
-                "more",
+                f"{_larger_limit(short.used + short.need)}let go of arrays that are done with",
             )
         )
 
@@ -433,7 +431,7 @@ class TpuMemoryManager:
                 return short
             on_host, *scales_on_host = (copy.to_numpy() for copy in tensor.packed_on_host)
             whole = unpack_on_host(on_host, scales_on_host[0] if scales_on_host else None, tensor.dtype)
-            tensor.array = jax.device_put(whole, tensor.sharding, may_alias=False)
+            tensor.array = put(whole, tensor.sharding)
         tensor.packed, tensor.packed_on_host = None, []
         return None
 
@@ -502,6 +500,11 @@ class TpuMemoryManager:
                     for name, one in self._tensors.items()
                 },
             }
+
+
+def _larger_limit(count: int) -> str:
+    """The beginning of a fix: the limit that would do, where the devices have that much."""
+    return f"set memory_limit_gb={gib_for(count)} or more, " if limit_in_force(count) >= count else ""
 
 
 def _with_autopsy(error: MemoryLimitError) -> MemoryLimitError:

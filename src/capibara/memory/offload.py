@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["HOST_KINDS", "HostCopy", "host_kind", "is_host_copy"]
+__all__ = ["HOST_KINDS", "HostCopy", "host_kind", "is_host_copy", "put"]
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
 """Memories of the host that a device's programs know, the faster one to copy from first."""
@@ -21,8 +21,16 @@ def host_kind(device: Any) -> str | None:
     return next((kind for kind in HOST_KINDS if kind in kinds), None)
 
 
-def _in_host_memory(array: Any, sharding: Any) -> jax.Array:
+def put(array: Any, sharding: Any) -> jax.Array:
+    """The array there, in memory of its own: whoever has the other may change or delete it once this has arrived."""
+    if isinstance(array, np.ndarray) and next(iter(sharding.device_set)).platform == "cpu":
+        # Where numpy's memory is well aligned jax shares it, also when it is told not to.
+        array = np.array(array)
     return jax.device_put(array, sharding, may_alias=False)
+
+
+def _in_host_memory(array: Any, sharding: Any) -> jax.Array:
+    return put(array, sharding)
 
 
 def is_host_copy(frame: Any) -> bool:
