@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from capibara.memory.compress import CODES, pack, packed_bytes, unpack, unpack_on_host
+from capibara.memory.compress import CODES, _packers, pack, packed_bytes, packing_bytes, unpack, unpack_on_host
 from capibara.memory.live import bytes_by_device
 
 
@@ -50,12 +50,28 @@ def test_the_error_is_within_its_bound_and_never_grows(code: str, dtype: str) ->
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf])
 def test_what_has_no_code_is_not_packed(worst: float) -> None:
-    assert pack(jnp.asarray([[1.0, worst]]), "int8") is None
-    assert pack(jnp.asarray([[1.0, worst]]), "bfloat16") is None
+    values = np.ones((64, 64), np.float32)
+    values[5, 7] = worst
+    assert pack(jnp.asarray(values), "int8") is None
+    assert pack(jnp.asarray(values), "bfloat16") is None
 
 
 def test_a_number_that_bfloat16_does_not_reach() -> None:
     assert pack(jnp.asarray([[np.finfo(np.float32).max]]), "bfloat16") is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("code", ["bfloat16", "int8"])
+def test_packing_takes_no_more_than_it_says(code: str) -> None:
+    x = jnp.ones((256, 256))
+    said = packing_bytes(code, x.shape, x.sharding)[jax.devices()[0]]
+    scales_of, values_of, loss_of = _packers(code, "float32", x.sharding)
+    scales = scales_of(x)
+    values = values_of(x, scales)
+    for program, args in ((scales_of, (x,)), (values_of, (x, scales)), (loss_of, (x, values, scales))):
+        used = program.lower(*args).compile().memory_analysis()
+        beside = max(used.argument_size_in_bytes - x.nbytes, 0)
+        assert used.temp_size_in_bytes + used.output_size_in_bytes + beside <= said + 1024
 
 
 @pytest.mark.quick

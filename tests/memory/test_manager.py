@@ -207,7 +207,7 @@ def test_compression_is_within_its_bound_and_only_where_it_is_enabled(policy: st
 
 
 def test_compressed_tensors_go_to_the_host_when_that_is_not_enough() -> None:
-    manager = manager_of(4, compression_enabled=True, cleanup_threshold=0.6)
+    manager = manager_of(6, compression_enabled=True, cleanup_threshold=0.5)
     expected = {str(number): numbers(number) for number in range(12)}
     for name, values in expected.items():
         manager.register(name, jnp.asarray(values), policy="compress_int8")

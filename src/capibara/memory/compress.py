@@ -7,6 +7,7 @@ exactly: a tensor that was compressed once loses nothing when it is compressed a
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from capibara.errors import rule_error
 from capibara.memory.limits import checked_choice
 from capibara.memory.live import bytes_by_device
 
-__all__ = ["CODES", "Packed", "check_code", "pack", "packed_bytes", "unpack", "unpack_on_host"]
+__all__ = ["CODES", "Packed", "check_code", "pack", "packed_bytes", "packing_bytes", "unpack", "unpack_on_host"]
 
 CODES: dict[str, tuple[str, ...]] = {"int8": ("float32", "bfloat16", "float16"), "bfloat16": ("float32",)}
 """Code -> the types that it makes smaller."""
@@ -67,6 +68,13 @@ def packed_bytes(code: str, shape: tuple[int, ...], sharding: Any) -> dict[Any, 
     return {device: count + scales for device, count in values.items()}
 
 
+def packing_bytes(code: str, shape: tuple[int, ...], sharding: Any) -> dict[Any, int]:
+    """What packing takes beside the tensor, at the most: the packed form, and a float32 copy that some compilers (the
+    CPU's) keep while they measure the loss."""
+    wide = bytes_by_device(shape, jnp.dtype("float32"), sharding)
+    return {device: count + wide[device] for device, count in packed_bytes(code, shape, sharding).items()}
+
+
 def pack(array: jax.Array, code: str) -> Packed | None:
     """The tensor in the code, on the same devices; None for one with an infinity or not-a-number, which have no code.
 
@@ -79,10 +87,11 @@ def pack(array: jax.Array, code: str) -> Packed | None:
     True
     """
     check_code(code, array.shape, array.dtype)
-    values, scales, bound, error, finite = _packer(code, str(array.dtype), array.sharding)(array)
-    if not bool(finite):
-        return None
-    return Packed(code, values, scales, array.dtype, float(bound), float(error))
+    scales_of, values_of, loss_of = _packers(code, str(array.dtype), array.sharding)
+    scales = scales_of(array)
+    values = values_of(array, scales)
+    bound, error = map(float, loss_of(array, values, scales))
+    return Packed(code, values, scales, array.dtype, bound, error) if math.isfinite(error) else None
 
 
 def unpack(packed: Packed) -> jax.Array:
@@ -96,23 +105,34 @@ def unpack_on_host(values: np.ndarray, scales: np.ndarray | None, dtype: Any) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _packer(code: str, dtype: str, sharding: Any) -> Any:
-    def packed(x: jax.Array) -> tuple[Any, ...]:
-        wide = x.astype(jnp.float32)
-        if code == "int8":
-            largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-            scales = _scale(largest, dtype)
-            values = jnp.clip(jnp.round(wide / scales), -_LARGEST, _LARGEST).astype(jnp.int8)
-            bound = jnp.max(scales) / 2
-        else:
-            scales = None
-            values = wide.astype(jnp.bfloat16)
-            # Half a unit in the last of eight binary places.
-            bound = jnp.maximum(jnp.max(jnp.abs(wide)) / 256, 2.0**-126)
-        error = jnp.max(jnp.abs(_decoded(values, scales, dtype, jnp).astype(jnp.float32) - wide))
-        return values, scales, bound, error, jnp.all(jnp.isfinite(wide)) & jnp.all(jnp.isfinite(error))
+def _packers(code: str, dtype: str, sharding: Any) -> tuple[Any, Any, Any]:
+    """Scales, values, and what is lost: three programs, as one would keep a float32 copy of the tensor between its
+    loops, when there is little memory to spare."""
 
-    return jax.jit(packed, out_shardings=(sharding, None, None, None, None))
+    def scales_of(x: jax.Array) -> Any:
+        return None if code == "bfloat16" else _scale(jnp.max(jnp.abs(_wide(x)), axis=-1, keepdims=True), dtype)
+
+    def values_of(x: jax.Array, scales: Any) -> jax.Array:
+        if scales is None:
+            return x.astype(jnp.bfloat16)
+        return jnp.clip(jnp.round(_wide(x) / scales), -_LARGEST, _LARGEST).astype(jnp.int8)
+
+    def loss_of(x: jax.Array, values: jax.Array, scales: Any) -> tuple[Any, ...]:
+        # What is not finite counts as infinitely far: a maximum by itself may pass over what is not a number.
+        differs = jnp.abs(_wide(_decoded(values, scales, dtype, jnp)) - _wide(x))
+        error = jnp.max(jnp.where(jnp.isfinite(x), differs, jnp.inf))
+        if scales is None:
+            # Half a unit in the last of eight binary places.
+            bound = jnp.maximum(jnp.max(jnp.abs(_wide(x))) / 256, 2.0**-126)
+        else:
+            bound = jnp.max(scales) / 2
+        return bound, error
+
+    return jax.jit(scales_of), jax.jit(values_of, out_shardings=sharding), jax.jit(loss_of)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
 def _scale(largest: jax.Array, dtype: str) -> jax.Array:

@@ -18,7 +18,7 @@ import numpy as np
 from capibara.errors import rule_error
 from capibara.memory import active
 from capibara.memory.autopsy import autopsy, examine
-from capibara.memory.compress import Packed, check_code, pack, packed_bytes, unpack, unpack_on_host
+from capibara.memory.compress import Packed, check_code, pack, packed_bytes, packing_bytes, unpack, unpack_on_host
 from capibara.memory.eviction import EvictionOrder
 from capibara.memory.limits import MemoryLimitError, checked_choice, gib_for, limit_error, limit_in_force
 from capibara.memory.live import bytes_by_device, looking
@@ -363,8 +363,8 @@ class TpuMemoryManager:
         if code is not None and self.compression_enabled and tensor.host is None and tensor.packed is None:
             size = packed_bytes(code, tensor.shape, tensor.sharding)
             smaller = all(count < tensor.bytes[device] for device, count in size.items())
-            # Both forms are there for a moment.
-            if smaller and all(count <= room.get(device, count) for device, count in size.items()):
+            while_packing = packing_bytes(code, tensor.shape, tensor.sharding)
+            if smaller and all(count <= room.get(device, count) for device, count in while_packing.items()):
                 tensor.packed = pack(tensor.array, code)
                 self.monitor.used()
             if tensor.packed is not None:
