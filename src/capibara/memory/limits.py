@@ -44,7 +44,7 @@ def gib_for(count: int) -> str:
     """A number of GiB, short enough to write, that so many bytes fit in.
 
     >>> gib_for(2**30), gib_for(12345)
-    ('1', '1.14973e-05')
+    ('1', '1.14972e-05')
     """
     text = f"{count / GiB:.6g}"
     return text if float(text) * GiB >= count else f"{count / GiB * (1 + 1e-5):.6g}"
