@@ -248,6 +248,55 @@ def sharding_of_a_model() -> None:
     assert placed["w"].sharding.mesh.size == mesh_sharding.mesh.size == 32
 
 
+@shows(
+    ":TpuMemoryManager", ":TpuMemoryManager.managed_context", ":TpuMemoryManager.register", ":TpuMemoryManager.get",
+    ":TpuMemoryManager.stats", ":HBMOptimizer", ":TpuMemoryMonitor", ":create_optimized_cache",
+    of="capibara.jax.tpu_v4.optimizations",
+)  # fmt: skip
+def memory_of_a_device() -> None:
+    import jax.numpy as jnp
+
+    from capibara.jax.tpu_v4.optimizations import (
+        HBMOptimizer,
+        TpuMemoryManager,
+        TpuMemoryMonitor,
+        create_optimized_cache,
+    )
+
+    manager = TpuMemoryManager(
+        memory_limit_gb=32.0, cleanup_threshold=0.85, prefetch_enabled=True, compression_enabled=True
+    )
+    HBMOptimizer(access_pattern="sequential", cache_policy="lru", bandwidth_limit_gbps=900)
+    TpuMemoryMonitor(memory_limit_gb=32.0, cleanup_threshold=0.85)
+    with manager.managed_context():
+        manager.register(name="weights", array=jnp.asarray(SQUARE), policy="offload")
+        assert manager.get(name="weights").shape == (32, 32)
+    assert manager.stats()["hits"] == 1
+    cache = create_optimized_cache(cache_size_gb=4.0, use_hbm=True, prefetch_enabled=True)
+    cache["rows"] = jnp.asarray(ROWS)
+    assert cache.prefetch(["rows"]) == 0
+    assert cache["rows"].shape == (8, 32)
+    assert cache.stats()["hits"] == 1
+    cache.close()
+
+
+@shows(
+    "HBMOptimizer.plan", "HBMOptimizer.stream", "TpuMemoryMonitor.usage", "TpuMemoryMonitor.peak",
+    of="capibara.memory:",
+)  # fmt: skip
+def memory_planned_and_measured() -> None:
+    from capibara.memory import HBMOptimizer, TpuMemoryMonitor
+
+    optimizer = HBMOptimizer(access_pattern="sequential", cache_policy="lru", bandwidth_limit_gbps=900)
+    planned = optimizer.plan(shapes={"a": (32, 32), "b": (32, 32)}, order=["a", "b", "a"])
+    assert (planned.prefetch_distance, planned.evictions) == (1, ())
+    assert planned.layout["a"].where == "resident"
+    assert planned.seconds > 0
+    assert [array.shape for array in optimizer.stream(arrays=[SQUARE, ROWS])] == [(32, 32), (8, 32)]
+    monitor = TpuMemoryMonitor(memory_limit_gb=32.0, cleanup_threshold=0.85)
+    assert 0 <= monitor.usage() <= monitor.peak()
+
+
 @shows("capibara.jax.tpu_v4.training:create_training_mesh")
 def training_mesh() -> None:
     from capibara.jax.tpu_v4.training import create_training_mesh

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 from capibara.cli.main import app
+from capibara.memory.autopsy import autopsy
+from capibara.train import run
 from capibara.train.logs import read_metrics
 from capibara.train.report import read_lives
 
@@ -123,3 +126,26 @@ def test_the_demonstration_kills_its_run_and_goes_on(tmp_path: Path) -> None:
     again = _run(tmp_path, "demo", "--out", str(folder))
     assert again.returncode == 2
     assert "another folder" in again.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("json_asked", [False, True])
+def test_out_of_memory_is_3_with_what_lay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json_asked: bool
+) -> None:
+    def runs_out(*_: Any, **__: Any) -> None:
+        with autopsy():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4096 bytes.")
+
+    monkeypatch.setattr(run, "train", runs_out)
+    words = ["train", "dev", "--out", str(tmp_path / "run"), *(["--json"] if json_asked else [])]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 3
+    if json_asked:
+        error = json.loads(ran.stdout)["error"]
+        assert (error["kind"], error["exit_code"]) == ("out_of_memory", 3)
+        assert "asked for: 4096 bytes" in error["message"]
+    else:
+        assert "asked for: 4096 bytes" in ran.stderr
+        assert "in use on cpu:0" in ran.stderr
+        assert "Traceback" not in ran.stderr

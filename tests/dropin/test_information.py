@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import math
@@ -91,6 +92,39 @@ def test_status_says_what_is_true_now(ops: dict[str, FakeOp]) -> None:
         ops["gemm"] = FakeOp("linalg", kernel=False)
         assert get_optimization_status() == {**off, "tpu_optimized": True}
     assert get_optimization_status() == off
+
+
+@pytest.mark.quick
+def test_memory_is_optimized_inside_of_a_context_and_while_something_is_away(ops: dict[str, FakeOp]) -> None:
+    from capibara.memory import TpuMemoryManager, create_optimized_cache
+
+    def said() -> bool:
+        return get_optimization_status()["memory_optimized"]
+
+    gc.collect()
+    assert not said()
+    manager = TpuMemoryManager(memory_limit_gb=1.0, prefetch_enabled=False)
+    manager.register("x", jax.numpy.ones(8))
+    assert not said()  # registered, and on the device as it was
+    with manager.managed_context():
+        assert said()
+        with manager.managed_context():
+            pass
+        assert said()
+    assert not said()
+    manager.offload("x")
+    assert said()
+    manager.get("x")
+    assert not said()
+    with create_optimized_cache(cache_size_gb=0.1):
+        assert said()
+    assert not said()
+    cache = create_optimized_cache(cache_size_gb=0.1)
+    assert said()
+    assert len(cache) == 0
+    del cache
+    gc.collect()
+    assert not said()
 
 
 def test_the_real_registry_is_read() -> None:

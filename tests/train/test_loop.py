@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 from tests.train.tiny_runs import packed_batches, tiny_model
 
 from capibara.checkpoints.store import Checkpoints
+from capibara.memory import autopsy_of
 from capibara.models.preset import OptimizerSettings, TrainSettings
+from capibara.parallel import run as layouts_run
 from capibara.train import recovery
 from capibara.train.config import LoraSettings
 from capibara.train.data.wrapped import wrap_dataset
 from capibara.train.logs import MetricsLog, read_metrics
-from capibara.train.loop import Loop, LoopOptions
+from capibara.train.loop import AUTOPSY, Loop, LoopOptions
 from capibara.train.lora import LoraTrainable
 from capibara.train.trainable import LossTrainable
 
@@ -186,3 +189,35 @@ def test_an_evaluation_that_fails_at_the_end_costs_no_step(tmp_path: Path) -> No
         with MetricsLog(None) as log, pytest.raises(OSError, match="held-out"):
             loop.run(wrap_dataset(_batches(), tokens=False), until=3, log=log, evaluation=evaluation)
         assert checkpoints.latest() == 3
+
+
+@pytest.mark.parametrize("where", ["compile", "step"])
+def test_out_of_memory_leaves_an_autopsy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fails(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4096 bytes.")
+
+    if where == "compile":
+        monkeypatch.setattr(layouts_run, "lower_program", fails)
+    else:
+        monkeypatch.setattr(Loop, "_one_step", fails)
+    batches, loop = _batches(), _loop(folder=tmp_path)
+
+    def runs() -> None:
+        with loop.autopsy(), MetricsLog(tmp_path) as log:
+            loop.prepare(batches[0])
+            loop.run(wrap_dataset(batches, tokens=False), until=STEPS, log=log)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
+        runs()
+    found = autopsy_of(caught.value)
+    assert found is not None
+    assert found.asked_bytes == 4096
+    assert found.prediction is not None
+    assert found.prediction.on == "2 simulated devices"
+    assert found.prediction.arguments >= 3 * 8 * 4 * 4  # the weights and two moments of each
+    assert any("float32[8,4]" in name for name, _ in found.prediction.largest)
+    if where == "step":
+        assert any("float32[8,4]" in row.arrays for row in found.buffers)
+    written = json.loads((tmp_path / AUTOPSY).read_text(encoding="utf-8"))
+    assert written["error"] == found.error
+    assert "predicted for" in caught.value.__notes__[0]

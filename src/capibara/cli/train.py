@@ -51,6 +51,7 @@ def train(
     join_from_environment()
     # Started again by the supervisor: from what is there.
     resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
+    from capibara.memory.autopsy import autopsy_of
     from capibara.plan.search.plans import DoesNotFit
     from capibara.processes import process_index
     from capibara.train.config import load_run
@@ -77,6 +78,13 @@ def train(
         else:
             typer.echo(f"capibara: {text}", err=True)
         raise typer.Exit(Code.DOES_NOT_FIT) from refusal
+    except RuntimeError as error:
+        found = autopsy_of(error)
+        if found is None:
+            raise
+        if loud:
+            _out_of_memory(found, folder, json)
+        raise typer.Exit(Code.DOES_NOT_FIT) from error
     if not loud:
         return
     tell("writing the report")
@@ -96,6 +104,14 @@ def train(
         output.show_json(summary)
     else:
         output.show_page(report.page)
+
+
+def _out_of_memory(found: Any, folder: Path, json: bool) -> None:
+    if json:
+        fix = found.nearest_change
+        output.show_json(failures.error(Code.DOES_NOT_FIT, str(found), kind="out_of_memory", got=found.error, fix=fix))
+    else:
+        typer.echo(f"capibara: {found}\nAll of it: {folder / 'autopsy.json'}", err=True)
 
 
 def _preempted(text: str, json: bool, loud: bool) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from capibara.compile.report import ErrorKind
 
-__all__ = ["OverLimit", "classify", "over_limit", "thrown_by_compilers", "useful_lines"]
+__all__ = ["OverLimit", "asked_bytes", "classify", "over_limit", "thrown_by_compilers", "useful_lines"]
 
 # Tracing runs the caller's code, so anything that a mistake in it raises is a failed case, not a failed tool.
 _PYTHON_ERRORS: tuple[type[BaseException], ...] = (
@@ -83,6 +83,21 @@ def over_limit(text: str) -> OverLimit | None:
             used, used_unit, limit, limit_unit = found.groups()
             return OverLimit(_bytes(used, used_unit), _bytes(limit, limit_unit))
     return None
+
+
+_ASKED = re.compile(rf"(?:allocating|to allocate|to reserve) {_SIZE}", re.I)
+
+
+def asked_bytes(text: str) -> int | None:
+    """What an allocator was asked for when it had no more, where its message says it.
+
+    >>> asked_bytes("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes.")
+    4096
+    >>> asked_bytes("RESOURCE_EXHAUSTED: Attempting to allocate 1.50G. That was not possible.")
+    1610612736
+    """
+    found = _ASKED.search(text)
+    return None if found is None else _bytes(*found.groups())
 
 
 def _bytes(number: str, unit: str) -> int:

@@ -9,6 +9,7 @@ import jax
 
 from capibara.dropin.installation import versions
 from capibara.errors import ImplementationRefused
+from capibara.memory.active import memory_optimized
 from capibara.mesh import context
 
 __all__ = ["get_backend_info", "get_optimization_status"]
@@ -42,12 +43,14 @@ def get_backend_info() -> dict[str, Any]:
 
 
 def get_optimization_status() -> dict[str, bool]:
-    """What is true where this is called: dispatch on, kernels picked by it, memory managed."""
+    """What is true where this is called: dispatch on, kernels picked by it, memory managed.
+
+    Memory is managed inside of a `TpuMemoryManager`'s context, and while a cache is open or a tensor offloaded.
+    """
     return {
         "tpu_optimized": context.active(),
         "custom_kernels_active": context.active() and _picks_kernels(),
-        # Nothing manages memory in this version.
-        "memory_optimized": False,
+        "memory_optimized": memory_optimized(),
     }
 
 

@@ -18,6 +18,7 @@ from capibara.kernels.core.counting import traced_cost
 from capibara.kernels.core.explanation import explain
 from capibara.kernels.core.spec import Cost, standard_normal
 from capibara.kernels.lab.timing import compare
+from capibara.memory.live import used_bytes
 
 SAMPLES = 5
 BUDGET_SECONDS = 1.0
@@ -51,20 +52,7 @@ def seconds_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
 
 def memory_in_use() -> float:
     """GiB in use on this process's devices, by their allocators; by the live arrays where a device does not say."""
-    total, silent = 0, set()
-    for device in jax.local_devices():
-        stats = device.memory_stats() or {}
-        if "bytes_in_use" in stats:
-            total += stats["bytes_in_use"]
-        else:
-            silent.add(device)
-    if silent:
-        for array in jax.live_arrays():
-            if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-                continue  # a key's words are an array too, and counted there
-            held = len(silent & array.sharding.addressable_devices)
-            total += held * math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    return total / GiB
+    return sum(used_bytes().values()) / GiB
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from capibara.axes import mesh_axes_of
-from capibara.errors import rule_error
+from capibara.errors import rule_error, unsaid
+from capibara.hardware.topology import Slice
 from capibara.kernels.core.dispatch import recording
 from capibara.mesh.layout import Layout
 from capibara.models.preset import TrainSettings
@@ -21,8 +22,10 @@ from capibara.parallel import run as layouts_run
 from capibara.parallel.job import Job
 from capibara.parallel.remat import OFFLOAD, POLICIES
 from capibara.parallel.trainer_step import EXPERT_SHARE, FROZEN, UNSENT, StepOptions, initial_state, trainer_job
+from capibara.plan.api import plan
+from capibara.plan.result import Plan
 from capibara.plan.search.space import PARAMETERS
-from capibara.train.layouts import Chosen, choose_layout, with_choice
+from capibara.train.layouts import Chosen, choose_layout, slice_of, with_choice
 from capibara.train.placing import copied, rows_and_length
 from capibara.train.trainable import Trainable
 
@@ -30,6 +33,10 @@ __all__ = ["CompiledStep", "LoopOptions", "StepMaker"]
 
 _UNROLL_AT_MOST = 64
 """Repeats of a pattern that a GPU's program writes out: beyond, compiling takes longer than it gives."""
+
+
+_REPLAN_SECONDS = 10.0
+"""After an out-of-memory error, for its report."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class StepMaker:
         self.optimizer = optimizer
         self.step_options = step_options
         self.tell = tell
+        self._planned: tuple[Job, Slice, Mapping[str, int] | None] | None = None
 
     def compile(self, batch: Any, options: LoopOptions, devices: Sequence[Any]) -> CompiledStep:
         """The step for batches like this one, of all processes."""
@@ -179,8 +187,18 @@ class StepMaker:
                 )
             parameters = tuple(word for word in parameters if word != "full")
         job = self._job(batch, devices, 1, int((axes or {}).get("data", 1)))
+        self._planned = (job, slice_of(devices)[0], axes)
         chosen = choose_layout(job, devices, axes, parameters=parameters)
         return replace(chosen, layout=_with_own_places(job, chosen.layout))
+
+    def replan(self, memory_limit_gb: float | None = None) -> Plan:
+        """The planner's word on the step that was compiled last; with a limit, on the nearest one that keeps to it."""
+        if self._planned is None:
+            raise rule_error("A step is planned when it is laid out", "no step", "prepare the loop first")
+        job, where, axes = self._planned
+        mesh = axes if memory_limit_gb is None else None  # to make it fit, another mesh may do
+        with unsaid():  # what is planned here does not run
+            return plan(job, on=where, mesh=mesh, memory_limit_gb=memory_limit_gb, time_limit=_REPLAN_SECONDS)
 
     # What the step starts from.
 

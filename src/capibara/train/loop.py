@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 
 from capibara.checkpoints.store import Checkpoints
 from capibara.errors import CapibaraError, rule_error
+from capibara.memory.autopsy import Autopsy, autopsy
 from capibara.models import step_hooks
 from capibara.models.preset import OptimizerSettings, TrainSettings
 from capibara.observe.goodput import Goodput
@@ -39,8 +41,10 @@ from capibara.train.preemption import Preemption
 from capibara.train.trainable import Trainable
 from capibara.train.watchdog import Watchdog
 
-__all__ = ["Diverged", "Loop", "LoopOptions", "Preempted", "Result"]
+__all__ = ["AUTOPSY", "Diverged", "Loop", "LoopOptions", "Preempted", "Result"]
 
+AUTOPSY = "autopsy.json"
+"""In a run's folder, what lay in memory when it ran out."""
 _POSITIONS = 8192
 """Steps whose place in the data is remembered, for a state that goes back."""
 _SLOWEST_BFLOAT16 = 0.99
@@ -196,6 +200,16 @@ class Loop:
     def place(self, batch: Any, share: tuple[int, int] = (0, 1)) -> Any:
         """A batch, or the part of it that `share` says, as an array over all devices, where the layout puts it."""
         return place(batch, self.compiled.program.arguments[2], share)
+
+    def autopsy(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, an out-of-memory error says what lay in memory, and beside it what the planner says of the step."""
+        return autopsy(plan=self._maker.replan, tell=self._out_of_memory)
+
+    def _out_of_memory(self, found: Autopsy) -> None:
+        if self.folder is not None and process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
+            (self.folder / AUTOPSY).write_text(text + "\n", encoding="utf-8")
 
     # Running it.
 

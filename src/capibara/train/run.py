@@ -5,6 +5,7 @@ DIR/run.json         what it knew while it ran: devices, layout, kernels, predic
 DIR/metrics.jsonl    a line a step
 DIR/checkpoints/     and the data's position in each
 DIR/merged/          of a LoRA run, the model with its changes added, as a Hugging Face folder
+DIR/autopsy.json     of a run that ran out of memory: what lay there, what was predicted, what would fit
 DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
 """
 
@@ -114,6 +115,7 @@ def train(
             goodput=goodput,
             tell=tell,
         )
+        stack.enter_context(loop.autopsy())
         if watchdog is not None:
             watchdog.beat(0, "data", allow=max(_TOKENISE_SECONDS, watchdog.timeout))
         with _batches(config, model.tokenizer, "train") as whole:

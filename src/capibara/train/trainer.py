@@ -180,7 +180,8 @@ class TpuDistributedTrainer:
             if self.loop is None:
                 first = batches.peek()
                 loop = self._loop(first, steps, keep)
-                kept = loop.prepare(first)
+                with loop.autopsy():
+                    kept = loop.prepare(first)
                 self._reached = _Call(**(kept or {}).get("call", {"number": 0, "began": 0}))
                 self.loop = loop
             if self._calls < self._reached.number:
@@ -199,7 +200,8 @@ class TpuDistributedTrainer:
             self.loop.beside = {"call": dataclasses.asdict(self._reached)}
             log = stack.enter_context(MetricsLog(None, tell=self.tell))
             try:
-                result = self.loop.run(batches, until=limit, log=log)
+                with self.loop.autopsy():
+                    result = self.loop.run(batches, until=limit, log=log)
                 self._calls += 1
                 return result
             finally:

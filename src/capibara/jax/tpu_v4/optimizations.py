@@ -9,6 +9,10 @@ from capibara._exports import exports
 
 if TYPE_CHECKING:
     from capibara.dropin.information import get_optimization_status as get_optimization_status
+    from capibara.memory.cache import create_optimized_cache as create_optimized_cache
+    from capibara.memory.hbm import HBMOptimizer as HBMOptimizer
+    from capibara.memory.manager import TpuMemoryManager as TpuMemoryManager
+    from capibara.memory.monitor import TpuMemoryMonitor as TpuMemoryMonitor
     from capibara.mesh.context import tpu_v4_optimization_context as tpu_v4_optimization_context
     from capibara.plan.sharding.mesh_sharding import create_mesh_sharding as create_mesh_sharding
     from capibara.plan.sharding.strategy import optimize_sharding_strategy as optimize_sharding_strategy
@@ -19,6 +23,10 @@ __all__, __getattr__, __dir__ = exports(
     __name__,
     {
         "capibara.dropin.information": "get_optimization_status",
+        "capibara.memory.cache": "create_optimized_cache",
+        "capibara.memory.hbm": "HBMOptimizer",
+        "capibara.memory.manager": "TpuMemoryManager",
+        "capibara.memory.monitor": "TpuMemoryMonitor",
         "capibara.mesh.context": "tpu_v4_optimization_context",
         "capibara.plan.sharding.mesh_sharding": "create_mesh_sharding",
         "capibara.plan.sharding.strategy": "optimize_sharding_strategy",
