@@ -140,6 +140,10 @@ class KernelRow:
     def ok(self) -> bool:
         return self.ours is None or self.ours.ok
 
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.case}"
+
     def as_dict(self) -> dict[str, Any]:
         def shown(report: CompileReport | None) -> dict[str, Any] | None:
             return None if report is None else report.as_dict()

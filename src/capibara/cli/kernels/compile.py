@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capibara.cli import failures, output
 from capibara.cli.failures import Code
+from capibara.cli.kernels import lattice
 from capibara.cli.kernels.options import CaseNames, Imports, Json, OpName, ops_of
+from capibara.errors import rule_error
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from capibara.compile.availability import TpuCompiler
     from capibara.compile.kernels import KernelRow
+    from capibara.compile.lattice import LatticeRow
     from capibara.compile.report import CompileReport
 
 
@@ -26,6 +30,14 @@ def compile_(
     case: CaseNames = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compilers side by side; one a core.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one program.")] = 600.0,
+    models: Annotated[
+        bool, typer.Option("--models", help="What dispatch takes at drawn shapes of published models, instead.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=1, help="With --models: how many draws.")] = 60,
+    seed: Annotated[int, typer.Option(min=0, help="With --models: other seeds draw other models and sizes.")] = 0,
+    family: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="With --models: only this family; may be repeated.")
+    ] = None,
     modules: Imports = None,
     json: Json = False,
 ) -> None:
@@ -35,9 +47,12 @@ def compile_(
     """
     from capibara.compile import tpu_compiler
     from capibara.compile.kernels import compile_kernels
+    from capibara.compile.lattice import compile_lattice
     from capibara.hardware import slice_by_name
     from capibara.kernels.lab.bench import versions
 
+    if models and (op is not None or case):
+        raise rule_error("--models draws the cases of every op", f"{op or '--case'}", "leave it out, or name a --family")
     wanted = slice_by_name(slice_name)
     compiler = tpu_compiler()
     with output.progress(quiet=json) as bar:
@@ -46,8 +61,16 @@ def compile_(
         def tell(done: int, total: int, report: CompileReport) -> None:
             bar.update(task, completed=done, total=total, description=report.name)
 
-        rows = compile_kernels(ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell)
-    problem = _problem(rows, compiler)
+        made: Sequence[KernelRow | LatticeRow]
+        if models:
+            made = compile_lattice(
+                wanted.name, rows=rows, seed=seed, families=family, workers=workers, timeout_s=timeout, on_result=tell
+            )
+        else:
+            made = compile_kernels(
+                ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell
+            )
+    problem = _problem(made, compiler)
     if json:
         document = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -57,17 +80,19 @@ def compile_(
             "chip": wanted.chip.name,
             "compiler": str(compiler),
             "compiled": compiler.available,
-            "rows": [row.as_dict() for row in rows],
+            "rows": [row.as_dict() for row in made],
         }
         output.show_json({**document, **problem})
+    elif models:
+        lattice.show_compiled(output.console(), made, str(wanted), str(compiler))
     else:
-        _show(output.console(), rows, str(wanted), str(compiler), compiler.available)
+        _show(output.console(), made, str(wanted), str(compiler), compiler.available)
     if problem:
         raise typer.Exit(problem["error"]["exit_code"])
 
 
-def _problem(rows: list[KernelRow], compiler: TpuCompiler) -> dict[str, Any]:
-    failed = [f"{row.op} {row.case}" for row in rows if not row.ok]
+def _problem(rows: Sequence[KernelRow | LatticeRow], compiler: TpuCompiler) -> dict[str, Any]:
+    failed = [row.name for row in rows if not row.ok]
     if failed:
         verb = "compile" if compiler.available else "lower"
         return failures.error(Code.FAILED, f"Do not {verb}: {', '.join(failed)}.")

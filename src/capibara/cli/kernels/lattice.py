@@ -1,4 +1,4 @@
-"""`capibara kernels bench --models`: every op at the shapes of published models, and what the rows come to."""
+"""`--models` of `capibara kernels bench` and `compile`: every op at the shapes of published models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from capibara.cli.failures import Code
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from capibara.compile.lattice import LatticeRow
     from capibara.kernels.lab.lattice.report import Line
 
 # Of an accelerator's host: tracing holds Python's lock, so that processes compile faster than threads.
@@ -103,3 +104,30 @@ def show(screen: Console, lines: Sequence[Line]) -> None:
                     table, line.family, str(line.rows), *first, str(line.short), *second, str(line.failed or "")
                 )
         screen.print(table)
+
+
+def show_compiled(screen: Console, rows: Sequence[LatticeRow], named: str, compiler: str) -> None:
+    """A line a draw: what dispatch took, whether the TPU compiler takes it, and its predicted time."""
+    screen.print(compiler, markup=False, soft_wrap=True)
+    right = ("HBM temp", "predicted")
+    table = output.table(
+        "call", "model", "dispatch took", "result", *right, title=f"Drawn for {named}: predicted, not run", right=right
+    )
+    for row in rows:
+        report = row.report
+        output.add_row(
+            table,
+            f"{row.family}: {row.what}, {row.direction}",
+            f"{row.model}{' (held back)' if row.held_back else ''}",
+            "+".join(dict.fromkeys(implementation for _, implementation in row.decisions)) or output.MISSING,
+            ("ok" if report.compiled else "lowers") if report.ok else f"FAILS: {report.error_kind}",
+            output.size(report.hbm_temp_bytes),
+            output.figure(row.seconds * 1e6, "µs"),
+        )
+    screen.print(table)
+    for row in rows:
+        if not row.ok:
+            screen.print(f"{row.name}: {row.report.error_kind}: {row.report.error}", markup=False)
+    for kept, title in ((False, "of models that ranks may be fitted on"), (True, "held back")):
+        chosen = [row for row in rows if row.held_back == kept]
+        screen.print(f"{sum(row.ok for row in chosen)} of {len(chosen)} draws {title} are taken.", markup=False)
