@@ -104,10 +104,7 @@ LONG = ("commands", "distributed_training", "inference_within_a_latency")
 
 @pytest.mark.parametrize(
     "call",
-    [
-        pytest.param(call, id=call.__name__, marks=() if call.__name__ in LONG else pytest.mark.quick)
-        for call in CALLS
-    ],
+    [pytest.param(call, id=call.__name__, marks=() if call.__name__ in LONG else pytest.mark.quick) for call in CALLS],
 )
 def test_a_documented_call_runs(call: Callable[[], None]) -> None:
     assert tool.run_call(call) is None
