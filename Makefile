@@ -9,6 +9,9 @@ NEWEST := $(shell tools/newest-python)
 NEWEST_VENV := .venv-newest
 NEWEST_STAMP := $(NEWEST_VENV)/.installed
 WORKERS ?= 2
+# Each worker has a half and takes from another's end when it is done: what a file's tests share is made once, where by
+# turns every worker would make it; and the end of the order (tests/conftest.py) are short files.
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 # Tests start many processes that import the library; with compiled files beside the sources each starts half a second
 # sooner. Set and empty is how Python reads "write them".
 export PYTHONDONTWRITEBYTECODE :=
@@ -31,13 +34,13 @@ run: $(RUN_STAMP)
 setup: $(STAMP) $(NEWEST_STAMP)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m quick $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) -m quick $(PYTEST_ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-newest: $(NEWEST_STAMP)
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m quick $(PYTEST_ARGS)
+	$(NEWEST_VENV)/bin/python $(PYTEST) -m quick $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

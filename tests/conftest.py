@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _thin_out_quick(items)
+    _long_files_first(items)
     reasons = {"gpu": _no_gpu, "tpu_compiler": _no_tpu_compiler}
     found: dict[str, str | None] = {}
     for item in items:
@@ -96,6 +97,21 @@ def _thin_out_quick(items: list[pytest.Item]) -> None:
         for place, item in enumerate(cases):
             if place not in kept:
                 item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "quick"]
+
+
+_LONG_FILES = ("train/", "doors/", "serve/", "cli/", "test_docs.py", "models/", "kernels/")
+"""Files, and folders of files, that have tests of many seconds, the longest first."""
+
+
+def _long_files_first(items: list[pytest.Item]) -> None:
+    """A long test that was begun last would be one worker's, with nothing left for the others."""
+    places: dict[Path, int] = {}
+    for item in items:
+        if item.path not in places:
+            name = item.path.relative_to(Path(__file__).parent).as_posix()
+            found = (place for place, start in enumerate(_LONG_FILES) if name.startswith(start))
+            places[item.path] = next(found, len(_LONG_FILES))
+    items.sort(key=lambda item: places[item.path])
 
 
 def _no_gpu() -> str | None:

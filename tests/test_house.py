@@ -59,7 +59,7 @@ def _for_type_checkers(tree: ast.AST) -> set[ast.AST]:
     return {
         inner
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
 
@@ -162,7 +162,7 @@ def test_what_is_kept_by_argument_is_bounded() -> None:
             f"{module}:{node.lineno}: {node.name}"
             for node in functions
             if isinstance(node, ast.FunctionDef)
-            if ast.unparse(node.args) and any(map(_unbounded, node.decorator_list))
+            if any(map(_unbounded, node.decorator_list)) and ast.unparse(node.args)
         ]
     assert not wrong, "use functools.lru_cache(maxsize=...) or capibara.lru.LRU:\n" + "\n".join(wrong)
 

@@ -782,6 +782,7 @@ def commands() -> None:
         "train.remat=none",
         "train.accumulate=1",
         "model.layers=1",
+        "log.elsewhere=",
     ]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as shown:
         out = Path(folder) / "run"

@@ -218,30 +218,41 @@ def _imported(tree: ast.AST) -> set[str]:
     return found
 
 
-def run_calls(path: Path) -> dict[str, Shown]:
-    """Run every call of the file: the documented path -> what came of the call that shows it."""
+def load_calls(path: Path) -> dict[Callable[[], None], tuple[str, ...]]:
+    """The calls of a file, each with the documented paths that it shows."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where inspect looks for a function's source
     spec.loader.exec_module(module)
+    calls: dict[Callable[[], None], tuple[str, ...]] = module.CALLS
+    times = Counter(path_shown for paths in calls.values() for path_shown in paths)
+    twice = [path_shown for path_shown, count in times.items() if count > 1]
+    if twice:
+        raise ValueError(f"A name has one call. Got two of {', '.join(twice)}.")
+    return calls
+
+
+def run_call(run: Callable[[], None]) -> str | None:
+    """What went wrong with a call, in a line; None where it ran."""
+    try:
+        with _own_cache(), warnings.catch_warnings():
+            # Names kept for older code, and what a layer says of itself: that is what they are for.
+            warnings.simplefilter("ignore")
+            run()
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the table says it
+        traceback.print_exc()
+        text = (str(caught).strip() or "no text").splitlines()[0]
+        return f"{type(caught).__name__}: {text[:160]}".replace("|", "/")
+    return None
+
+
+def run_calls(path: Path) -> dict[str, Shown]:
+    """Run every call of the file: the documented path -> what came of the call that shows it."""
     shown: dict[str, Shown] = {}
-    for run, paths in module.CALLS.items():
-        error = None
-        try:
-            with _own_cache(), warnings.catch_warnings():
-                # Names kept for older code, and what a layer says of itself: that is what they are for.
-                warnings.simplefilter("ignore")
-                run()
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the table says it
-            traceback.print_exc()
-            text = (str(caught).strip() or "no text").splitlines()[0]
-            error = f"{type(caught).__name__}: {text[:160]}".replace("|", "/")
-        for path_shown in paths:
-            if path_shown in shown:
-                raise ValueError(f"A name has one call. Got two of {path_shown}.")
-            shown[path_shown] = Shown(run, error)
+    for run, paths in load_calls(path).items():
+        shown |= dict.fromkeys(paths, Shown(run, run_call(run)))
     return shown
 
 
@@ -301,9 +312,8 @@ def _counts(states: Sequence[str]) -> tuple[int, int, int]:
     return there, len(states) - there - missing, missing
 
 
-def render(sections: Sequence[Section], root: Path = ROOT) -> str:
-    """The whole of contract.md."""
-    shown = run_calls(CALLS)
+def render(sections: Sequence[Section], shown: Mapping[str, Shown], root: Path = ROOT) -> str:
+    """The whole of contract.md, by what came of the calls."""
     states = {entry: state(entry, root, shown) for one in sections for entry in one.entries}
     there, partial, missing = _counts(list(states.values()))
     lines = [
@@ -361,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The documents' pod has 32 devices; XLA reads this when jax first starts.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=32"
-    wanted = render(load(DATA.read_text(encoding="utf-8")))
+    wanted = render(load(DATA.read_text(encoding="utf-8")), run_calls(CALLS))
     if not options.check:
         TABLE.write_text(wanted, encoding="utf-8")
         return 0

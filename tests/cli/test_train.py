@@ -23,7 +23,7 @@ TINY = (
     "model.hidden=16", "model.layers=1", "model.max_length=64", "model.blocks.attention.heads=2",
     "model.blocks.mlp.ffn=32", "train.batch_size=2", "train.sequence_length=16", "train.steps=4",
     "train.checkpoint_every=2", "train.eval_every=0", "train.eval_batches=1", "optimizer.warmup_steps=1", "log.every=1",
-    "data.workers=0", "data.prefetch=0",
+    "data.workers=0", "data.prefetch=0", "train.remat=none", "train.accumulate=1", "log.elsewhere=v4-8",
 )  # fmt: skip
 
 
@@ -56,7 +56,9 @@ def test_a_run_fills_its_folder_and_says_how_it_went(trained: tuple[Path, dict[s
     assert 0 < summary["loss"] < 8
     assert 0 < summary["eval_loss"] < 8
     assert summary["tokens_per_second"] > 0
-    assert Path(summary["report"]).read_text(encoding="utf-8").startswith("<!doctype html>")
+    page = Path(summary["report"]).read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "On v4-8, predicted" in page
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[-1]["loss"] == summary["loss"]
@@ -86,6 +88,10 @@ def test_a_folder_is_one_runs_own_and_bad_keys_are_refused(trained: tuple[Path, 
     wrong = CliRunner().invoke(app, ["train", "dev", "--out", str(folder / "b"), "--set", "data.pack=streams"])
     assert wrong.exit_code == 2
     assert "'stream'" in wrong.output
+    # What the report at the end would be told is looked at first.
+    misspelt = CliRunner().invoke(app, ["train", "dev", "--out", str(folder / "b"), "--set", "log.elsewhere=v4-33"])
+    assert misspelt.exit_code == 2
+    assert "v4-33" in misspelt.output
     assert not (folder / "b").exists()
 
 
@@ -93,11 +99,13 @@ def test_a_run_goes_on_and_writes_text(trained: tuple[Path, dict[str, Any], str]
     folder, _, _ = trained
     base = folder.parent
     before = read_metrics(folder / "metrics.jsonl")
-    ran = _run(base, "train", "dev", "--devices", "1", "--out", str(folder), "--resume", *_settings("train.steps=6"))
+    settings = _settings("train.steps=6", "log.elsewhere=")
+    ran = _run(base, "train", "dev", "--devices", "1", "--out", str(folder), "--resume", *settings)
     assert ran.returncode == 0, ran.stderr
     assert "restored step 4" in ran.stderr
     assert "step 6 of 6" in ran.stdout
     assert "after step 4" in ran.stdout
+    assert "On v4-8" not in ran.stdout
     rows = read_metrics(folder / "metrics.jsonl")
     assert rows[: len(before)] == before
     assert [row["step"] for row in rows[len(before) :] if "loss" in row] == [5, 6]

@@ -96,9 +96,25 @@ def state_of(path: str, keywords: tuple[str, ...] = (), gives: tuple[str, ...] =
 HERE = __name__
 
 
+CALLS = tool.load_calls(tool.CALLS)
+# Half of what all calls take. The quick run has what they call elsewhere: tests/cli/test_train.py,
+# tests/train/test_trainer.py, and test_pipeline.py and test_latency.py of tests/serve.
+LONG = ("commands", "distributed_training", "inference_within_a_latency")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, id=call.__name__, marks=() if call.__name__ in LONG else pytest.mark.quick) for call in CALLS],
+)
+def test_a_documented_call_runs(call: Callable[[], None]) -> None:
+    assert tool.run_call(call) is None
+
+
 @pytest.mark.quick
 def test_the_table_is_current() -> None:
-    changes = tool.difference(tool.render(tool.load(tool.DATA.read_text(encoding="utf-8"))))
+    """The table as it is where every call runs; that each does is the test above."""
+    shown = {path: tool.Shown(call, None) for call, paths in CALLS.items() for path in paths}
+    changes = tool.difference(tool.render(tool.load(tool.DATA.read_text(encoding="utf-8")), shown))
     assert changes == "", "run: python tools/contract_table.py"
 
 

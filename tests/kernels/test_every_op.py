@@ -210,15 +210,26 @@ def _configs(op: Op, name: str, case: Case) -> list[Any]:
 
 @pytest.mark.parametrize(("op", "name", "case"), _marked(_pairs("test"), pytest.mark.quick, _emulated_quickly()))
 def test_values_against_float64(op: Op, name: str, case: Case) -> None:
+    """Also the same bits twice, unless it says that it sums in no fixed order; of TPU kernels that is a test below."""
     arrays = case.arrays()
     wanted = _right(op, case.name)
-    for config in _configs(op, name, case):
+    impl = op.implementations[name]
+    tpu = impl.platforms == ("tpu",)
+    for number, config in enumerate(_configs(op, name, case)):
         with _emulation(op, name) as emulated:
             made = op(*arrays, implementation=name, config=config, **case.params)
+            again = op(*arrays, implementation=name, config=config, **case.params) if not (tpu or number) else made
         result = check_output(made, wanted)
         assert result.ok, f"{config}: {result.why}"
-        if op.implementations[name].platforms == ("tpu",):
+        if impl.same_bits:
+            _assert_same_bits(made, again)
+        if tpu:
             assert not emulated.races_found(), f"{config}: unsynchronised accesses"
+
+
+def _assert_same_bits(first: Any, second: Any) -> None:
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -270,25 +281,21 @@ def test_gradients_against_float64(op: Op, name: str, case: Case) -> None:
     assert result.ok, result.why
 
 
-def _with_the_same_bits() -> list[Any]:
-    """What does not say that it sums in no fixed order; of a TPU kernel the first case, for emulated it is one XLA
-    program, and that shows as much as the others."""
-    made: dict[tuple[str, str, str], Any] = {}
+def _tpu_kernels() -> list[Any]:
+    """The first case of each: emulated it is one XLA program, and that shows as much as the others."""
+    made: dict[tuple[str, str], Any] = {}
     for pair in _pairs("test", reference=False):
-        op, name, case = pair.values
-        impl = op.implementations[name]
-        if impl.same_bits:
-            made.setdefault((op.name, name, "" if impl.platforms == ("tpu",) else case.name), pair)
+        op, name, _ = pair.values
+        if op.implementations[name].same_bits and op.implementations[name].platforms == ("tpu",):
+            made.setdefault((op.name, name), pair)
     return list(made.values())
 
 
-@pytest.mark.parametrize(("op", "name", "case"), _with_the_same_bits())
-def test_the_same_bits_twice(op: Op, name: str, case: Case) -> None:
+@pytest.mark.parametrize(("op", "name", "case"), _tpu_kernels())
+def test_a_tpu_kernel_gives_the_same_bits_twice(op: Op, name: str, case: Case) -> None:
     arrays = case.arrays()
     with interpret("hlo"):
-        first, second = (op(*arrays, implementation=name, **case.params) for _ in range(2))
-    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        _assert_same_bits(*(op(*arrays, implementation=name, **case.params) for _ in range(2)))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ def test_stages_of_packed_rows_beside_data_and_tensor_parallel(folder: Path) -> 
     assert "pipeline 2" in name
 
 
-@pytest.mark.quick
 def test_experts_over_devices(folder: Path) -> None:
     assert "expert 2" in assert_same_run("moe", 8, folder, {"data": 4, "expert": 2})
 

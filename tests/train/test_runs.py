@@ -22,7 +22,7 @@ CONFIG = """
 hidden = 32
 layers = 2
 vocab = 259
-max_length = 64
+max_length = 32
 [model.blocks.attention]
 heads = 4
 kv_heads = 2
@@ -41,6 +41,8 @@ accumulate = 1
 [optimizer]
 learning_rate = 3e-3
 warmup_steps = 4
+[log]
+elsewhere = ""
 [data]
 path = "python:topics"
 """

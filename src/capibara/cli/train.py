@@ -67,7 +67,8 @@ def train(
             typer.echo(f"[{time.perf_counter() - started:7.1f} s] {text}", err=True)
 
     try:
-        trained = run(load_run(config, settings or ()), folder, resume=resume, tell=tell)
+        told = load_run(config, settings or ())
+        trained = run(told, folder, resume=resume, tell=tell)
     except Preempted as preempted:
         _preempted(str(preempted), json, loud)
         raise typer.Exit(Code.PREEMPTED) from preempted
@@ -88,7 +89,7 @@ def train(
     if not loud:
         return
     tell("writing the report")
-    report = write_report(folder)
+    report = write_report(folder, elsewhere=told.log.elsewhere or None)
     speed = report.summary.speed
     summary: dict[str, Any] = {
         "folder": str(folder),

@@ -50,6 +50,8 @@ class LogSettings:
     tensorboard: bool = False
     hang_seconds: float = 600.0
     """No progress for so long: every process's stacks are written down and it is ended; 0 never."""
+    elsewhere: str = "v4-32"
+    """The slice that the report at the end plans the run's tokens for and prices them on; "" plans nothing."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from capibara.models.tokenizer import Tokenizer, load_tokenizer
 from capibara.observe.goodput import Goodput, GoodputReport
 from capibara.observe.recorder import Recorder
 from capibara.parallel.trainer_step import param_dtype
+from capibara.plan.place import place
 from capibara.processes import gather, process_count, process_index
 from capibara.train.config import RunConfig
 from capibara.train.data.batches import RowBatches, open_batches
@@ -192,6 +193,8 @@ def _trainable(config: RunConfig, model: ModularCapibaraModel) -> ModelTrainable
 
 def _check(config: RunConfig) -> None:
     settings, model = config.preset.train, config.preset.model
+    if config.log.elsewhere:
+        place(config.log.elsewhere)  # the report is written last, and a run is not to end in a slice misspelt
     if settings.sequence_length > model.max_length:
         raise rule_error(
             f"train.sequence_length is at most the model's context, model.max_length = {model.max_length}",

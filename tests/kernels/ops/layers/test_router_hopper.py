@@ -75,7 +75,7 @@ def test_a_nan_spoils_its_own_token_alone() -> None:
     np.testing.assert_allclose(weights, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("experts", "top_k"), [(24, 3), (17, 2), (65, 8)])
+@pytest.mark.parametrize(("experts", "top_k"), [(24, 3), (65, 8), (17, 2)])
 def test_every_config_lowers_for_cuda(experts: int, top_k: int) -> None:
     """Also where the last piece of the experts is a single one."""
     logits = jax.ShapeDtypeStruct((300, experts), jnp.bfloat16)
