@@ -1,8 +1,8 @@
 """The calls that published models make of each op, through the TPU compiler: what dispatch takes at drawn shapes.
 
 `compile.kernels` compiles a kernel over the cases that it was written for; here nobody chose the shapes. The draws are
-those of `capibara kernels bench --models`, a quarter of them of models that nothing was tuned on. Dispatch decides as it
-does inside an optimisation context, which acts on predictions.
+those of `capibara kernels bench --models`, a quarter of them of models that nothing was tuned on. Dispatch decides as
+inside an optimisation context, which acts on predictions.
 """
 
 from __future__ import annotations

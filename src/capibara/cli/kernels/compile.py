@@ -52,7 +52,9 @@ def compile_(
     from capibara.kernels.lab.bench import versions
 
     if models and (op is not None or case):
-        raise rule_error("--models draws the cases of every op", f"{op or '--case'}", "leave it out, or name a --family")
+        raise rule_error(
+            "--models draws the cases of every op", f"{op or '--case'}", "leave it out, or name a --family"
+        )
     wanted = slice_by_name(slice_name)
     compiler = tpu_compiler()
     with output.progress(quiet=json) as bar:
