@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, run, tokens_of, wanted
 
-from capibara.models import ModularCapibaraModel
 from capibara.serve import EngineConfig, QueueFull, Request, SamplingParams
 
 
@@ -43,18 +42,6 @@ def test_how_it_runs_does_not_change_the_tokens(change: str, programs: Path) -> 
     # Whole pages, and all but the last token where that is the whole prompt; a few pages had to go meanwhile.
     shared = engine.stats().prefix_hits
     assert shared == 0 if change in ("nothing shared", "no keys kept") else 4 + 15 + 28 <= shared <= 4 + 15 + 28 + 11
-
-
-def test_in_bfloat16_one_shape_for_all_leaves_nothing_to_the_batch(programs: Path) -> None:
-    whole = model_of("attention")
-    model = ModularCapibaraModel(whole.config, params=whole.params, precision="bfloat16")
-    engine = engine_of(model, programs, batch_invariant=True)
-    prompts = prompts_of(5, 16, 9, 12)
-    together = answers(engine, prompts)
-    assert [answers(engine, [prompt])[0] for prompt in prompts] == together
-    assert answers(engine, prompts, every=3) == together
-    # Every product was of the same shape: there is one program.
-    assert sum(key[0] == "forward" for key in engine.runner._executables) == 1
 
 
 @pytest.mark.parametrize("name", ["hybrid", "attention"])

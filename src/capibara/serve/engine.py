@@ -16,6 +16,7 @@ from capibara.compile.warmup import WarmupReport
 from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
 from capibara.serve.grammar import Grammar, Grammars
+from capibara.serve.invariance import check_invariant, keeps_state
 from capibara.serve.kv_cache import PagePool
 from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
 from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
@@ -123,6 +124,8 @@ class Engine:
                 "speculative_tokens of a model that keeps a state",
                 "use speculative_tokens=0",
             )
+        if config.batch_invariant:
+            check_invariant(model, config)
         words = min(self.tokenizer.vocab_size, model.config.vocab)
         self.runner = Runner(model, config, max_length=self.max_length, words=words)
         self.cache_size = self.runner.cache_size
@@ -382,9 +385,3 @@ class Engine:
     def check(self) -> None:
         """Raise where the books of the cache are wrong; for tests and for a watchful server."""
         self.scheduler.pool.check(sequence.pages for sequence in self.scheduler.sequences())
-
-
-def keeps_state(model: ModularCapibaraModel) -> bool:
-    """Whether a block of the model keeps a state a sequence, of which no part can be shared."""
-    config = model.config
-    return any(config.blocks[name].keeps_state for layer in config.period for name in layer)
