@@ -82,6 +82,7 @@ class Stats(msgspec.Struct, frozen=True):
 
     running: int = 0
     waiting: int = 0
+    compiling: int = 0
     preemptions: int = 0
     kv_cache_usage: float = 0.0
     pages: int = 0
@@ -174,6 +175,7 @@ def merge(outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
             finish_reason=new.finish_reason,
             stop_reason=new.stop_reason,
             error=new.error,
+            rejected=new.rejected,
         )
     return tuple(merged.values())
 

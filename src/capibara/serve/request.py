@@ -178,3 +178,5 @@ class RequestOutput:
     """The stop token or stop string that ended it; None for end of text."""
     error: str | None = None
     """What went wrong, where finish_reason is "error"."""
+    rejected: bool = False
+    """Whether it went wrong by the request's own doing: a grammar that cannot be read, or that grows too large."""

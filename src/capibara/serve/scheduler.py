@@ -157,26 +157,36 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a request."""
+    def check(self, request: Request, *, beside: int = 0) -> None:
+        """Raise where a request cannot be queued: `QueueFull`, or a `ValueError` that says what is wrong with it.
+
+        Args:
+          beside: requests that wait elsewhere, to be queued soon.
+        """
         # Who can run at the next step does not wait: a queue of one is full when one waits for a place.
         places = min(len(self._free_slots), self.limits.max_sequences - len(self.running))
-        if len(self.waiting) >= self.max_queue + max(places, 0):
-            raise QueueFull(f"{len(self.waiting)} requests are waiting, which is as many as may (max_queue)")
+        waiting = len(self.waiting) + beside
+        if waiting >= self.max_queue + max(places, 0):
+            raise QueueFull(f"{waiting} requests are waiting, which is as many as may (max_queue)")
         if len(request.prompt) >= self.max_length:
             raise rule_error(
                 f"A prompt leaves room for a token in the context of {self.max_length}",
                 f"{len(request.prompt)} tokens",
                 f"shorten it to {self.max_length - 1} or fewer",
             )
-        sequence = Sequence(request, self.pool, self.max_length)
-        needed = sequence.pages.lacking(sequence.last_token_number)
-        if needed > self.pool.pages:
+        held = self.pool.pages * self.pool.page_size
+        if min(len(request.prompt) + request.sampling.max_tokens, self.max_length) > held:
             raise rule_error(
-                f"A request fits the cache, which holds {self.pool.pages * self.pool.page_size} tokens",
-                f"a prompt of {sequence.prompt_length} and {request.sampling.max_tokens} new tokens",
+                f"A request fits the cache, which holds {held} tokens",
+                f"a prompt of {len(request.prompt)} and {request.sampling.max_tokens} new tokens",
                 "ask for fewer tokens, or give the engine more pages",
             )
+
+    def add(self, request: Request, *, checked: bool = False) -> Sequence:
+        """Queue a request; with `checked`, one that `check` let pass before, and for which there is room."""
+        if not checked:
+            self.check(request)
+        sequence = Sequence(request, self.pool, self.max_length)
         self.waiting.append(sequence)
         return sequence
 

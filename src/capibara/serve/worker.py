@@ -36,6 +36,8 @@ class EngineWorker:
         self._drain = self._told_drain = False
         self._stopping = False
         self._told_stats = (0.0, Stats())
+        self._unsettled: set[str] = set()
+        """Requests of which the server was not told yet whether they were taken."""
         self._ready: Callable[[], None] = lambda: None
 
     def run(
@@ -57,16 +59,18 @@ class EngineWorker:
             # Whoever has work looks whether something came; whoever has none waits for it.
             self._take(engine, wait=not engine.has_work())
             outputs: tuple[RequestOutput, ...] = ()
+            added: tuple[Added, ...] = ()
             if engine.has_work():
                 if latency is not None:
                     latency.adjust()
                 outputs = tuple(engine.step())
+                added, outputs = self._settled(engine, outputs)
                 if latency is not None:
                     latency.saw(outputs, time.perf_counter())
             stats = self._new_stats(engine)
             drain = self._drain and not self._told_drain
-            if outputs or stats or drain:
-                self.link.send(FromEngine(outputs=outputs, stats=stats, drain=drain))
+            if outputs or added or stats or drain:
+                self.link.send(FromEngine(added=added, outputs=outputs, stats=stats, drain=drain))
                 self._told_drain |= drain
         return self._stopping
 
@@ -95,7 +99,11 @@ class EngineWorker:
                 for request in message.add:
                     try:
                         engine.add(request)
-                        added.append(Added(request.id))
+                        # Whether a grammar is one is known when it has been read.
+                        if engine.compiling(request.id):
+                            self._unsettled.add(request.id)
+                        else:
+                            added.append(Added(request.id))
                     except QueueFull as full:
                         added.append(Added(request.id, str(full), full=True))
                     except ValueError as refusal:
@@ -110,6 +118,21 @@ class EngineWorker:
             pass
         if added:
             self.link.send(FromEngine(added=tuple(added)))
+
+    def _settled(
+        self, engine: Engine, outputs: tuple[RequestOutput, ...]
+    ) -> tuple[tuple[Added, ...], tuple[RequestOutput, ...]]:
+        """Of requests whose grammar has been read since: whether they were taken, and the outputs of those that were.
+
+        One whose grammar is none was refused, and has no answer that could end.
+        """
+        if not self._unsettled:
+            return (), outputs
+        settled = {id for id in self._unsettled if not engine.compiling(id)}
+        self._unsettled -= settled
+        refused = {output.id: output.error for output in outputs if output.id in settled and output.rejected}
+        added = tuple(Added(id, refused.get(id)) for id in settled)
+        return added, tuple(output for output in outputs if output.id not in refused)
 
     def _new_stats(self, engine: Engine) -> Stats | None:
         told, last = self._told_stats

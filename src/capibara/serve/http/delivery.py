@@ -17,7 +17,7 @@ from capibara.serve.http.engine_client import Group
 from capibara.serve.http.errors import ApiError, error_body
 from capibara.serve.http.schema import StreamOptions
 
-__all__ = ["EventStream", "collect"]
+__all__ = ["EventStream", "collect", "until_taken"]
 
 Result = TypeVar("Result")
 
@@ -48,6 +48,23 @@ def _timed_out(timeout_s: float) -> ApiError:
         f"fewer tokens, or start the server with --request-timeout-s.",
         code="timeout",
     )
+
+
+async def until_taken(group: Group, receive: Receive, timeout_s: float) -> None:
+    """Wait until the engine has taken the requests: at once, or when a grammar has been read."""
+
+    async def taken() -> None:
+        async with asyncio.timeout(timeout_s):
+            await group.taken()
+
+    try:
+        await unless_gone(receive, taken())
+    except TimeoutError:
+        group.cancel()
+        raise _timed_out(timeout_s) from None
+    except BaseException:
+        group.cancel()
+        raise
 
 
 async def collect(group: Group, answer: Answer, receive: Receive, timeout_s: float) -> Response:

@@ -63,6 +63,8 @@ class Group:
         self._pending = [[] for _ in self._pending]
         for number, output in found:
             self._client.on_output(self.timelines[number], output)
+            if output.finish_reason == "error" and output.rejected:
+                raise bad_request(output.error or "The engine takes no such request.", code="invalid_grammar")
             if output.finish_reason == "error":
                 raise ApiError(500, output.error or "The engine failed at this request.", code="engine_error")
         return found

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from capibara.serve.http.answers import Answer, ChatAnswer, ChatChoice, CompletionAnswer, CompletionChoice
-from capibara.serve.http.delivery import EventStream, collect
+from capibara.serve.http.delivery import EventStream, collect, until_taken
 from capibara.serve.http.errors import bad_request
 from capibara.serve.http.intake import decode, read_body
 from capibara.serve.http.prompts import Prompts
@@ -130,11 +130,7 @@ async def _answer(
     timeout_s = serving.settings.request_timeout_s
     if not body.stream:
         return await collect(group, answer, http.receive, timeout_s)
-    try:
-        await group.taken()  # a refusal has a status of its own, as long as none was sent
-    except BaseException:
-        group.cancel()
-        raise
+    await until_taken(group, http.receive, timeout_s)  # a refusal has a status of its own, as long as none was sent
     return EventStream(
         group, answer, body.stream_options or StreamOptions(), timeout_s, serving.settings.client_timeout_s
     )
