@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, run, tokens_of, wanted
 
+from capibara.models import ModularCapibaraModel
+from capibara.models.weights.generation_config import GenerationDefaults
 from capibara.serve import EngineConfig, QueueFull, Request, SamplingParams
 
 
@@ -102,6 +104,19 @@ def test_end_of_text_ends_a_request_unless_it_is_ignored(programs: Path) -> None
     )
     assert (outputs["a"][-1].finish_reason, outputs["a"][-1].stop_reason) == ("stop", None)
     assert tokens_of(outputs)["b"] == tokens[:6]
+
+
+def test_every_end_of_text_of_the_models_makers_ends_a_request(programs: Path) -> None:
+    whole = model_of("attention")
+    (prompt,) = prompts_of(6)
+    tokens = wanted("attention", prompt)
+    model = ModularCapibaraModel(whole.config, params=whole.params, precision="float32")
+    model.generation = GenerationDefaults(eos_ids=(250, tokens[1]))
+    engine = engine_of(model, programs)
+    assert engine.eos_ids == {250, tokens[1], engine.tokenizer.eos_id}
+    output = run(engine, [Request("a", prompt, SamplingParams(max_tokens=6, temperature=0))])["a"][-1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert output.usage.completion_tokens == tokens.index(tokens[1]) + 1
 
 
 def test_stop_strings_are_cut_out_and_text_comes_as_it_is_certain(programs: Path) -> None:

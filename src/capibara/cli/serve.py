@@ -76,6 +76,10 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients may name as a model.")
     ] = None,
+    generation_defaults: Annotated[
+        bool,
+        typer.Option(help="Sample as the model's generation_config.json says, where a request says nothing."),
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     warm_up: Annotated[bool, typer.Option(help="Compile every program before the first request.")] = True,
     page: Annotated[bool, typer.Option(help="A page to chat on at /.")] = True,
@@ -134,7 +138,7 @@ def serve(
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
 
     def load() -> Loaded:
-        engine, card = load_engine(model, name, template, config, max_prompt, warm_up)
+        engine, card = load_engine(model, name, template, config, max_prompt, warm_up, generation_defaults)
         if target_latency_ms is None:
             return Loaded(engine, card)
         from capibara.serve.latency import LatencyController
@@ -178,7 +182,13 @@ def _name_of(model: str) -> str:
 
 
 def load_engine(
-    model: str, name: str | None, template: str | None, config: EngineConfig, max_prompt: int | None, warm_up: bool
+    model: str,
+    name: str | None,
+    template: str | None,
+    config: EngineConfig,
+    max_prompt: int | None,
+    warm_up: bool,
+    generation_defaults: bool = True,
 ) -> tuple[Engine, ModelCard]:
     """The engine of a model that a command was given, its programs compiled, and what clients are told of it."""
     from capibara.models.restored import load_model
@@ -209,5 +219,9 @@ def load_engine(
         max_sequences=engine.config.max_sequences,
         max_queue=engine.config.max_queue,
         adapters=tuple(engine.adapters),
+        sampling_defaults=dict(loaded.generation.sampling) if generation_defaults else {},
     )
+    if card.sampling_defaults:
+        shown = ", ".join(f"{name} {value:g}" for name, value in card.sampling_defaults.items())
+        typer.echo(f"capibara: requests are sampled with {shown} where they say nothing else", err=True)
     return engine, card

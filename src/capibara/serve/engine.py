@@ -151,7 +151,9 @@ class Engine:
             draft=self._draft if config.speculative_tokens else None,
         )
         self._grammars = Grammars(self.tokenizer)
-        self.eos_ids = frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
+        own = self.tokenizer.eos_id
+        self.eos_ids = frozenset([*model.generation.eos_ids, *([] if own is None else [own])])
+        """Tokens that end a request: the tokenizer's, and those of the model's generation_config.json."""
         # Rows of one shape only, or drafts between steps: each step is told by the host.
         self.decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
         """Tokens in a row that one program draws at most; 1 or the config's, and a controller may change it."""

@@ -54,6 +54,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_sequences: int
     max_queue: int
     adapters: tuple[str, ...] = ()
+    sampling_defaults: dict[str, int | float] = {}
+    """For requests that say nothing of them."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True):

@@ -319,3 +319,15 @@ def test_logs_are_json_and_have_nothing_that_people_wrote(capfd: pytest.CaptureF
     assert asked[0]["completion_tokens"] == len("my diary")
     assert asked[0]["first_token_ms"] <= asked[0]["duration_ms"]
     assert not any("diary" in line or "geheim" in line for line in lines)
+
+
+def test_what_a_request_leaves_out_is_the_models_own_default() -> None:
+    engine = StandIn()
+    own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    with served(engine, card=replace(CARD, sampling_defaults=own)) as (server, _):
+        assert post(server.address, ask("a", temperature=0))[0] == 200
+        body = {"model": "stand-in", "prompt": "a", "top_k": 0}
+        assert post(server.address, body, "/v1/completions")[0] == 200
+    chat, completion = (request.sampling for request in engine.seen)
+    assert (chat.temperature, chat.top_k, chat.top_p, chat.repetition_penalty) == (0, 20, 1.0, 1.05)
+    assert (completion.temperature, completion.top_k, completion.repetition_penalty) == (0.6, 0, 1.05)

@@ -1,4 +1,4 @@
-"""Grammars that take time to read: others are answered meanwhile, a wrong one is a 400, and nobody waits for the gone."""
+"""Grammars that take time to read: others are answered meanwhile, and a wrong one is a 400."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if parsing:
         special = prompts.tokenizer.special_tokens
         more["spelled_token_ids"] = tuple(special[m] for m in prompts.tool_parser.markers if m in special) or None
+    more["defaults"] = prompts.card.sampling_defaults
     samplings = [sampling_params(body, choice=choice, max_tokens=limit, adapter=adapter, **more) for choice in range(n)]
     choices = [
         ChatChoice(prompts.tool_parser(names) if parsing else None, bool(body.logprobs), 1 if one_call else None)
@@ -99,7 +100,14 @@ async def completions(http: HttpRequest) -> Response:
         _check_prompt(serving, ids, "prompt" if len(encoded) == 1 else f"prompt[{number}]")
         limit = output_limit(body.max_tokens, "max_tokens", _COMPLETION_TOKENS, len(ids), prompts.card.max_length)
         for choice in range(n):
-            sampling = sampling_params(body, choice=choice, max_tokens=limit, adapter=adapter, logprobs=body.logprobs)
+            sampling = sampling_params(
+                body,
+                choice=choice,
+                max_tokens=limit,
+                adapter=adapter,
+                defaults=prompts.card.sampling_defaults,
+                logprobs=body.logprobs,
+            )
             asked.append((ids, sampling))
             choices.append(CompletionChoice(_echo(body, prompts, number, ids), body.logprobs))
     answer = CompletionAnswer(body.model, prompts, choices, [len(ids) for ids in encoded])
