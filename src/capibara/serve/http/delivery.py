@@ -77,7 +77,7 @@ async def collect(group: Group, answer: Answer, receive: Receive, timeout_s: flo
                 for number, output in await group.next():
                     answer.put(number, output)
                     if answer.finished(number):
-                        group.cancel(number)
+                        group.enough(number)
 
     try:
         await unless_gone(receive, everything())
@@ -131,7 +131,7 @@ class EventStream(Response):
                     for number, output in await self.group.next():
                         data += b"".join(_event(self._dressed(event)) for event in self.answer.put(number, output))
                         if self.answer.finished(number):
-                            self.group.cancel(number)
+                            self.group.enough(number)
                     if data:
                         await self._write(scope, send, data)
         except TimeoutError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Any
 
@@ -35,8 +34,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs goes with logprobs: true. Got it alone. Fix: add it.", "top_logprobs")
     grammar = _forced_calls(body, prompts)
-    serving.check_room(n)  # before the prompt is tokenized, which the answer would wait for
-    ids = await asyncio.to_thread(prompts.chat, body)
+    ids = await serving.prepare(n, lambda: prompts.chat(body))
     _check_prompt(serving, ids, "messages")
     asked, word = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
@@ -93,8 +91,8 @@ async def completions(http: HttpRequest) -> Response:
         )
     # Before there is work for each: a body has room for millions of them.
     several = isinstance(body.prompt, list) and bool(body.prompt) and type(body.prompt[0]) is not int
-    serving.check_room(n * (len(body.prompt) if several else 1))
-    encoded = await asyncio.to_thread(prompts.completion, body)
+    count = n * (len(body.prompt) if several else 1)
+    encoded = await serving.prepare(count, lambda: prompts.completion(body))
     asked, choices = [], []
     for number, ids in enumerate(encoded):
         _check_prompt(serving, ids, "prompt" if len(encoded) == 1 else f"prompt[{number}]")
