@@ -54,6 +54,12 @@ class Serving:
         if message.drain:
             self.draining.set()
 
+    def close(self) -> None:
+        """End the threads and processes that prepare prompts."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._prompts is not None:
+            self._prompts.close()
+
     def _start(self, card: ModelCard) -> None:
         self.metrics = Metrics(card.name)
         self._prompts = Prompts(
