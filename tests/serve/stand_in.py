@@ -135,8 +135,15 @@ class StandIn:
         return RequestOutput(one.request.id, tuple(fresh), text, usage, logprobs, reason)
 
     def stats(self) -> Any:
-        values = dict.fromkeys(Stats.__struct_fields__, 0) | {"running": len(self.running), "kv_cache_usage": 0.25}
+        values: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__, 0) | {
+            "running": len(self.running),
+            "kv_cache_usage": 0.25,
+        }
         return SimpleNamespace(**values)
+
+    @property
+    def compilations(self) -> int:
+        return 0
 
     def close(self) -> None:
         self.running.clear()

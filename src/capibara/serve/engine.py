@@ -443,6 +443,11 @@ class Engine:
             accepted=self._accepted,
         )
 
+    @property
+    def compilations(self) -> int:
+        """Programs that were compiled, and not there already or read from disk."""
+        return self.runner.compilations
+
     def check(self) -> None:
         """Raise where the books of the cache are wrong; for tests and for a watchful server."""
         self.scheduler.pool.check(sequence.pages for sequence in self.scheduler.sequences())

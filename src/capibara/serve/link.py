@@ -56,6 +56,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     adapters: tuple[str, ...] = ()
     sampling_defaults: dict[str, int | float] = {}
     """For requests that say nothing of them."""
+    dollars_per_hour: float | None = None
+    """What the machine's devices cost, where that is known."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
@@ -97,6 +99,8 @@ class Stats(msgspec.Struct, frozen=True):
     compilations: int = 0
     drafted: int = 0
     accepted: int = 0
+    phase_seconds: dict[str, float] = {}
+    """Where the server's time went, over all of its restarts that are known of; whole seconds."""
 
 
 class Added(msgspec.Struct, frozen=True):

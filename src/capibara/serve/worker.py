@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from capibara.observe.goodput import SERVER_PHASES, Goodput
 from capibara.serve.link import Added, FromEngine, Link, ModelCard, ServerSettings, Stats, ToEngine
 from capibara.serve.request import QueueFull, RequestOutput
 
@@ -28,10 +29,12 @@ class EngineWorker:
     `settings` go to the server at once, so that it answers /health while the model is still being loaded.
     """
 
-    def __init__(self, connection: socket.socket, settings: ServerSettings) -> None:
+    def __init__(self, connection: socket.socket, settings: ServerSettings, books: Goodput | None = None) -> None:
         self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self.link = Link(connection, self._inbox.put)
         self.link.send(FromEngine(settings=settings))
+        self.books = books or Goodput(None, phases=SERVER_PHASES, counts="serving")
+        """Where the time goes."""
         self._gone = False
         self._drain = self._told_drain = False
         self._stopping = False
@@ -54,7 +57,7 @@ class EngineWorker:
           latency: bounds each step, so that a target is kept.
         """
         self._ready = lambda: ready(card)
-        self.link.send(FromEngine(model=card, stats=_stats(engine)))
+        self.link.send(FromEngine(model=card, stats=_stats(engine, self.books)))
         while not self._stopping and not self._gone:
             # Whoever has work looks whether something came; whoever has none waits for it.
             self._take(engine, wait=not engine.has_work())
@@ -63,7 +66,7 @@ class EngineWorker:
             if engine.has_work():
                 if latency is not None:
                     latency.adjust()
-                outputs = tuple(engine.step())
+                outputs = tuple(self._step(engine))
                 added, outputs = self._settled(engine, outputs)
                 if latency is not None:
                     latency.saw(outputs, time.perf_counter())
@@ -73,6 +76,15 @@ class EngineWorker:
                 self.link.send(FromEngine(added=added, outputs=outputs, stats=stats, drain=drain))
                 self._told_drain |= drain
         return self._stopping
+
+    def _step(self, engine: Engine) -> list[RequestOutput]:
+        """A step, booked: where it had to make a program first, under that."""
+        phase, made, start = "drain" if self._drain else "serving", engine.compilations, time.perf_counter()
+        with self.books.phase(phase):
+            outputs = engine.step()
+        if engine.compilations > made:
+            self.books.move(time.perf_counter() - start, phase, "compile")
+        return outputs
 
     @property
     def draining(self) -> bool:
@@ -139,11 +151,14 @@ class EngineWorker:
         now = time.monotonic()
         if now - told < _STATS_EVERY_S:
             return None
-        stats = _stats(engine)
+        stats = _stats(engine, self.books)
         self._told_stats = (now, stats)
         return stats if stats != last else None
 
 
-def _stats(engine: Engine) -> Stats:
+def _stats(engine: Engine, books: Goodput) -> Stats:
     now = engine.stats()
-    return Stats(**{name: getattr(now, name) for name in Stats.__struct_fields__})
+    counts = {name: getattr(now, name) for name in Stats.__struct_fields__ if name != "phase_seconds"}
+    # To the second: what changes at every look would be told at every look.
+    spent = {name: float(int(seconds)) for name, seconds in books.report().seconds.items() if name != "lost"}
+    return Stats(**counts, phase_seconds=spent)

@@ -391,6 +391,23 @@ def test_an_answer_that_has_all_its_calls_counts_as_done() -> None:
         assert metrics['vllm:request_success_total{finished_reason="stop",model_name="stand-in"}'] == 3
 
 
+def test_where_the_servers_time_went_is_in_its_figures() -> None:
+    with served(StandIn(step_s=0.3), card=replace(CARD, dollars_per_hour=3600.0)) as (server, _):
+        started = time.monotonic()
+        assert post(server.address, ask("a" * 8))[0] == 200  # a token a step
+        _until(lambda: call_metrics(server.address)['capibara:goodput_seconds_total{phase="serving"}'] >= 2)
+        metrics = call_metrics(server.address)
+        assert metrics['capibara:goodput_dollars_total{phase="serving"}'] == pytest.approx(
+            metrics['capibara:goodput_seconds_total{phase="serving"}']
+        )
+        report = server.books.report()
+        assert 8 * 0.3 <= report.seconds["serving"] <= time.monotonic() - started
+        assert report.seconds["compile"] == 0
+        assert report.seconds["idle"] > 0
+    with served() as (server, _):
+        assert not [name for name in call_metrics(server.address) if "dollars" in name]
+
+
 def call_metrics(address: str) -> dict[str, float]:
     lines = call(address, "GET", "/metrics")[1].splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}

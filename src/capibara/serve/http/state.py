@@ -61,7 +61,7 @@ class Serving:
             self._prompts.close()
 
     def _start(self, card: ModelCard) -> None:
-        self.metrics = Metrics(card.name)
+        self.metrics = Metrics(card.name, card.dollars_per_hour)
         self._prompts = Prompts(
             load_tokenizer(card.tokenizer),
             card,
