@@ -55,11 +55,10 @@ def _measured(asked: argparse.Namespace, invariant: bool) -> dict[str, Any]:
             cache_folder=asked.programs,
             **changes,
         )
-        made = Engine(model, config=config)
-        made.warm_up()
-        return made
+        return Engine(model, config=config)
 
     whole = engine()
+    _run(whole, prompts, asked.new)  # makes the programs; of those for one alone the first request pays
     together, rate_together = _run(whole, prompts, asked.new)
     alone = [_run(whole, [prompt], asked.new) for prompt in prompts]
     whole.close()
