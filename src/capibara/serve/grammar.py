@@ -70,6 +70,7 @@ class Grammars:
         """By their text."""
         self._reading: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
+        self._words_lock = threading.Lock()  # apart: laying out a large vocabulary takes a second
         self._readers: ThreadPoolExecutor | None = None
 
     def start(self, asked: SamplingParams) -> Grammar | Future[Grammar]:
@@ -106,7 +107,7 @@ class Grammars:
         known = self._begun.get(text)
         if known is not None:
             return known
-        with self._lock:
+        with self._words_lock:
             if self._words is None:
                 self._words = _words(library, self._tokenizer)
         matcher = library.LLMatcher(self._words, text, log_level=0)
