@@ -394,8 +394,8 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         exposed = True
         address = "http://example:1"
 
-        def __init__(self, host: str, port: int, settings: Any) -> None:
-            made.update(host=host, port=port, settings=settings)
+        def __init__(self, host: str, port: int, settings: Any, books: Any) -> None:
+            made.update(host=host, port=port, settings=settings, books=books)
 
         @contextlib.contextmanager
         def stopped_by_signals(self) -> Iterator[None]:
@@ -404,8 +404,11 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         def run(self, load: Any, ready: Any) -> None:
             load()
 
-    def load_engine(model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool) -> Any:
+    def load_engine(
+        model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool, defaults: bool, books: Any
+    ) -> Any:
         made.update(model=model, name=name, template=template, config=config, max_prompt=max_prompt, warm_up=warm_up)
+        made.update(defaults=defaults)
         return None, None
 
     monkeypatch.setattr(servers, "Server", Recorded)
@@ -417,7 +420,7 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         "--max-prompt 44 --max-body-bytes 2048 --request-timeout-s 1.5 --client-timeout-s 2.5 --drain-timeout-s 3.5 "
         f"--cors-origin https://a.example --chat-template {template} --tool-parser llama3 --cache-dtype int8 "
         "--weights int8 --speculative-tokens 2 --batch-invariant --adapter a=folder --seed 9 --no-warm-up --no-page "
-        "--log-level error"
+        f"--log-level error --no-generation-defaults --goodput-file {tmp_path / 'time.jsonl'}"
     )
     ran = CliRunner().invoke(app, ["serve", *words.split()])
     assert ran.exit_code == 0, ran.output
@@ -433,9 +436,13 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
     assert (config.cache_dtype, config.weights, config.speculative_tokens) == ("int8", "int8", 2)
     assert (config.batch_invariant, dict(config.adapters), config.seed) == (True, {"a": "folder"}, 9)
     assert config.cache_folder is not None
+    assert made["defaults"] is False
+    assert made["books"].file == tmp_path / "time.jsonl"
+    assert "capibara: goodput" in ran.output
     keys = CliRunner().invoke(app, ["serve", "dev", "--api-key", "one", "--api-key", "two"])
     assert keys.exit_code == 0
     assert made["settings"].api_keys == ("one", "two")
+    assert made["defaults"] is True
 
 
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from capibara.observe import Goodput
+from capibara.observe.goodput import SERVER_PHASES
 
 
 class Clock:
@@ -127,3 +128,46 @@ def test_bad_input(tmp_path: Path) -> None:
     for name, step in (("step", None), ("compile", 3)):
         with pytest.raises(ValueError, match="step= comes with"):
             goodput.phase(name, step=step).__enter__()
+
+
+def test_a_server_has_phases_of_its_own_over_restarts_and_they_cost(tmp_path: Path) -> None:
+    clock = Clock()
+
+    def server() -> Goodput:
+        return Goodput(tmp_path / "time.jsonl", phases=SERVER_PHASES, counts="serving", clock=clock)
+
+    with server() as books:
+        with books.phase("load"):
+            clock.passes(10)
+            with books.phase("warm_up"):
+                clock.passes(20)
+        with books.phase("serving"):
+            clock.passes(30)
+        books.move(12, "serving", "compile")
+        clock.passes(40)  # nobody asks
+    clock.passes(50)
+    with server() as books:
+        with books.phase("drain"):
+            clock.passes(50)
+        report = books.report()
+    spent = {name: seconds for name, seconds in report.seconds.items() if seconds}
+    assert spent == {
+        "load": 10, "warm_up": 20, "serving": 18, "compile": 12, "idle": 40, "restart": 50, "drain": 50,
+    }  # fmt: skip
+    assert (report.total, report.restarts, report.goodput) == (200, 1, 0.09)
+    assert report.dollars(36)["serving"] == pytest.approx(0.18)
+    assert sum(report.dollars(36).values()) == pytest.approx(2)
+    assert "steps" not in str(report)
+    with pytest.raises(ValueError, match="Unknown phase 'checkpoint'"), books.phase("checkpoint"):
+        pass
+    with pytest.raises(ValueError, match="Unknown phase that counts 'step'"):
+        Goodput(None, phases=SERVER_PHASES)
+    with pytest.raises(ValueError, match="These books have the phases"):
+        Goodput(tmp_path / "time.jsonl", clock=clock).report()
+
+
+def test_books_in_memory_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Goodput(None, phases=SERVER_PHASES, counts="serving") as books, books.phase("serving"):
+        pass
+    assert not list(tmp_path.iterdir())

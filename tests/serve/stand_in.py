@@ -45,12 +45,16 @@ class _Running:
 
 @dataclass
 class StandIn:
-    """`step_s`: a step's time. `gate`: steps happen while it is set. `tokens_a_step`: of each request."""
+    """`step_s`: a step's time. `gate`: steps happen while it is set. `tokens_a_step`: of each request.
+
+    A `regex` of "slow" or "slow and wrong" is read when `read` is set; one of "grows" is too large at its first token.
+    """
 
     step_s: float = 0.0
     tokens_a_step: int = 1
     most: int = CARD.max_sequences + CARD.max_queue
     gate: threading.Event = field(default_factory=threading.Event)
+    read: threading.Event = field(default_factory=threading.Event)
     seen: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
@@ -81,6 +85,13 @@ class StandIn:
             self.running[id].cancelled = True
         return id in self.running
 
+    def compiling(self, id: str) -> bool:
+        one = self.running.get(id)
+        return one is not None and self._unread(one)
+
+    def _unread(self, one: _Running) -> bool:
+        return str(one.request.sampling.regex).startswith("slow") and not self.read.is_set()
+
     def has_work(self) -> bool:
         return bool(self.running) and (self.gate.is_set() or any(one.cancelled for one in self.running.values()))
 
@@ -99,6 +110,13 @@ class StandIn:
             return RequestOutput(one.request.id, (), "", usage, None, "error", None, "The device did not like it.")
         if one.cancelled:
             reason = "cancelled"
+        elif self._unread(one):
+            return None
+        elif sampling.regex in ("slow and wrong", "grows"):
+            del self.running[one.request.id]
+            usage = Usage(len(one.request.prompt), 0, 0)
+            why = "A grammar is one that llguidance takes. Got something else. Fix: simplify it."
+            return RequestOutput(one.request.id, (), "", usage, None, "error", None, why, rejected=True)
         elif not self.gate.is_set():
             return None
         else:
@@ -117,8 +135,15 @@ class StandIn:
         return RequestOutput(one.request.id, tuple(fresh), text, usage, logprobs, reason)
 
     def stats(self) -> Any:
-        values = dict.fromkeys(Stats.__struct_fields__, 0) | {"running": len(self.running), "kv_cache_usage": 0.25}
+        values: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__, 0) | {
+            "running": len(self.running),
+            "kv_cache_usage": 0.25,
+        }
         return SimpleNamespace(**values)
+
+    @property
+    def compilations(self) -> int:
+        return 0
 
     def close(self) -> None:
         self.running.clear()

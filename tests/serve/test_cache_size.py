@@ -44,6 +44,19 @@ def test_memory_bounds_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         size(memory_share=0.5)
 
 
+def test_the_counts_of_penalties_have_their_place(programs: Path) -> None:
+    """They are made when a request first brings a penalty: by then all other memory is pages."""
+    model = model_of("attention").config
+    one, two = (
+        cache_size.working_bytes(model, EngineConfig(**{**CONFIG, "max_sequences": n}), 64, 1, "float32")
+        for n in (1, 2)
+    )
+    logits = 3 * model.vocab * 4
+    engine = engine_of(model_of("attention"), programs)
+    counts = engine.runner._counts_of_slots()
+    assert two - one == logits + sum(leaf.nbytes for leaf in counts) // CONFIG["max_sequences"]
+
+
 def test_an_engine_has_as_many_pages_as_it_says(programs: Path) -> None:
     engine = engine_of(model_of("attention"), programs, pages=None)
     assert engine.cache_size.pages == engine.stats().pages == engine.runner.pages == 64

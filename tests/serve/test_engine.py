@@ -10,6 +10,7 @@ import pytest
 from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, run, tokens_of, wanted
 
 from capibara.models import ModularCapibaraModel
+from capibara.models.weights.generation_config import GenerationDefaults
 from capibara.serve import EngineConfig, QueueFull, Request, SamplingParams
 
 
@@ -43,18 +44,6 @@ def test_how_it_runs_does_not_change_the_tokens(change: str, programs: Path) -> 
     # Whole pages, and all but the last token where that is the whole prompt; a few pages had to go meanwhile.
     shared = engine.stats().prefix_hits
     assert shared == 0 if change in ("nothing shared", "no keys kept") else 4 + 15 + 28 <= shared <= 4 + 15 + 28 + 11
-
-
-def test_in_bfloat16_one_shape_for_all_leaves_nothing_to_the_batch(programs: Path) -> None:
-    whole = model_of("attention")
-    model = ModularCapibaraModel(whole.config, params=whole.params, precision="bfloat16")
-    engine = engine_of(model, programs, batch_invariant=True)
-    prompts = prompts_of(5, 16, 9, 12)
-    together = answers(engine, prompts)
-    assert [answers(engine, [prompt])[0] for prompt in prompts] == together
-    assert answers(engine, prompts, every=3) == together
-    # Every product was of the same shape: there is one program.
-    assert sum(key[0] == "forward" for key in engine.runner._executables) == 1
 
 
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
@@ -115,6 +104,19 @@ def test_end_of_text_ends_a_request_unless_it_is_ignored(programs: Path) -> None
     )
     assert (outputs["a"][-1].finish_reason, outputs["a"][-1].stop_reason) == ("stop", None)
     assert tokens_of(outputs)["b"] == tokens[:6]
+
+
+def test_every_end_of_text_of_the_models_makers_ends_a_request(programs: Path) -> None:
+    whole = model_of("attention")
+    (prompt,) = prompts_of(6)
+    tokens = wanted("attention", prompt)
+    model = ModularCapibaraModel(whole.config, params=whole.params, precision="float32")
+    model.generation = GenerationDefaults(eos_ids=(250, tokens[1]))
+    engine = engine_of(model, programs)
+    assert engine.eos_ids == {250, tokens[1], engine.tokenizer.eos_id}
+    output = run(engine, [Request("a", prompt, SamplingParams(max_tokens=6, temperature=0))])["a"][-1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert output.usage.completion_tokens == tokens.index(tokens[1]) + 1
 
 
 def test_stop_strings_are_cut_out_and_text_comes_as_it_is_certain(programs: Path) -> None:

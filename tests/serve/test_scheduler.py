@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -247,3 +248,36 @@ def test_all_come_through_whatever_the_sizes(data: st.DataObject) -> None:
     sequences = play(scheduler, arrivals, ahead=data.draw(st.integers(0, 2)), steps=data.draw(st.sampled_from([1, 3])))
     tokens = {s.request.id: s.tokens for s in sequences}
     assert tokens == {r.id: wanted(r) for r in requests}
+
+
+def test_who_waits_is_not_looked_at_again_and_again() -> None:
+    """Of 2,000 that wait, none is looked up in the cache while no page is free, and each is cancelled in one go."""
+    looked_up: list[int] = []
+
+    class Counted(PagePool):
+        def look_up(self, before: Any, tokens: tuple[int, ...]) -> tuple[int, int] | None:
+            looked_up.append(len(tokens))
+            return super().look_up(before, tokens)
+
+    pool = Counted(8, 4)
+    scheduler = Scheduler(pool, Limits(4, 64, 64, 64), max_length=64, max_queue=3000)
+    for number in range(2000):
+        scheduler.add(request(str(number), 20, 12))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert len(scheduler.running) == 1
+    met = 0
+    for _ in range(9):
+        (sequence,) = scheduler.running
+        scheduler.take(sequence, [1], drawn=1)
+        pool_full = pool.available < 2
+        before = len(looked_up)
+        scheduler.plan()
+        if pool_full:  # but for the page that the running one may have filled
+            assert len(looked_up) - before <= 1
+            met += 1
+    assert met > 2
+    waiting = list(scheduler.waiting)
+    scheduler.remove(waiting[1500])
+    assert list(scheduler.waiting) == waiting[:1500] + waiting[1501:]
+    assert len(scheduler.waiting) == 1998

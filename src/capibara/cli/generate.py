@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from capibara.cli import output
+
+_NO_CHANGE = {"min_p": 0, "repetition_penalty": 1}
 
 
 def generate(
@@ -17,9 +19,17 @@ def generate(
     ],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.")],
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at the most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest; 0 from all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the fewest with this share.")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token; the model's own default, or 0.8."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Draw from so many likeliest, 0 from all; the model's own default.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Draw from the fewest with this share; the model's own default, or 1."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -33,7 +43,14 @@ def generate(
     typer.echo(f"{loaded!r} from {origin}", err=True)
     tokenizer = loaded.tokenizer
     ids = loaded.encode_prompt(prompt)
-    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    stop = tuple(sorted(loaded.eos_ids))
+    own = loaded.generation.sampling
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    drawing: dict[str, Any] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+    drawing |= {name: value for name, value in own.items() if name in drawing}
+    drawing |= {name: value for name, value in given.items() if value is not None}
+    if left_out := [name for name, value in own.items() if name not in drawing and value != _NO_CHANGE[name]]:
+        typer.echo(f"capibara: generate does not know {' and '.join(left_out)} of generation_config.json", err=True)
     text = tokenizer.stream()
     tokens: list[int] = []
     written = ""
@@ -41,9 +58,7 @@ def generate(
     for step, _ in loaded.stream(
         [ids],
         max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        **drawing,
         seed=seed,
         stop=stop,
         words=tokenizer.vocab_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ import typer
 from capibara.cli import output
 
 if TYPE_CHECKING:
+    from capibara.observe.goodput import Goodput
     from capibara.serve.config import EngineConfig
     from capibara.serve.engine import Engine
     from capibara.serve.link import ModelCard
@@ -76,9 +78,17 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients may name as a model.")
     ] = None,
+    generation_defaults: Annotated[
+        bool,
+        typer.Option(help="Sample as the model's generation_config.json says, where a request says nothing."),
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     warm_up: Annotated[bool, typer.Option(help="Compile every program before the first request.")] = True,
     page: Annotated[bool, typer.Option(help="A page to chat on at /.")] = True,
+    goodput_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep where the time went, over restarts of this server.", dir_okay=False),
+    ] = None,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "info",
     json: Annotated[bool, typer.Option("--json", help="Print the line that it is ready as JSON.")] = False,
 ) -> None:
@@ -92,6 +102,7 @@ def serve(
     check_installed("capibara serve")
     from capibara.errors import unknown_name
     from capibara.kernels.core.tables import cache_directory
+    from capibara.observe.goodput import SERVER_PHASES, Goodput
     from capibara.serve.config import EngineConfig
     from capibara.serve.link import ServerSettings
     from capibara.serve.server import Loaded, Server
@@ -129,12 +140,13 @@ def serve(
         seed=seed,
         cache_folder=cache_directory().parent / "programs",
     )
-    server = Server(host, port, settings)
+    books = Goodput(goodput_file, phases=SERVER_PHASES, counts="serving", flush_seconds=60.0)
+    server = Server(host, port, settings, books=books)
     if server.exposed and not keys:
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
 
     def load() -> Loaded:
-        engine, card = load_engine(model, name, template, config, max_prompt, warm_up)
+        engine, card = load_engine(model, name, template, config, max_prompt, warm_up, generation_defaults, books)
         if target_latency_ms is None:
             return Loaded(engine, card)
         from capibara.serve.latency import LatencyController
@@ -153,6 +165,21 @@ def serve(
 
     with server.stopped_by_signals():
         server.run(load, ready)
+    spent, per_hour = books.report(), _dollars_per_hour()
+    cost = "" if per_hour is None else f"; {sum(spent.dollars(per_hour).values()):.2f} USD"
+    typer.echo(f"capibara: {spent}{cost}", err=True)
+
+
+def _dollars_per_hour() -> float | None:
+    """What this machine's devices cost together, on demand where their price is first listed; None of a CPU's."""
+    from capibara.hardware import chip_for
+    from capibara.hardware.devices import attached
+    from capibara.prices import price_table
+
+    devices = attached()
+    chip = chip_for(devices[0].device_kind)
+    found = None if chip is None or devices[0].platform == "cpu" else price_table().find(chip.name)
+    return None if found is None or chip is None else found.usd * len(devices) / chip.devices_per_chip
 
 
 def _adapters(texts: list[str], model: str) -> dict[str, str]:
@@ -178,7 +205,14 @@ def _name_of(model: str) -> str:
 
 
 def load_engine(
-    model: str, name: str | None, template: str | None, config: EngineConfig, max_prompt: int | None, warm_up: bool
+    model: str,
+    name: str | None,
+    template: str | None,
+    config: EngineConfig,
+    max_prompt: int | None,
+    warm_up: bool,
+    generation_defaults: bool = True,
+    books: Goodput | None = None,
 ) -> tuple[Engine, ModelCard]:
     """The engine of a model that a command was given, its programs compiled, and what clients are told of it."""
     from capibara.models.restored import load_model
@@ -190,7 +224,7 @@ def load_engine(
     check_template(loaded.tokenizer, template)
     engine = Engine(loaded, config=config)
     if warm_up:
-        with output.progress() as bar:
+        with output.progress() as bar, contextlib.nullcontext() if books is None else books.phase("warm_up"):
             task = bar.add_task("")
             made = engine.warm_up(
                 lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
@@ -209,5 +243,10 @@ def load_engine(
         max_sequences=engine.config.max_sequences,
         max_queue=engine.config.max_queue,
         adapters=tuple(engine.adapters),
+        sampling_defaults=dict(loaded.generation.sampling) if generation_defaults else {},
+        dollars_per_hour=_dollars_per_hour(),
     )
+    if card.sampling_defaults:
+        shown = ", ".join(f"{name} {value:g}" for name, value in card.sampling_defaults.items())
+        typer.echo(f"capibara: requests are sampled with {shown} where they say nothing else", err=True)
     return engine, card

@@ -19,6 +19,7 @@ from capibara.mesh import shard_params
 from capibara.models import decoder, generation, step_hooks
 from capibara.models.config import ModularModelConfig
 from capibara.models.tokenizer import Tokenizer, load_tokenizer
+from capibara.models.weights.generation_config import GenerationDefaults
 from capibara.parallel import trainer_step
 from capibara.parallel.optimizers import make_optimizer
 
@@ -82,6 +83,8 @@ class ModularCapibaraModel:
         self._training: dict[str, Any] | None = None
         self.prompt_bos = True
         """Whether a prompt of text begins with bos, where the tokenizer has one, as training documents do."""
+        self.generation = GenerationDefaults()
+        """What a Hugging Face folder says of the end of text, and of sampling where nobody says otherwise."""
 
     def __repr__(self) -> str:
         name = self.config.name or "unnamed"
@@ -167,6 +170,12 @@ class ModularCapibaraModel:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.config.tokenizer)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a text: the tokenizer's, and those that the model's makers name."""
+        own = self.tokenizer.eos_id
+        return frozenset([*self.generation.eos_ids, *([] if own is None else [own])])
 
     # Running it.
 

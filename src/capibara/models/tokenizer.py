@@ -78,11 +78,11 @@ class Tokenizer(ABC):
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """A conversation as the text that the model reads; `variables` are the template's own (tools, ...)."""
         check_messages(messages)
-        return render(self._template(), messages, add_generation_prompt, **self._variables(variables))
+        return render(self._template(), messages, add_generation_prompt, **self.chat_variables(variables))
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[bool]]:
         """Ids of a conversation, and which of them are the assistant's answers, end tokens included."""
-        text, spans = answer_spans(self._template(), messages, self.special_tokens, **self._variables(variables))
+        text, spans = answer_spans(self._template(), messages, self.special_tokens, **self.chat_variables(variables))
         return self.encode_spans(text, spans, special=True)
 
     def _template(self) -> str:
@@ -91,7 +91,8 @@ class Tokenizer(ABC):
             return DEFAULT_TEMPLATE
         return self.chat_template
 
-    def _variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+    def chat_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """What a chat template is given beside the messages: the special tokens by their names, and `variables`."""
         names: dict[int | None, str] = {id: text for text, id in self.special_tokens.items()}
         eos = names.get(self.eos_id, "")
         return {

@@ -4,6 +4,8 @@ Time is booked under one phase at a time. A step that is done again after a rest
 is "lost". The time between a process's end and the next one's start is "restart", and what no phase claims is "idle".
 The books are lines of JSON in the run's folder, added at least every `flush_seconds`, so that a process that is killed
 loses no more than that.
+
+A server books its time under phases of its own, of which "serving" is the one that counts.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,13 @@ from typing import Any
 
 from capibara.errors import rule_error, unknown_name
 
-__all__ = ["PHASES", "Goodput", "GoodputReport", "read_goodput"]
+__all__ = ["PHASES", "SERVER_PHASES", "Goodput", "GoodputReport", "read_goodput"]
 
 PHASES = ("initialise", "compile", "data_wait", "step", "checkpoint", "restart", "evaluation", "idle")
-"""What time can be booked under; "idle" also takes what nobody claims."""
+"""What a training run's time can be booked under; "idle" also takes what nobody claims."""
+SERVER_PHASES = ("load", "warm_up", "compile", "serving", "drain", "restart", "idle")
+"""What a server's time can be booked under: weights and engine, programs made before the first request, programs made
+while requests wait, steps, steps once it was told to stop; "idle" is when nobody asks anything."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,17 @@ class GoodputReport:
     """Steps that count."""
     lost_steps: int
     restarts: int
+    counts: str = "step"
+    """The phase that the others are for."""
 
     @property
     def goodput(self) -> float:
         """The share of the time that went into steps that count; NaN before any time has gone by."""
-        return self.seconds["step"] / self.total if self.total > 0 else float("nan")
+        return self.seconds[self.counts] / self.total if self.total > 0 else float("nan")
+
+    def dollars(self, per_hour: float) -> dict[str, float]:
+        """What each phase cost, where all chips together are so much an hour. They add up to what the total cost."""
+        return {name: seconds / 3600 * per_hour for name, seconds in self.seconds.items()}
 
     def fractions(self) -> dict[str, float]:
         total = self.total or float("nan")
@@ -52,10 +63,8 @@ class GoodputReport:
     def __str__(self) -> str:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in self.fractions().items() if share)
         lost = f", {self.lost_steps} done twice" if self.lost_steps else ""
-        return (
-            f"goodput {self.goodput:.1%} of {self.total:.1f} s: {self.steps} steps{lost}, {self.restarts} restarts; "
-            f"{shares}"
-        )
+        steps = f"{self.steps} steps{lost}, " if self.counts == "step" else ""
+        return f"goodput {self.goodput:.1%} of {self.total:.1f} s: {steps}{self.restarts} restarts; {shares}"
 
 
 @dataclass
@@ -73,7 +82,10 @@ class Goodput:
     """Books the time of a run. One loop uses it; phases inside of a phase are booked under the inner one.
 
     Args:
-      file: a line of JSON at a time; the books of earlier processes of the run are read from it.
+      file: a line of JSON at a time; the books of earlier processes of the run are read from it. None keeps them in
+        memory, of this process alone.
+      phases: what time can be booked under.
+      counts: the phase that the others are for.
       flush_seconds: how much time may go by unwritten.
       clock: of the wall, as it goes on while no process runs.
 
@@ -91,26 +103,36 @@ class Goodput:
 
     def __init__(
         self,
-        file: str | os.PathLike[str],
+        file: str | os.PathLike[str] | None,
         *,
+        phases: Sequence[str] = PHASES,
+        counts: str = "step",
         flush_seconds: float = 5.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.file = Path(file)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        if counts not in phases:
+            raise unknown_name("phase that counts", counts, phases)
+        self.file = None if file is None else Path(file)
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.phases = tuple(phases)
+        self.counts = counts
         self._clock = clock
         self._flush_seconds = flush_seconds
         self._lock = threading.RLock()
-        self._earlier = _read(self.file)
+        self._earlier = [] if self.file is None else _read(self.file)
         now = clock()
         self._run = _Run(now, now, {}, [])
         self._written = _Run(now, now, {}, [])
         self._stack: list[str] = []
         self._since = now
-        _mend(self.file)
+        if self.file is not None:
+            _mend(self.file)
         self._append({"start": now, "pid": os.getpid()})
 
     def _append(self, row: Mapping[str, Any]) -> None:
+        if self.file is None:
+            return
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -127,8 +149,8 @@ class Goodput:
 
         A step whose block raises is no step; its time is booked under "idle", as nothing came of it.
         """
-        if name not in PHASES:
-            raise unknown_name("phase", name, PHASES)
+        if name not in self.phases:
+            raise unknown_name("phase", name, self.phases)
         if (step is not None) != (name == "step"):
             raise rule_error('step= comes with the phase "step"', f"{name!r}, step={step!r}", 'phase("step", step=12)')
         with self._lock:
@@ -154,6 +176,17 @@ class Goodput:
                 if now - self._written.until >= self._flush_seconds:
                     self.flush()
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Book this much of what a phase has under another: for what is known of a block only at its end."""
+        for name in (source, target):
+            if name not in self.phases:
+                raise unknown_name("phase", name, self.phases)
+        with self._lock:
+            self._book(self._clock())
+            moved = min(seconds, self._run.seconds.get(source, 0.0))
+            self._run.seconds[source] = self._run.seconds.get(source, 0.0) - moved
+            self._run.seconds[target] = self._run.seconds.get(target, 0.0) + moved
+
     def flush(self) -> None:
         """Write what has not been written yet."""
         with self._lock:
@@ -171,7 +204,7 @@ class Goodput:
         """The whole run up to now, with its earlier processes."""
         with self._lock:
             self._book(self._clock())
-            return _report([*self._earlier, self._run])
+            return _report([*self._earlier, self._run], self.phases, self.counts)
 
     def close(self) -> None:
         with self._lock:
@@ -233,10 +266,12 @@ def _read(file: Path) -> list[_Run]:
     return runs
 
 
-def _report(runs: list[_Run]) -> GoodputReport:
-    seconds = dict.fromkeys([*PHASES, "lost"], 0.0)
+def _report(runs: list[_Run], phases: Sequence[str] = PHASES, counts: str = "step") -> GoodputReport:
+    seconds = dict.fromkeys([*phases, "lost"], 0.0)
     for run in runs:
         for name, spent in run.seconds.items():
+            if name not in seconds:
+                raise rule_error(f"These books have the phases {', '.join(phases)}", repr(name), "name another file")
             seconds[name] += spent
         seconds["idle"] += run.until - run.start - sum(run.seconds.values())
     for before, after in itertools.pairwise(runs):
@@ -254,7 +289,7 @@ def _report(runs: list[_Run]) -> GoodputReport:
             if start < first:
                 counted.append((start, first - 1, time_of - share))
         counted.append((first, last, spent))
-    seconds["step"] -= seconds["lost"]
+    seconds[counts] -= seconds["lost"]
     steps = sum(last - first + 1 for first, last, _ in counted)
     total = runs[-1].until - runs[0].start
-    return GoodputReport(total, seconds, steps, lost_steps, len(runs) - 1)
+    return GoodputReport(total, seconds, steps, lost_steps, len(runs) - 1, counts)

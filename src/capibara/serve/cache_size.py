@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheSize", "cache_size", "working_bytes"]
 
+_COUNT_BYTES = 5
+"""Of `sampling.Counts`, a sequence and word: how often it is in the output, and whether it is in the prompt."""
+
 
 @dataclass(frozen=True)
 class CacheSize:
@@ -134,7 +137,8 @@ def _room(config: EngineConfig, weight_bytes: int, working_bytes: int) -> int | 
 
 
 def working_bytes(model: ModularModelConfig, config: EngineConfig, pages: int, page_bytes: int, dtype: Any) -> int:
-    """What a step needs beside weights and cache, about: logits, what drawing makes of them, and a layer's values.
+    """What a step needs beside weights and cache, about: logits, what drawing makes of them, penalties' counts, and a
+    layer's values.
 
     Args:
       pages: that a batch has at most.
@@ -143,6 +147,7 @@ def working_bytes(model: ModularModelConfig, config: EngineConfig, pages: int, p
     widest = max([model.hidden, *(math.prod(weight.shape[2:]) for weight in layers)])
     rows = config.max_sequences * (1 + config.speculative_tokens)
     working = 3 * rows * model.vocab * 4 + 4 * config.max_batch_tokens * widest * 4
+    working += config.max_sequences * model.vocab * _COUNT_BYTES  # made when a request first brings a penalty
     if jnp.dtype(dtype) == jnp.int8:  # one layer's pages are widened before they are read
         with_pages = sum(not model.blocks[name].keeps_state for names in model.period for name in names)
         working += pages * page_bytes * 4 // max(1, with_pages * model.repeats)

@@ -61,7 +61,8 @@ class EngineConfig:
     mesh: jax.sharding.Mesh | None = None
     """Devices to spread weights and cache over, by the model's own logical axes."""
     batch_invariant: bool = False
-    """Products and attention in shapes that do not depend on what a request is batched with."""
+    """The same bits whatever a request is batched with: every step in one shape, that of a full one, and attention in
+    one part. A lone token then costs a full step; models that keep a state are refused."""
     seed: int = 0
     """Of requests that bring none."""
     cache_folder: Path | str | None = None

@@ -6,9 +6,10 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from capibara.compile.warmup import WarmupReport
 from capibara.errors import rule_error, unknown_name
 from capibara.serve.config import EngineConfig
 from capibara.serve.grammar import Grammar, Grammars
+from capibara.serve.invariance import check_invariant, keeps_state
 from capibara.serve.kv_cache import PagePool
 from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
 from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineStats", "StepTime"]
 
 _log = logging.getLogger(__name__)
+_WAIT_S = 0.02
+"""That a step waits for a grammar where there is nothing else to do: whoever drives the engine may have news."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class EngineStats:
 
     running: int
     waiting: int
+    """Those whose grammar is still being read included."""
+    compiling: int
+    """Requests whose grammar is still being read."""
     preemptions: int
     pages: int
     pages_used: int
@@ -82,6 +89,7 @@ class _Progress:
     grammar: Grammar | None = None
     drafts: NgramDrafts | None = None
     error: str | None = None
+    rejected: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     tokens: list[int] = field(default_factory=list)
@@ -123,6 +131,8 @@ class Engine:
                 "speculative_tokens of a model that keeps a state",
                 "use speculative_tokens=0",
             )
+        if config.batch_invariant:
+            check_invariant(model, config)
         words = min(self.tokenizer.vocab_size, model.config.vocab)
         self.runner = Runner(model, config, max_length=self.max_length, words=words)
         self.cache_size = self.runner.cache_size
@@ -141,7 +151,9 @@ class Engine:
             draft=self._draft if config.speculative_tokens else None,
         )
         self._grammars = Grammars(self.tokenizer)
-        self.eos_ids = frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
+        own = self.tokenizer.eos_id
+        self.eos_ids = frozenset([*model.generation.eos_ids, *([] if own is None else [own])])
+        """Tokens that end a request: the tokenizer's, and those of the model's generation_config.json."""
         # Rows of one shape only, or drafts between steps: each step is told by the host.
         self.decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
         """Tokens in a row that one program draws at most; 1 or the config's, and a controller may change it."""
@@ -149,6 +161,9 @@ class Engine:
         """Told of each step's time, where someone asks."""
         self._seeds = np.random.default_rng(config.seed)
         self._sequences: dict[str, Sequence] = {}
+        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
+        self._unqueued: list[RequestOutput] = []
+        """Last outputs of requests that ended before they were queued."""
         self._sent: deque[Sent] = deque()
         self._ended: list[Sequence] = []
         self._prompt_tokens = self._generation_tokens = self._steps = self._drafted = self._accepted = 0
@@ -168,11 +183,27 @@ class Engine:
     # Requests.
 
     def add(self, request: Request) -> None:
-        """Queue a request. A `ValueError` says what is wrong with it; `QueueFull` that too many wait."""
+        """Queue a request. A `ValueError` says what is wrong with it; `QueueFull` that too many wait.
+
+        A grammar that was not met lately is read beside the steps, and its request is queued when that is done:
+        `compiling` says whether it still is. One that cannot be read ends the request with an output that is
+        `rejected`.
+        """
         self._check(request)
+        self.scheduler.check(request, beside=len(self._compiling))
+        grammar = self._grammars.start(request.sampling) if request.sampling.constrained else None
+        if isinstance(grammar, Future):
+            self._compiling[request.id] = (request, grammar)
+        else:
+            self._queue(request, grammar)
+
+    def compiling(self, id: str) -> bool:
+        """Whether a request's grammar is still being read."""
+        return id in self._compiling
+
+    def _queue(self, request: Request, grammar: Grammar | None) -> None:
         asked = request.sampling
-        grammar = self._grammars.start(asked) if asked.constrained else None
-        sequence = self.scheduler.add(request)
+        sequence = self.scheduler.add(request, checked=True)
         seed = asked.seed if asked.seed is not None else int(self._seeds.integers(2**63))
         sequence.seed = seed
         sequence.one_by_one = form_of(asked) not in SEVERAL_FORMS
@@ -188,12 +219,31 @@ class Engine:
         sequence.state = progress
         self._sequences[request.id] = sequence
 
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose grammar has been read, in the order of their arrival."""
+        for id, (request, brought) in list(self._compiling.items()):
+            if not brought.done():
+                continue
+            del self._compiling[id]
+            error = brought.exception()
+            if error is None:
+                self._queue(request, brought.result())
+                continue
+            if not isinstance(error, ValueError):
+                _log.error("the grammar of request %s cannot be read", id, exc_info=error)
+            self._end_unqueued(request, "error", error=str(error), rejected=isinstance(error, ValueError))
+
+    def _end_unqueued(self, request: Request, reason: FinishReason, **more: Any) -> None:
+        self._finished[reason] += 1
+        usage = Usage(len(request.prompt), 0, 0)
+        self._unqueued.append(RequestOutput(request.id, (), "", usage, finish_reason=reason, **more))
+
     def _check(self, request: Request) -> None:
         vocab = self.model.config.vocab
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or high >= vocab:
             raise rule_error(f"Token ids are from 0 to {vocab - 1}", f"{low} to {high}", "use the model's tokenizer")
-        if request.id in self._sequences:
+        if request.id in self._sequences or request.id in self._compiling:
             raise rule_error("A request's id is unlike that of any that is running", repr(request.id), "use another")
         adapter = request.sampling.adapter
         if adapter is not None and adapter not in self.config.adapters:
@@ -201,6 +251,11 @@ class Engine:
 
     def cancel(self, id: str) -> bool:
         """End a request; False where there is none of this id. The next step gives its last output."""
+        if id in self._compiling:
+            request, brought = self._compiling.pop(id)
+            brought.cancel()
+            self._end_unqueued(request, "cancelled")
+            return True
         sequence = self._sequences.get(id)
         if sequence is None:
             return False
@@ -217,20 +272,25 @@ class Engine:
 
     def close(self) -> None:
         """End what runs, as cancelled, and give the device's memory back."""
-        for id in list(self._sequences):
+        for id in [*self._sequences, *self._compiling]:
             self.cancel(id)
+        self._grammars.close()
         self._sent.clear()
         self.runner.close()
 
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._sequences or self._sent or self._ended)
+        return bool(self._sequences or self._sent or self._ended or self._compiling or self._unqueued)
 
     # The loop.
 
     def step(self) -> list[RequestOutput]:
         """Send the next step to the device, and give what the one before it brought; each request is in it once."""
         touched: dict[str, Sequence] = {}
+        if self._compiling:
+            if not self._sequences and not self._sent and not self._unqueued:  # else the loop would spin
+                wait([brought for _, brought in self._compiling.values()], _WAIT_S, FIRST_COMPLETED)
+            self._queue_compiled()
         # Who hangs on the last token would miss every other step if the next one were planned without it.
         if any(sequence.needs_host and sequence.in_flight for sequence in self.scheduler.running):
             while self._sent:
@@ -244,7 +304,8 @@ class Engine:
         for sequence in self._ended:
             touched[sequence.request.id] = sequence
         self._ended = []
-        return [self._output(sequence) for sequence in touched.values()]
+        unqueued, self._unqueued = self._unqueued, []
+        return [*unqueued, *(self._output(sequence) for sequence in touched.values())]
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         progress = sequence.state
@@ -310,7 +371,8 @@ class Engine:
                 likeliest = zip(ids[: asked.logprobs].tolist(), top[: asked.logprobs].tolist(), strict=True)
                 progress.logprobs.append(TokenLogprobs(token, own, tuple(likeliest)))
             if progress.grammar is not None and not progress.grammar.take(token):
-                progress.error = progress.grammar.error or f"token {token} is not of the grammar"
+                grew = progress.grammar.error
+                progress.error, progress.rejected = grew or f"token {token} is not of the grammar", bool(grew)
                 return kept, "error"
             if token in progress.stops:
                 progress.stop_reason = None if token in progress.eos else token
@@ -354,6 +416,7 @@ class Engine:
             finish_reason=progress.finish_reason,
             stop_reason=progress.stop_reason,
             error=progress.error,
+            rejected=progress.rejected,
         )
 
     def stats(self) -> EngineStats:
@@ -361,7 +424,8 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(self._compiling),
+            compiling=len(self._compiling),
             preemptions=scheduler.preemptions,
             pages=pool.pages,
             pages_used=pool.used,
@@ -379,12 +443,11 @@ class Engine:
             accepted=self._accepted,
         )
 
+    @property
+    def compilations(self) -> int:
+        """Programs that were compiled, and not there already or read from disk."""
+        return self.runner.compilations
+
     def check(self) -> None:
         """Raise where the books of the cache are wrong; for tests and for a watchful server."""
         self.scheduler.pool.check(sequence.pages for sequence in self.scheduler.sequences())
-
-
-def keeps_state(model: ModularCapibaraModel) -> bool:
-    """Whether a block of the model keeps a state a sequence, of which no part can be shared."""
-    config = model.config
-    return any(config.blocks[name].keeps_state for layer in config.period for name in layer)

@@ -1,15 +1,21 @@
-"""Output held to a JSON schema, a regular expression or a grammar: which tokens may come next, by llguidance."""
+"""Output held to a JSON schema, a regular expression or a grammar: which tokens may come next, by llguidance.
+
+A grammar is read by a thread of its own, of which there are few: a large one takes a second, in which all others go on
+(llguidance lets the interpreter go meanwhile). Those that were read last are kept.
+"""
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from capibara.distribution import NAME
 from capibara.errors import rule_error
+from capibara.lru import LRU
 
 if TYPE_CHECKING:
     from capibara.models.tokenizer import Tokenizer
@@ -19,9 +25,12 @@ __all__ = ["Grammar", "Grammars"]
 
 
 _LONGEST = 1 << 17
-"""Characters of a grammar. All requests wait while one is read, which takes a second or two for this many, and
-sixteen times as long for four times as many."""
-_KEPT = 32
+"""Characters of a grammar. One of so many takes a second or two to read, and four times as many sixteen times as
+long."""
+_KEPT = 64
+"""Grammars that were read, at their beginning: many requests come with the same."""
+_READERS = 2
+"""Threads that read grammars: whoever sends large ones takes no more of the machine than that."""
 
 
 class Grammar:
@@ -48,8 +57,7 @@ class Grammar:
     @property
     def error(self) -> str:
         """What went wrong; empty where nothing did."""
-        # Without the parser's inner state and the whole grammar, which follow.
-        return str(self._matcher.get_error()).partition("\n<state>")[0] if self._matcher.is_error() else ""
+        return _first_part(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
 class Grammars:
@@ -58,33 +66,55 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._words: Any = None
-        self._begun: OrderedDict[str, Any] = OrderedDict()
-        """Grammars at their beginning, by their text, the last used last: many requests come with the same."""
+        self._begun: LRU[str, Any] = LRU(_KEPT)
+        """By their text."""
+        self._reading: dict[str, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._words_lock = threading.Lock()  # apart: laying out a large vocabulary takes a second
+        self._readers: ThreadPoolExecutor | None = None
 
-    def start(self, asked: SamplingParams) -> Grammar:
-        """The grammar that a request asks for, at its beginning; a `ValueError` says what is wrong with it."""
+    def start(self, asked: SamplingParams) -> Grammar | Future[Grammar]:
+        """The grammar that a request asks for, at its beginning; or, where it is yet to be read, what brings it.
+
+        A `ValueError` says what is wrong with it: at once where that is seen without reading it, else as the result.
+        """
         library = _library()
         text, kind = self._text(library, asked)
         known = self._begun.get(text)
-        if known is None:
-            known = self._begin(library, text, kind)
-            self._begun[text] = known
-            if len(self._begun) > _KEPT:
-                self._begun.popitem(last=False)
-        self._begun.move_to_end(text)
-        return Grammar(known.deep_copy())
-
-    def _begin(self, library: Any, text: str, kind: str) -> Any:
+        if known is not None:
+            return Grammar(known.deep_copy())
         if len(text) > _LONGEST:
             raise rule_error(f"A {kind} has {_LONGEST} characters at the most", f"{len(text)}", "simplify it")
-        if self._words is None:
-            self._words = _words(library, self._tokenizer)
-        wrong = library.LLMatcher.validate_grammar(text, self._words)
-        if wrong and not wrong.startswith("WARNING"):
-            raise rule_error(f"A {kind} is one that llguidance takes", wrong.strip(), "mend it; its message says where")
+        brought: Future[Grammar] = Future()
+        with self._lock:
+            reading = self._reading.get(text)
+            if reading is None:
+                if self._readers is None:
+                    self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="grammar")
+                reading = self._reading[text] = self._readers.submit(self._begin, library, text, kind)
+                reading.add_done_callback(lambda _: self._reading.pop(text, None))
+        reading.add_done_callback(lambda done: _hand_over(done, brought))
+        return brought
+
+    def close(self) -> None:
+        """Read nothing more; what waits is cancelled."""
+        with self._lock:
+            readers, self._readers = self._readers, None
+        if readers is not None:
+            readers.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, library: Any, text: str, kind: str) -> Any:
+        known = self._begun.get(text)
+        if known is not None:
+            return known
+        with self._words_lock:
+            if self._words is None:
+                self._words = _words(library, self._tokenizer)
         matcher = library.LLMatcher(self._words, text, log_level=0)
         if matcher.is_error():
-            raise rule_error(f"A {kind} is one that llguidance takes", matcher.get_error(), "mend or simplify it")
+            wrong = _first_part(matcher.get_error())
+            raise rule_error(f"A {kind} is one that llguidance takes", wrong, "mend or simplify it")
+        self._begun[text] = matcher
         return matcher
 
     def _text(self, library: Any, asked: SamplingParams) -> tuple[str, str]:
@@ -104,6 +134,23 @@ class Grammars:
         # One space after a comma or a colon: with any white space a model may write nothing else. A schema's own
         # "x-guidance" says otherwise.
         return library.LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False}), "JSON schema"
+
+
+def _first_part(error: str) -> str:
+    """Without the parser's inner state and the whole grammar, which follow."""
+    return str(error).partition("\n<state>")[0].strip()
+
+
+def _hand_over(done: Future[Any], brought: Future[Grammar]) -> None:
+    """Give a request its own copy of what was read. One that was cancelled meanwhile wants none."""
+    if not brought.set_running_or_notify_cancel():
+        return
+    if done.cancelled():
+        brought.set_exception(RuntimeError("the engine was closed"))
+    elif (error := done.exception()) is not None:
+        brought.set_exception(error)
+    else:
+        brought.set_result(Grammar(done.result().deep_copy()))
 
 
 def _library() -> Any:

@@ -54,6 +54,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_sequences: int
     max_queue: int
     adapters: tuple[str, ...] = ()
+    sampling_defaults: dict[str, int | float] = {}
+    """For requests that say nothing of them."""
+    dollars_per_hour: float | None = None
+    """What the machine's devices cost, where that is known."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
@@ -82,6 +86,7 @@ class Stats(msgspec.Struct, frozen=True):
 
     running: int = 0
     waiting: int = 0
+    compiling: int = 0
     preemptions: int = 0
     kv_cache_usage: float = 0.0
     pages: int = 0
@@ -94,6 +99,8 @@ class Stats(msgspec.Struct, frozen=True):
     compilations: int = 0
     drafted: int = 0
     accepted: int = 0
+    phase_seconds: dict[str, float] = {}
+    """Where the server's time went, over all of its restarts that are known of; whole seconds."""
 
 
 class Added(msgspec.Struct, frozen=True):
@@ -174,6 +181,7 @@ def merge(outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
             finish_reason=new.finish_reason,
             stop_reason=new.stop_reason,
             error=new.error,
+            rejected=new.rejected,
         )
     return tuple(merged.values())
 

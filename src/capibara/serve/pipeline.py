@@ -252,6 +252,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 def _sound(output: RequestOutput) -> RequestOutput:
     """An answer that broke off is none: it would be taken for a whole one."""
+    if output.finish_reason == "error" and output.rejected:
+        raise ValueError(output.error)
     if output.finish_reason == "error":
         raise CapibaraError(f"The engine failed at a request: {output.error}")
     return output

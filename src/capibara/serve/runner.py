@@ -21,6 +21,7 @@ from capibara.serve import programs, sampling
 from capibara.serve.adapters import with_adapters
 from capibara.serve.cache_size import cache_size
 from capibara.serve.config import EngineConfig
+from capibara.serve.invariance import attention_implementation
 from capibara.serve.programs import DeviceState, Shape, StepPrograms
 from capibara.serve.scheduler import Chunk, Sequence, StepPlan
 from capibara.serve.shapes import StepShapes
@@ -117,7 +118,7 @@ class Runner:
             words,
             longest=lambda shape: shape.tokens if keeps_state else 1,
             key_splits=1 if config.batch_invariant else None,
-            attention=config.attention,
+            attention=attention_implementation(model, config),
             adapters=bool(config.adapters),
         )
         self._executables: dict[tuple[Any, ...], Any] = {}
@@ -201,7 +202,7 @@ class Runner:
             build = functools.partial(self.programs.forward, shape)
             add(("forward", shape), build, self.params, self.state, said, donate=(1,))
         for rows in sorted({shape.rows for shape in self.shapes.all() if shape.steps == 1}):
-            for form in sampling.FORMS:
+            for form in self._forms:
                 said = _shaped((programs.row_fields(rows).size,), jnp.int32)
                 args: tuple[Any, ...] = (_shaped((rows, vocab), jnp.float32), self.state.last_tokens, said)
                 full = form in ("full", "penalised")
@@ -251,7 +252,7 @@ class Runner:
             for chunk in plan.chunks:
                 self._place(chunk.sequence)
             drawing = [self._form[chunk.sequence.slot] for chunk in plan.chunks if chunk.samples]
-            form = sampling.FORMS[max(drawing)] if drawing else None
+            form = self._form_of_step(sampling.FORMS[max(drawing)]) if drawing else None
             alone = plan.decodes_only and not self.config.batch_invariant and not self.config.speculative_tokens
             if alone:
                 said, shape, rows = self._say_decode(plan, slots)
@@ -264,6 +265,16 @@ class Runner:
         if tokens is not None:
             tokens.copy_to_host_async()
         return Sent(plan, rows, tokens, chances, time.perf_counter(), shape, self.compilations > made)
+
+    @property
+    def _forms(self) -> tuple[sampling.Form, ...]:
+        """The forms that drawing programs are made in."""
+        # Two programs may add up a row's chances in two orders: what a request's neighbours ask for must not choose
+        # between them. The likeliest token is the same in each.
+        return ("greedy", "penalised") if self.config.batch_invariant else sampling.FORMS
+
+    def _form_of_step(self, least: sampling.Form) -> sampling.Form:
+        return next(form for form in self._forms if sampling.FORMS.index(form) >= sampling.FORMS.index(least))
 
     def time_step(self, shape: Shape, *, repeats: int = 3) -> float:
         """Seconds of a step of this shape, of contexts half as long as they may be, the likeliest tokens drawn.
@@ -321,7 +332,8 @@ class Runner:
         args = (logits, self.state.last_tokens, of_rows)
         full = form in ("full", "penalised")
         if full:
-            args = (*args, self._allowed(shape.rows, rows, allowed), self._counts if form == "penalised" else None)
+            counts = self._counts_of_slots() if form == "penalised" else None
+            args = (*args, self._allowed(shape.rows, rows, allowed), counts)
         run = self._executable(
             ("draw", shape.rows, form),
             lambda: self.programs.draw(shape.rows, form),
@@ -382,15 +394,19 @@ class Runner:
         if asked.penalised:
             self._begin_counts(sequence)
 
+    def _counts_of_slots(self) -> sampling.Counts:
+        """Made when they are first needed: most servers never see a penalty."""
+        if self._counts is None:
+            shape = (self.config.max_sequences, self.model.vocab)
+            self._counts = sampling.Counts(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+        return self._counts
+
     def _begin_counts(self, sequence: Sequence) -> None:
         vocab = self.model.vocab
-        if self._counts is None:
-            shape = (self.config.max_sequences, vocab)
-            self._counts = sampling.Counts(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
         tokens = np.array(sequence.tokens)
         prompt = np.bincount(tokens[: sequence.prompt_length], minlength=vocab) > 0
         output = np.bincount(tokens[sequence.prompt_length :], minlength=vocab).astype(np.int32)
-        args = (self._counts, np.int32(sequence.slot), prompt, output)
+        args = (self._counts_of_slots(), np.int32(sequence.slot), prompt, output)
         run = self._executable(("begin_counts",), lambda: programs.begin_counts, *args, donate=(0,))
         self._counts = run(*args)
 

@@ -11,7 +11,7 @@ how many tokens a sequence has, and not on which they are.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -149,7 +149,8 @@ class Scheduler:
         self.keeps = keeps
         """Whether keys stay from token to token."""
         self.draft = draft
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        """In their order; whoever is cancelled is found at once, however many wait."""
         self.running: list[Sequence] = []
         """In the order of their arrival."""
         self._free_slots = list(range(self.slots - 1, -1, -1))
@@ -157,27 +158,37 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a request."""
+    def check(self, request: Request, *, beside: int = 0) -> None:
+        """Raise where a request cannot be queued: `QueueFull`, or a `ValueError` that says what is wrong with it.
+
+        Args:
+          beside: requests that wait elsewhere, to be queued soon.
+        """
         # Who can run at the next step does not wait: a queue of one is full when one waits for a place.
         places = min(len(self._free_slots), self.limits.max_sequences - len(self.running))
-        if len(self.waiting) >= self.max_queue + max(places, 0):
-            raise QueueFull(f"{len(self.waiting)} requests are waiting, which is as many as may (max_queue)")
+        waiting = len(self.waiting) + beside
+        if waiting >= self.max_queue + max(places, 0):
+            raise QueueFull(f"{waiting} requests are waiting, which is as many as may (max_queue)")
         if len(request.prompt) >= self.max_length:
             raise rule_error(
                 f"A prompt leaves room for a token in the context of {self.max_length}",
                 f"{len(request.prompt)} tokens",
                 f"shorten it to {self.max_length - 1} or fewer",
             )
-        sequence = Sequence(request, self.pool, self.max_length)
-        needed = sequence.pages.lacking(sequence.last_token_number)
-        if needed > self.pool.pages:
+        held = self.pool.pages * self.pool.page_size
+        if min(len(request.prompt) + request.sampling.max_tokens, self.max_length) > held:
             raise rule_error(
-                f"A request fits the cache, which holds {self.pool.pages * self.pool.page_size} tokens",
-                f"a prompt of {sequence.prompt_length} and {request.sampling.max_tokens} new tokens",
+                f"A request fits the cache, which holds {held} tokens",
+                f"a prompt of {len(request.prompt)} and {request.sampling.max_tokens} new tokens",
                 "ask for fewer tokens, or give the engine more pages",
             )
-        self.waiting.append(sequence)
+
+    def add(self, request: Request, *, checked: bool = False) -> Sequence:
+        """Queue a request; with `checked`, one that `check` let pass before, and for which there is room."""
+        if not checked:
+            self.check(request)
+        sequence = Sequence(request, self.pool, self.max_length)
+        self.waiting[sequence] = None
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
@@ -191,7 +202,7 @@ class Scheduler:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
         else:
-            self.waiting.remove(sequence)
+            del self.waiting[sequence]
 
     def plan(self, *, steps: int = 1) -> StepPlan | None:
         """The next step, booked as sent; None where there is nothing to do before tokens come back.
@@ -239,7 +250,7 @@ class Scheduler:
                 sequence.pages.publish(sequence.tokens, sequence.computed)
             if not self.keeps:
                 self._set_aside(sequence)
-                self.waiting.append(sequence)
+                self.waiting[sequence] = None
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
@@ -287,7 +298,10 @@ class Scheduler:
         """Let the first that waits run, where there is a place and pages for all of its tokens."""
         if not self.waiting or not self._free_slots or len(self.running) >= self.limits.max_sequences:
             return False
-        sequence = self.waiting[0]
+        # It takes a page at least, however much of it is there already: before its tokens are looked up, all of them.
+        if self.running and self.pool.available < 1 + len(self.running):
+            return False
+        sequence = next(iter(self.waiting))
         if sequence.in_flight:  # preempted, and a token of it is still on its way
             return False
         pages, length = sequence.pages, sequence.length
@@ -308,7 +322,7 @@ class Scheduler:
         if not pages.grow(length):
             pages.release()
             return False
-        self.waiting.popleft()
+        del self.waiting[sequence]
         sequence.slot = self._free_slots.pop()
         sequence.admissions += 1
         sequence.computed = cached
@@ -331,7 +345,8 @@ class Scheduler:
         """Its pages go to others; it waits first in line, to be computed again."""
         self.preemptions += 1
         self._set_aside(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting[sequence] = None
+        self.waiting.move_to_end(sequence, last=False)
 
     def _set_aside(self, sequence: Sequence) -> None:
         sequence.pages.release()

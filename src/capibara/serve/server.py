@@ -17,6 +17,7 @@ from capibara.serve.link import ModelCard, ServerSettings
 from capibara.serve.worker import EngineWorker
 
 if TYPE_CHECKING:
+    from capibara.observe.goodput import Goodput
     from capibara.serve.engine import Engine
     from capibara.serve.latency import LatencyController
 
@@ -45,9 +46,17 @@ class Server:
       host: the address to listen on.
       port: 0 takes a free one.
       settings: of the HTTP process.
+      books: where the time goes is written there; in memory when None.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 8000, settings: ServerSettings | None = None) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        settings: ServerSettings | None = None,
+        *,
+        books: Goodput | None = None,
+    ) -> None:
         self.host = host
         listening = _listen(host, port)
         self.port: int = listening.getsockname()[1]
@@ -60,7 +69,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # this process's standard output has one line, and it is not theirs
             )
-        self._worker = EngineWorker(ours, settings or ServerSettings())
+        self._worker = EngineWorker(ours, settings or ServerSettings(), books)
         self._serving = False
 
     @property
@@ -69,6 +78,11 @@ class Server:
         if ":" in host:
             host = f"[{host}]"
         return f"http://{host}:{self.port}"
+
+    @property
+    def books(self) -> Goodput:
+        """Where the time goes, by `SERVER_PHASES`."""
+        return self._worker.books
 
     @property
     def exposed(self) -> bool:
@@ -83,7 +97,8 @@ class Server:
     def run(self, load: Callable[[], Loaded], ready: Callable[[ModelCard], None]) -> None:
         """Load the engine, say that it is ready, and serve until told to stop; then finish what runs, and return."""
         try:
-            engine, card, latency = load()
+            with self.books.phase("load"):
+                engine, card, latency = load()
         except BaseException:
             self.close()
             raise
@@ -97,6 +112,7 @@ class Server:
             self._serving = False
             engine.close()
             self.close()
+            self.books.close()
 
     @property
     def stopping(self) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from capibara.observe.goodput import SERVER_PHASES, Goodput
 from capibara.serve.link import Added, FromEngine, Link, ModelCard, ServerSettings, Stats, ToEngine
 from capibara.serve.request import QueueFull, RequestOutput
 
@@ -28,14 +29,18 @@ class EngineWorker:
     `settings` go to the server at once, so that it answers /health while the model is still being loaded.
     """
 
-    def __init__(self, connection: socket.socket, settings: ServerSettings) -> None:
+    def __init__(self, connection: socket.socket, settings: ServerSettings, books: Goodput | None = None) -> None:
         self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self.link = Link(connection, self._inbox.put)
         self.link.send(FromEngine(settings=settings))
+        self.books = books or Goodput(None, phases=SERVER_PHASES, counts="serving")
+        """Where the time goes."""
         self._gone = False
         self._drain = self._told_drain = False
         self._stopping = False
         self._told_stats = (0.0, Stats())
+        self._unsettled: set[str] = set()
+        """Requests of which the server was not told yet whether they were taken."""
         self._ready: Callable[[], None] = lambda: None
 
     def run(
@@ -52,23 +57,34 @@ class EngineWorker:
           latency: bounds each step, so that a target is kept.
         """
         self._ready = lambda: ready(card)
-        self.link.send(FromEngine(model=card, stats=_stats(engine)))
+        self.link.send(FromEngine(model=card, stats=_stats(engine, self.books)))
         while not self._stopping and not self._gone:
             # Whoever has work looks whether something came; whoever has none waits for it.
             self._take(engine, wait=not engine.has_work())
             outputs: tuple[RequestOutput, ...] = ()
+            added: tuple[Added, ...] = ()
             if engine.has_work():
                 if latency is not None:
                     latency.adjust()
-                outputs = tuple(engine.step())
+                outputs = tuple(self._step(engine))
+                added, outputs = self._settled(engine, outputs)
                 if latency is not None:
                     latency.saw(outputs, time.perf_counter())
             stats = self._new_stats(engine)
             drain = self._drain and not self._told_drain
-            if outputs or stats or drain:
-                self.link.send(FromEngine(outputs=outputs, stats=stats, drain=drain))
+            if outputs or added or stats or drain:
+                self.link.send(FromEngine(added=added, outputs=outputs, stats=stats, drain=drain))
                 self._told_drain |= drain
         return self._stopping
+
+    def _step(self, engine: Engine) -> list[RequestOutput]:
+        """A step, booked: where it had to make a program first, under that."""
+        phase, made, start = "drain" if self._drain else "serving", engine.compilations, time.perf_counter()
+        with self.books.phase(phase):
+            outputs = engine.step()
+        if engine.compilations > made:
+            self.books.move(time.perf_counter() - start, phase, "compile")
+        return outputs
 
     @property
     def draining(self) -> bool:
@@ -95,7 +111,11 @@ class EngineWorker:
                 for request in message.add:
                     try:
                         engine.add(request)
-                        added.append(Added(request.id))
+                        # Whether a grammar is one is known when it has been read.
+                        if engine.compiling(request.id):
+                            self._unsettled.add(request.id)
+                        else:
+                            added.append(Added(request.id))
                     except QueueFull as full:
                         added.append(Added(request.id, str(full), full=True))
                     except ValueError as refusal:
@@ -111,16 +131,34 @@ class EngineWorker:
         if added:
             self.link.send(FromEngine(added=tuple(added)))
 
+    def _settled(
+        self, engine: Engine, outputs: tuple[RequestOutput, ...]
+    ) -> tuple[tuple[Added, ...], tuple[RequestOutput, ...]]:
+        """Of requests whose grammar has been read since: whether they were taken, and the outputs of those that were.
+
+        One whose grammar is none was refused, and has no answer that could end.
+        """
+        if not self._unsettled:
+            return (), outputs
+        settled = {id for id in self._unsettled if not engine.compiling(id)}
+        self._unsettled -= settled
+        refused = {output.id: output.error for output in outputs if output.id in settled and output.rejected}
+        added = tuple(Added(id, refused.get(id)) for id in settled)
+        return added, tuple(output for output in outputs if output.id not in refused)
+
     def _new_stats(self, engine: Engine) -> Stats | None:
         told, last = self._told_stats
         now = time.monotonic()
         if now - told < _STATS_EVERY_S:
             return None
-        stats = _stats(engine)
+        stats = _stats(engine, self.books)
         self._told_stats = (now, stats)
         return stats if stats != last else None
 
 
-def _stats(engine: Engine) -> Stats:
+def _stats(engine: Engine, books: Goodput) -> Stats:
     now = engine.stats()
-    return Stats(**{name: getattr(now, name) for name in Stats.__struct_fields__})
+    counts = {name: getattr(now, name) for name in Stats.__struct_fields__ if name != "phase_seconds"}
+    # To the second: what changes at every look would be told at every look.
+    spent = {name: float(int(seconds)) for name, seconds in books.report().seconds.items() if name != "lost"}
+    return Stats(**counts, phase_seconds=spent)

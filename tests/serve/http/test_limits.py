@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from tests.serve.http.wire import CHAT, ask, call, connect, post, raw_request
 from tests.serve.stand_in import CARD, StandIn, served
+
+from capibara.serve.http.errors import ApiError
+from capibara.serve.http.state import Serving
+from capibara.serve.link import FromEngine, ServerSettings
 
 _FAILING = {"role": "user", "content": "fail["}
 
@@ -319,3 +325,89 @@ def test_logs_are_json_and_have_nothing_that_people_wrote(capfd: pytest.CaptureF
     assert asked[0]["completion_tokens"] == len("my diary")
     assert asked[0]["first_token_ms"] <= asked[0]["duration_ms"]
     assert not any("diary" in line or "geheim" in line for line in lines)
+
+
+def test_what_a_request_leaves_out_is_the_models_own_default() -> None:
+    engine = StandIn()
+    own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    with served(engine, card=replace(CARD, sampling_defaults=own)) as (server, _):
+        assert post(server.address, ask("a", temperature=0))[0] == 200
+        body = {"model": "stand-in", "prompt": "a", "top_k": 0}
+        assert post(server.address, body, "/v1/completions")[0] == 200
+    chat, completion = (request.sampling for request in engine.seen)
+    assert (chat.temperature, chat.top_k, chat.top_p, chat.repetition_penalty) == (0, 20, 1.0, 1.05)
+    assert (completion.temperature, completion.top_k, completion.repetition_penalty) == (0.6, 0, 1.05)
+
+
+def test_prompts_that_are_being_tokenized_count_and_wait_for_few_threads() -> None:
+    """The server's state by itself: a prompt takes as long as the test wants."""
+
+    async def check() -> None:
+        serving = Serving(ServerSettings(), SimpleNamespace(write=lambda data: None))  # type: ignore[arg-type]
+        serving.told(FromEngine(model=replace(CARD, max_sequences=4, max_queue=6)))
+        go, at_once, most = threading.Event(), 0, 0
+        lock = threading.Lock()
+
+        def work() -> str:
+            nonlocal at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            assert go.wait(30)
+            with lock:
+                at_once -= 1
+            return "done"
+
+        waiting = [asyncio.create_task(serving.prepare(1, work)) for _ in range(10)]
+        await asyncio.sleep(0.05)
+        assert serving.preparing == 10
+        with pytest.raises(ApiError) as full:
+            await serving.prepare(1, work)
+        assert full.value.status == 429
+        go.set()
+        assert await asyncio.gather(*waiting) == ["done"] * 10
+        assert 1 <= most <= 4
+        assert serving.preparing == 0
+
+    asyncio.run(check())
+
+
+def test_an_answer_that_has_all_its_calls_counts_as_done() -> None:
+    """With parallel_tool_calls=false the engine is stopped after the first call; the answer was a success."""
+    written = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    with served(StandIn(step_s=0.001)) as (server, engine):
+        for stream in (False, True):
+            asked = ask(
+                f"{written}{written} and more" + "." * 400, tools=[tool], parallel_tool_calls=False, stream=stream
+            )
+            assert post(server.address, asked)[0] == 200
+        _until(lambda: len(engine.cancelled) == 2)
+        metrics = call_metrics(server.address)
+        assert metrics['vllm:request_success_total{finished_reason="stop",model_name="stand-in"}'] == 2
+        assert metrics['vllm:e2e_request_latency_seconds_count{model_name="stand-in"}'] == 2
+        assert post(server.address, ask("abc"))[0] == 200
+        metrics = call_metrics(server.address)
+        assert metrics['vllm:request_success_total{finished_reason="stop",model_name="stand-in"}'] == 3
+
+
+def test_where_the_servers_time_went_is_in_its_figures() -> None:
+    with served(StandIn(step_s=0.3), card=replace(CARD, dollars_per_hour=3600.0)) as (server, _):
+        started = time.monotonic()
+        assert post(server.address, ask("a" * 8))[0] == 200  # a token a step
+        _until(lambda: call_metrics(server.address)['capibara:goodput_seconds_total{phase="serving"}'] >= 2)
+        metrics = call_metrics(server.address)
+        assert metrics['capibara:goodput_dollars_total{phase="serving"}'] == pytest.approx(
+            metrics['capibara:goodput_seconds_total{phase="serving"}']
+        )
+        report = server.books.report()
+        assert 8 * 0.3 <= report.seconds["serving"] <= time.monotonic() - started
+        assert report.seconds["compile"] == 0
+        assert report.seconds["idle"] > 0
+    with served() as (server, _):
+        assert not [name for name in call_metrics(server.address) if "dollars" in name]
+
+
+def call_metrics(address: str) -> dict[str, float]:
+    lines = call(address, "GET", "/metrics")[1].splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}

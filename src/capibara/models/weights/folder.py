@@ -9,15 +9,27 @@ from typing import Any
 from capibara.errors import rule_error
 from capibara.models.weights.tensor_file import TensorEntry, TensorFile
 
-__all__ = ["BESIDE", "CONFIG", "INDEX", "SINGLE", "TOKENIZER", "is_hf", "read_config", "tensor_entries"]
+__all__ = [
+    "BESIDE",
+    "CONFIG",
+    "GENERATION_CONFIG",
+    "INDEX",
+    "SINGLE",
+    "TOKENIZER",
+    "is_hf",
+    "read_config",
+    "read_json",
+    "tensor_entries",
+]
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
 BESIDE = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json", GENERATION_CONFIG,
 )  # fmt: skip
 """What else a folder has that belongs to the model: how its text becomes tokens, and how it is sampled."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -29,7 +41,8 @@ def is_hf(path: str | Path) -> bool:
     return (place / CONFIG).is_file() or (place.suffix == ".json" and place.is_file())
 
 
-def _json(file: Path, what: str) -> dict[str, Any]:
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """The keys of a JSON file, which messages call `what`."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
@@ -50,7 +63,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
             f"{file}, which is not there" + (f"; the folder has {', '.join(there)}" if there else ""),
             "name the folder that save_pretrained wrote, or that was downloaded",
         )
-    return _json(file, "config.json")
+    return read_json(file, "config.json")
 
 
 def tensor_entries(folder: str | Path) -> dict[str, TensorEntry]:
@@ -82,7 +95,7 @@ def tensor_entries(folder: str | Path) -> dict[str, TensorEntry]:
 
 
 def _indexed(place: Path) -> dict[str, TensorEntry]:
-    weight_map = _json(place / INDEX, INDEX).get("weight_map")
+    weight_map = read_json(place / INDEX, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise rule_error(f"{INDEX} has weight_map, tensor to file", f"{place / INDEX} without", "fetch it again")
     names = list(dict.fromkeys(weight_map.values()))

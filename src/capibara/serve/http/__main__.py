@@ -46,6 +46,7 @@ async def _main(listening: socket.socket, link: socket.socket) -> int:
         serving.engine.give_up(unavailable("The server stopped before the answer was whole.", "stopping"))
     server.should_exit = True
     await listen
+    serving.close()
     announced.cancel()
     log_event(_log, "stopped", unfinished=serving.engine.in_flight)
     if reading.done():

@@ -17,7 +17,7 @@ from capibara.serve.http.engine_client import Group
 from capibara.serve.http.errors import ApiError, error_body
 from capibara.serve.http.schema import StreamOptions
 
-__all__ = ["EventStream", "collect"]
+__all__ = ["EventStream", "collect", "until_taken"]
 
 Result = TypeVar("Result")
 
@@ -50,6 +50,23 @@ def _timed_out(timeout_s: float) -> ApiError:
     )
 
 
+async def until_taken(group: Group, receive: Receive, timeout_s: float) -> None:
+    """Wait until the engine has taken the requests: at once, or when a grammar has been read."""
+
+    async def taken() -> None:
+        async with asyncio.timeout(timeout_s):
+            await group.taken()
+
+    try:
+        await unless_gone(receive, taken())
+    except TimeoutError:
+        group.cancel()
+        raise _timed_out(timeout_s) from None
+    except BaseException:
+        group.cancel()
+        raise
+
+
 async def collect(group: Group, answer: Answer, receive: Receive, timeout_s: float) -> Response:
     """The whole answer, when it is there."""
 
@@ -60,7 +77,7 @@ async def collect(group: Group, answer: Answer, receive: Receive, timeout_s: flo
                 for number, output in await group.next():
                     answer.put(number, output)
                     if answer.finished(number):
-                        group.cancel(number)
+                        group.enough(number)
 
     try:
         await unless_gone(receive, everything())
@@ -114,7 +131,7 @@ class EventStream(Response):
                     for number, output in await self.group.next():
                         data += b"".join(_event(self._dressed(event)) for event in self.answer.put(number, output))
                         if self.answer.finished(number):
-                            self.group.cancel(number)
+                            self.group.enough(number)
                     if data:
                         await self._write(scope, send, data)
         except TimeoutError:

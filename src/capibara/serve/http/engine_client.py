@@ -15,7 +15,7 @@ import msgspec
 from capibara.serve.http.errors import ApiError, bad_request, overloaded, unavailable
 from capibara.serve.http.metrics import Timeline
 from capibara.serve.link import Added, FromEngine, ToEngine, merge, read_frame_async, write_frame
-from capibara.serve.request import Request, RequestOutput
+from capibara.serve.request import Request, RequestOutput, Usage
 
 __all__ = ["EngineClient", "Group"]
 
@@ -36,6 +36,7 @@ class Group:
         self._lost: ApiError | None = None
         self.open = set(self._ids)
         self.timelines = [Timeline() for _ in requests]
+        self._usages = [Usage(len(request.prompt), 0, 0) for request in requests]
 
     @property
     def unread(self) -> bool:
@@ -62,14 +63,27 @@ class Group:
         found = [(number, merge(outputs)[0]) for number, outputs in enumerate(self._pending) if outputs]
         self._pending = [[] for _ in self._pending]
         for number, output in found:
+            self._usages[number] = output.usage
             self._client.on_output(self.timelines[number], output)
+            if output.finish_reason == "error" and output.rejected:
+                raise bad_request(output.error or "The engine takes no such request.", code="invalid_grammar")
             if output.finish_reason == "error":
                 raise ApiError(500, output.error or "The engine failed at this request.", code="engine_error")
         return found
 
-    def cancel(self, number: int | None = None) -> None:
-        """Stop those that still run, or this one: nobody waits for them any more."""
-        ids = self._ids if number is None else [self._ids[number]]
+    def cancel(self) -> None:
+        """Stop those that still run: nobody waits for them any more."""
+        self._stop(self._ids)
+
+    def enough(self, number: int) -> None:
+        """This one has all that it is going to have. Where the engine would go on, it ends here, and counts as done."""
+        id = self._ids[number]
+        if id in self.open:
+            end = RequestOutput(id, (), "", self._usages[number], finish_reason="stop")
+            self._client.on_output(self.timelines[number], end)
+        self._stop([id])
+
+    def _stop(self, ids: Sequence[str]) -> None:
         self._client.cancel([id for id in ids if id in self.open])
         self.open.difference_update(ids)
         for id in ids:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Any
 
@@ -10,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from capibara.serve.http.answers import Answer, ChatAnswer, ChatChoice, CompletionAnswer, CompletionChoice
-from capibara.serve.http.delivery import EventStream, collect
+from capibara.serve.http.delivery import EventStream, collect, until_taken
 from capibara.serve.http.errors import bad_request
 from capibara.serve.http.intake import decode, read_body
 from capibara.serve.http.prompts import Prompts
@@ -35,8 +34,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs goes with logprobs: true. Got it alone. Fix: add it.", "top_logprobs")
     grammar = _forced_calls(body, prompts)
-    serving.check_room(n)  # before the prompt is tokenized, which the answer would wait for
-    ids = await asyncio.to_thread(prompts.chat, body)
+    ids = await serving.prepare(n, lambda: prompts.chat(body))
     _check_prompt(serving, ids, "messages")
     asked, word = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
@@ -54,6 +52,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if parsing:
         special = prompts.tokenizer.special_tokens
         more["spelled_token_ids"] = tuple(special[m] for m in prompts.tool_parser.markers if m in special) or None
+    more["defaults"] = prompts.card.sampling_defaults
     samplings = [sampling_params(body, choice=choice, max_tokens=limit, adapter=adapter, **more) for choice in range(n)]
     choices = [
         ChatChoice(prompts.tool_parser(names) if parsing else None, bool(body.logprobs), 1 if one_call else None)
@@ -92,14 +91,21 @@ async def completions(http: HttpRequest) -> Response:
         )
     # Before there is work for each: a body has room for millions of them.
     several = isinstance(body.prompt, list) and bool(body.prompt) and type(body.prompt[0]) is not int
-    serving.check_room(n * (len(body.prompt) if several else 1))
-    encoded = await asyncio.to_thread(prompts.completion, body)
+    count = n * (len(body.prompt) if several else 1)
+    encoded = await serving.prepare(count, lambda: prompts.completion(body))
     asked, choices = [], []
     for number, ids in enumerate(encoded):
         _check_prompt(serving, ids, "prompt" if len(encoded) == 1 else f"prompt[{number}]")
         limit = output_limit(body.max_tokens, "max_tokens", _COMPLETION_TOKENS, len(ids), prompts.card.max_length)
         for choice in range(n):
-            sampling = sampling_params(body, choice=choice, max_tokens=limit, adapter=adapter, logprobs=body.logprobs)
+            sampling = sampling_params(
+                body,
+                choice=choice,
+                max_tokens=limit,
+                adapter=adapter,
+                defaults=prompts.card.sampling_defaults,
+                logprobs=body.logprobs,
+            )
             asked.append((ids, sampling))
             choices.append(CompletionChoice(_echo(body, prompts, number, ids), body.logprobs))
     answer = CompletionAnswer(body.model, prompts, choices, [len(ids) for ids in encoded])
@@ -130,11 +136,7 @@ async def _answer(
     timeout_s = serving.settings.request_timeout_s
     if not body.stream:
         return await collect(group, answer, http.receive, timeout_s)
-    try:
-        await group.taken()  # a refusal has a status of its own, as long as none was sent
-    except BaseException:
-        group.cancel()
-        raise
+    await until_taken(group, http.receive, timeout_s)  # a refusal has a status of its own, as long as none was sent
     return EventStream(
         group, answer, body.stream_options or StreamOptions(), timeout_s, serving.settings.client_timeout_s
     )

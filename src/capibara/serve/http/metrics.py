@@ -53,8 +53,9 @@ class Timeline:
 class _EngineFigures(Collector):
     """The engine's own counts, as they were last told."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, dollars_per_hour: float | None) -> None:
         self.model = model
+        self.dollars_per_hour = dollars_per_hour
         self.stats = Stats()
 
     def collect(self):  # type: ignore[no-untyped-def]  # prometheus_client's own is untyped
@@ -66,15 +67,27 @@ class _EngineFigures(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             counter.add_metric([self.model], getattr(self.stats, source))
             yield counter
+        spent = self.stats.phase_seconds
+        yield _by_phase("capibara:goodput_seconds", "Where the server's time went.", spent)
+        if self.dollars_per_hour is not None:
+            cost = {phase: seconds / 3600 * self.dollars_per_hour for phase, seconds in spent.items()}
+            yield _by_phase("capibara:goodput_dollars", "What that cost.", cost)
+
+
+def _by_phase(name: str, text: str, values: dict[str, float]) -> CounterMetricFamily:
+    counter = CounterMetricFamily(name, text, labels=["phase"])
+    for phase, value in values.items():
+        counter.add_metric([phase], value)
+    return counter
 
 
 class Metrics:
     """One server's; a registry of its own, so that several may be in one process."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, dollars_per_hour: float | None = None) -> None:
         self.model = model
         self.registry = CollectorRegistry()
-        self._engine = _EngineFigures(model)
+        self._engine = _EngineFigures(model, dollars_per_hour)
         self.registry.register(self._engine)
         labels = ["model_name"]
 

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 
 from capibara.errors import rule_error
-from capibara.models.chat import template_variables
+from capibara.models.chat import check_messages, template_variables
 from capibara.models.tokenizer import Tokenizer
 from capibara.serve.http.errors import bad_request
 from capibara.serve.http.schema import ChatRequest, CompletionRequest, FunctionTool, Message
+from capibara.serve.http.templates import SECONDS as TEMPLATE_SECONDS
+from capibara.serve.http.templates import TemplateLimit, TemplateProcesses
 from capibara.serve.link import ModelCard
 from capibara.serve.tools.formats import parser_for, parser_of
 
@@ -43,13 +45,18 @@ DEFAULT_TOOL_TEMPLATE = (
 """For a tokenizer that brings none: the same text as the default of training, and tools as Hermes has them."""
 
 
+_PROBE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
 def check_template(tokenizer: Tokenizer, template: str | None = None) -> None:
-    """Refuse a template that reaches for what its sandbox does not give, before anybody asks anything."""
+    """Refuse a template that reaches for what its sandbox does not give, or that does not end, before anybody asks
+    anything."""
     import jinja2
 
     tokenizer = _with_template(tokenizer, template)
+    _check_it_ends(tokenizer)
     try:
-        tokenizer.render_chat([{"role": "user", "content": "?"}], True)
+        tokenizer.render_chat(_PROBE[:1], True)
     except ValueError as error:
         if isinstance(error.__cause__, jinja2.exceptions.SecurityError):
             raise rule_error(
@@ -57,6 +64,25 @@ def check_template(tokenizer: Tokenizer, template: str | None = None) -> None:
             ) from error
         if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
             raise
+
+
+def _check_it_ends(tokenizer: Tokenizer) -> None:
+    template = tokenizer.chat_template
+    if template is None or template == DEFAULT_TOOL_TEMPLATE:
+        return
+    processes = TemplateProcesses(template, seconds=TEMPLATE_SECONDS)
+    try:
+        for turns, prompted in ((_PROBE[:1], True), (_PROBE, False)):  # what is rendered without a bound later on
+            try:
+                processes.render(turns, prompted, tokenizer.chat_variables({}))
+            except TemplateLimit as limit:
+                raise rule_error(
+                    "A chat template renders a short conversation in no time", str(limit), "use another template"
+                ) from limit
+            except ValueError:  # it takes other turns; what else may be wrong with it is seen below
+                continue
+    finally:
+        processes.close()
 
 
 def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
@@ -76,6 +102,9 @@ class Prompts:
         assert self.tokenizer.chat_template is not None
         self.tool_parser = parser_for(self.tokenizer.chat_template) if tool_parser is None else parser_of(tool_parser)
         self._reads = template_variables(self.tokenizer.chat_template)
+        # Our own does no more than its messages ask for.
+        ours = self.tokenizer.chat_template == DEFAULT_TOOL_TEMPLATE
+        self._processes = None if ours else TemplateProcesses(self.tokenizer.chat_template)
         self.turn_ends = _turn_ends(self.tokenizer)
         """Tokens other than the end of text that end an answer of a conversation."""
         # With log-probabilities a token is shown with 20 others, the same ones again and again.
@@ -97,10 +126,21 @@ class Prompts:
         if body.tools and body.tool_choice != "none":
             variables["tools"] = self._tools(body.tools)
         try:
-            text = self.tokenizer.render_chat(messages, True, **variables)
+            text = self._rendered(messages, variables)
         except ValueError as error:
             raise bad_request(str(error), "messages", code="chat_template") from None
         return self._encoded(text, "messages", special=True)
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        if self._processes is None:
+            return self.tokenizer.render_chat(messages, True, **variables)
+        check_messages(messages)
+        return self._processes.render(messages, True, self.tokenizer.chat_variables(variables))
+
+    def close(self) -> None:
+        """End the processes that render templates."""
+        if self._processes is not None:
+            self._processes.close()
 
     def _tools(self, tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
         if "tools" not in self._reads:
@@ -216,7 +256,7 @@ class Prompts:
 def _turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """What the template writes after an answer, where it is a token of its own: <|im_end|>, <end_of_turn>, ..."""
     try:
-        ids, answered = tokenizer.encode_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        ids, answered = tokenizer.encode_chat(_PROBE)
     except ValueError:  # a template that takes other turns, or does not show where an answer ends
         return ()
     last = [id for id, own in zip(ids, answered, strict=True) if own][-1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -50,9 +51,20 @@ def output_limit(asked: int | None, param: str, default: int | None, prompt: int
 
 
 def sampling_params(
-    body: ChatRequest | CompletionRequest, *, choice: int, max_tokens: int, adapter: str | None, **more: Any
+    body: ChatRequest | CompletionRequest,
+    *,
+    choice: int,
+    max_tokens: int,
+    adapter: str | None,
+    defaults: Mapping[str, float],
+    **more: Any,
 ) -> SamplingParams:
-    """Of one answer; `more` are parameters that do not stand in the body as they are."""
+    """Of one answer.
+
+    Args:
+      defaults: the model's own, for what the body says nothing of.
+      more: parameters that do not stand in the body as they are.
+    """
     if body.logit_bias:
         raise bad_request(
             "logit_bias is not implemented. Got one. Fix: leave it out; grammar and regex hold an answer to a form.",
@@ -85,7 +97,7 @@ def sampling_params(
             max_tokens=max_tokens,
             stop=stop,
             adapter=adapter,
-            **{name: value for name, value in given.items() if value is not None},
+            **{**defaults, **{name: value for name, value in given.items() if value is not None}},
         )
     except ValueError as error:
         raise _of_field(error) from None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from capibara.errors import unknown_name
 from capibara.models.tokenizer import load_tokenizer
@@ -14,6 +18,10 @@ from capibara.serve.link import FromEngine, ModelCard, ServerSettings
 
 __all__ = ["Serving"]
 
+Result = TypeVar("Result")
+_PREPARING = min(4, os.cpu_count() or 1)
+"""Threads that render and tokenize: more than a few only take turns, and the event loop has to have its own."""
+
 
 class Serving:
     """One server. `engine` and `prompts` are there once the engine has told which model it runs."""
@@ -24,6 +32,19 @@ class Serving:
         self.engine = EngineClient(writer, self.told, lambda timeline, output: self.metrics.output(timeline, output))
         self.draining = asyncio.Event()
         self._prompts: Prompts | None = None
+        self._pool = ThreadPoolExecutor(_PREPARING, thread_name_prefix="prepare")
+        self.preparing = 0
+        """Requests whose prompts are being made into tokens, or wait for that."""
+
+    async def prepare(self, count: int, work: Callable[[], Result]) -> Result:
+        """What comes of `work`, in a thread, for so many requests. They count as being answered meanwhile: one too many
+        is refused before anything is done for it, and what waits for a thread is bounded."""
+        self.check_room(count)
+        self.preparing += count
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self.preparing -= count
 
     def told(self, message: FromEngine) -> None:
         if message.model is not None:
@@ -33,8 +54,14 @@ class Serving:
         if message.drain:
             self.draining.set()
 
+    def close(self) -> None:
+        """End the threads and processes that prepare prompts."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._prompts is not None:
+            self._prompts.close()
+
     def _start(self, card: ModelCard) -> None:
-        self.metrics = Metrics(card.name)
+        self.metrics = Metrics(card.name, card.dollars_per_hour)
         self._prompts = Prompts(
             load_tokenizer(card.tokenizer),
             card,
@@ -70,10 +97,11 @@ class Serving:
                 f"prompts times n. Fix: ask for fewer.",
                 "n",
             )
-        if self.engine.in_flight + count > most:
+        here = self.engine.in_flight + self.preparing
+        if here + count > most:
             raise overloaded(
                 f"The server answers {most} requests at a time, those that wait included. Got {count} more than "
-                f"{self.engine.in_flight}. Fix: come again later.",
+                f"{here}. Fix: come again later.",
                 self.engine.retry_after_s(),
             )
 
