@@ -80,7 +80,7 @@ def test_another_compiler_and_another_processor_have_other_entries(
         changed.setattr("jaxlib.version.__version__", "0.0.1")
         names.add(cache.name("a"))
     with monkeypatch.context() as changed:
-        changed.setattr(cache_module, "_processor", lambda: ("another",))
+        changed.setattr(cache_module, "processor", lambda: ("another",))
         names.add(cache.name("a"))
     assert len(names) == 4
     assert cache.name("a") in names

@@ -7,13 +7,16 @@ import sys
 import time
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capibara.cli import failures, output
 from capibara.cli.failures import Code
 from capibara.errors import rule_error
+
+if TYPE_CHECKING:
+    from capibara.compile.events import CompileCounts
 
 SUMMARY = "summary.json"
 """What --json prints, in the run's folder."""
@@ -51,6 +54,8 @@ def train(
     join_from_environment()
     # Started again by the supervisor: from what is there.
     resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
+    from capibara.compile.events import count_compilations
+    from capibara.compile.persistent import persistent_cache
     from capibara.plan.search.plans import DoesNotFit
     from capibara.processes import process_index
     from capibara.train.config import load_run
@@ -65,8 +70,20 @@ def train(
         if loud:
             typer.echo(f"[{time.perf_counter() - started:7.1f} s] {text}", err=True)
 
+    def first_step(step: int, row: Any) -> None:
+        nonlocal begun
+        if begun is None:
+            begun = _begun(time.perf_counter() - started, counts)
+            tell(
+                f"first step after {begun['seconds']:.1f} s: {begun['compiled']} programs compiled, "
+                f"{begun['from_disk']} from disk"
+            )
+
+    begun: dict[str, Any] | None = None
+    persistent_cache()
     try:
-        trained = run(load_run(config, settings or ()), folder, resume=resume, tell=tell)
+        with count_compilations() as counts:
+            trained = run(load_run(config, settings or ()), folder, resume=resume, tell=tell, on_step=first_step)
     except Preempted as preempted:
         _preempted(str(preempted), json, loud)
         raise typer.Exit(Code.PREEMPTED) from preempted
@@ -90,12 +107,26 @@ def train(
         "tokens_per_second": None if speed is None else speed.tokens_per_second,
         "mfu": None if speed is None else speed.mfu,
         "report": str(report.html),
+        "first_step": begun,
+        "compiled": counts.compiled,
+        "from_disk": counts.from_disk,
     }
     (folder / SUMMARY).write_text(dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if json:
         output.show_json(summary)
     else:
         output.show_page(report.page)
+
+
+def _begun(seconds: float, counts: CompileCounts) -> dict[str, Any]:
+    """What the first step waited for: tracing is done at every start, compiling where the cache has nothing."""
+    return {
+        "seconds": seconds,
+        "trace_seconds": counts.trace_seconds,
+        "compile_seconds": counts.compile_seconds,
+        "compiled": counts.compiled,
+        "from_disk": counts.from_disk,
+    }
 
 
 def _preempted(text: str, json: bool, loud: bool) -> None:
