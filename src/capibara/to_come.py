@@ -19,15 +19,11 @@ TO_COME: dict[str, tuple[str, ...]] = {
     "capibara.jax.tpu_v4": ("autoscaling", "cost", "diagnostics", "monitoring"),
     "capibara.jax.tpu_v4.optimizations": (
         "HBMOptimizer",
-        "TpuCompilationConfig",
         "TpuMemoryManager",
         "TpuMemoryMonitor",
         "TpuPerformanceProfiler",
         "TpuProfiler",
-        "TpuWarmupManager",
-        "create_jitted_forward",
         "create_optimized_cache",
-        "create_tpu_optimized_jit",
     ),
 }
 """Module -> its names, and modules below it, that are documented and not there yet."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.compile import cache as cache_module
+from capibara.compile import executables
 from capibara.compile.cache import ExecutableCache
 
 
@@ -93,7 +94,7 @@ def test_a_full_disk_keeps_nothing_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     cache = ExecutableCache(tmp_path)
-    monkeypatch.setattr(cache_module.os, "replace", full)
+    monkeypatch.setattr(executables.os, "replace", full)
     assert not cache.store(cache.name("a"), compiled(3.0))
     assert list(tmp_path.iterdir()) == []
 

@@ -90,6 +90,7 @@ def serve(
     from capibara.serve.installed import check_installed
 
     check_installed("capibara serve")
+    from capibara.compile.persistent import persistent_cache
     from capibara.errors import unknown_name
     from capibara.kernels.core.tables import cache_directory
     from capibara.serve.config import EngineConfig
@@ -129,6 +130,9 @@ def serve(
         seed=seed,
         cache_folder=cache_directory().parent / "programs",
     )
+    # The engine's programs have a folder of their own, and are not even traced again; this is for all others: weights
+    # that are drawn, placed and converted.
+    persistent_cache()
     server = Server(host, port, settings)
     if server.exposed and not keys:
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)

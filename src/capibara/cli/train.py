@@ -73,9 +73,9 @@ def train(
     def first_step(step: int, row: Any) -> None:
         nonlocal begun
         if begun is None:
-            begun = _begun(time.perf_counter() - started, counts)
+            begun = _begun(time.perf_counter() - started - row["seconds"], counts)
             tell(
-                f"first step after {begun['seconds']:.1f} s: {begun['compiled']} programs compiled, "
+                f"first step begun after {begun['seconds']:.1f} s: {begun['compiled']} programs compiled, "
                 f"{begun['from_disk']} from disk"
             )
 

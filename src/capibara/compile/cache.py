@@ -13,21 +13,19 @@ import functools
 import hashlib
 import logging
 import os
-import pickle
-import platform
 import stat
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.compile.executables import executable_bytes, executable_from_bytes, processor, write_whole
 from capibara.errors import rule_error, say_once
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["ExecutableCache", "check_folder", "processor"]
+__all__ = ["ExecutableCache", "check_folder"]
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".executable"
@@ -68,15 +66,9 @@ class ExecutableCache:
         Args:
           devices: that it was compiled for, in its order; the first of the machine by default.
         """
-        import jax
-        from jax.experimental import serialize_executable
-
         path = self._path(name)
         try:
-            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
-            program = serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, execution_devices=list(devices or jax.devices()[:1])
-            )
+            program = executable_from_bytes(path.read_bytes(), devices, source=path.name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         # Whatever a damaged file or another compiler makes of it: it is compiled again.
@@ -92,24 +84,16 @@ class ExecutableCache:
     def store(self, name: str, program: Any) -> bool:
         """Keep a program that `jit(...).lower(...).compile()` gave; False where its backend cannot be asked for it."""
         import jax
-        from jax.experimental import serialize_executable
 
         try:
-            entry = pickle.dumps(serialize_executable.serialize(program))
+            entry = executable_bytes(program)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             say_once(_log, "serialize", "Compiled programs are not kept on disk here: %s", error)
             return False
         if len(entry) > self.max_bytes:
             return False
         try:
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=_PART, delete=False) as part:
-                try:
-                    part.write(entry)
-                    part.close()
-                    os.replace(part.name, self._path(name))  # whole or not at all, whoever else writes it
-                except BaseException:
-                    os.unlink(part.name)
-                    raise
+            write_whole(self._path(name), entry)
             self._bound()
         except OSError as error:  # a full disk is no reason not to run what is compiled
             say_once(_log, "write", "Compiled programs are not kept in %s: %s", self.folder, error)
@@ -175,20 +159,6 @@ def _surroundings() -> str:
             _source(),
         ]
     )
-
-
-@functools.lru_cache(maxsize=1)
-def processor() -> tuple[str, ...]:
-    """What this machine's processor can do: code for it is of its instructions, and a home may be on several machines'.
-
-    Another processor would end the process at the first instruction that it does not know.
-    """
-    names = ("model name", "flags", "Features")  # the last is an ARM's
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
-        return (platform.machine(), *(found.get(name, "") for name in names))
-    return (platform.machine(), platform.processor())
 
 
 @functools.lru_cache(maxsize=1)

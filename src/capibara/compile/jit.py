@@ -5,7 +5,8 @@ is known. `create_jitted_forward` does both for a model's forward pass. The name
 TPU's alone (`options.py` has what a level means to each platform).
 
 - `use_bfloat16`: floating arguments become bfloat16 inside of the program, whole numbers stay; what the function closes
-  over keeps its type, and products of float32 numbers round their operands to bfloat16 and add up in float32.
+  over keeps its type, and products of float32 numbers round their operands to bfloat16 and add up in float32 (which a
+  CPU's compiler, allowed to be more exact, leaves as float32).
 - `memory_optimization`: the compiler's own options, and the function's backward pass computes its inner values again
   instead of keeping them (`jax.checkpoint`). Nothing is donated: the arrays stay the caller's.
 - `cache_compiled_functions`: programs are kept on disk (`persistent.py`), for the next process.

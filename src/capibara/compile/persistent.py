@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from capibara.compile.cache import check_folder, processor
+from capibara.compile.cache import check_folder
+from capibara.compile.executables import processor
 from capibara.errors import rule_error, say_once
 
 __all__ = ["MAX_BYTES", "MAX_ENTRIES", "PersistentCache", "current_persistent_cache", "persistent_cache"]
