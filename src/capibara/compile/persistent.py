@@ -159,7 +159,7 @@ def _set_up(place: Path, max_bytes: int, max_entries: int) -> PersistentCache:
         check_folder(place)
         keeper.begin()
     except OSError as error:
-        readable = place.is_dir() and os.access(place, os.R_OK | os.X_OK)
+        readable = os.path.isdir(place) and os.access(place, os.R_OK | os.X_OK)  # Path.is_dir raises
         mode = "read-only" if readable else "off"
         why = f"{place} cannot be written to ({error})" + ("; what is there is read." if readable else ".")
     settings: dict[str, Any] = {
