@@ -36,9 +36,7 @@ def test_every_length_runs_in_a_program_of_its_bucket() -> None:
 
 
 def test_the_true_size_and_several_results() -> None:
-    @bucketed(
-        {"n": (4, 8)}, pad={"x": {0: "n"}}, cut=[{0: "n"}, {}], true_sizes={"count": "n"}, fill={"x": 100}
-    )
+    @bucketed({"n": (4, 8)}, pad={"x": {0: "n"}}, cut=[{0: "n"}, {}], true_sizes={"count": "n"}, fill={"x": 100})
     def mean(x: jax.Array, count: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         kept = jnp.where(jnp.arange(x.shape[0]) < count, x, 0)
         return kept, kept.sum() / count

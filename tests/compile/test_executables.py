@@ -46,7 +46,7 @@ def test_another_chips_program_names_both_and_is_compiled_anew(
 ) -> None:
     path = save_executable(program(), tmp_path / "p")
     relabelled(path, lambda made: made.update(platform="tpu", chip="TPU v4", processor=""))
-    with pytest.raises(ValueError, match="made for platform tpu, chip TPU v4.*here is platform cpu, chip cpu"):
+    with pytest.raises(ValueError, match=r"made for platform tpu, chip TPU v4.*here is platform cpu, chip cpu"):
         load_executable(path)
     with caplog.at_level(logging.WARNING):
         made, compiled = load_or_compile(lambda x: x * 3, [ONES], path)
@@ -56,7 +56,9 @@ def test_another_chips_program_names_both_and_is_compiled_anew(
     assert load_or_compile(lambda x: x * 3, [ONES], path)[1] is False  # the new one was kept
 
 
-@pytest.mark.parametrize(("name", "value"), [("jaxlib", "0.0.1"), ("processor", "another"), ("compiler", "libtpu 0.0.1")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("jaxlib", "0.0.1"), ("processor", "another"), ("compiler", "libtpu 0.0.1")]
+)
 def test_other_versions_and_processors_are_refused(tmp_path: Path, name: str, value: str) -> None:
     path = save_executable(program(), tmp_path / "p")
     relabelled(path, lambda made: made.update({name: value}))

@@ -115,7 +115,9 @@ def test_async_collectives_are_said_to_be_nothing_here(
     caplog: pytest.LogCaptureFixture, nothing_said_yet: None
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert float(jitted(layers, enable_async_collective=True)(jnp.eye(16), ONES)) == float(layers(jnp.eye(16), ONES))
+        assert float(jitted(layers, enable_async_collective=True)(jnp.eye(16), ONES)) == float(
+            layers(jnp.eye(16), ONES)
+        )
     assert any("changes nothing on a CPU" in text for text in caplog.messages)
 
 

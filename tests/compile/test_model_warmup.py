@@ -35,9 +35,9 @@ def test_each_shape_is_compiled_once_and_then_ready(capsys: pytest.CaptureFixtur
 def test_order_steps_and_size_are_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        model_warmup, "persistent_cache", lambda max_bytes: asked.append(max_bytes) or model_warmup.PersistentCache(
-            None, max_bytes, 1, "off"
-        )
+        model_warmup,
+        "persistent_cache",
+        lambda max_bytes: asked.append(max_bytes) or model_warmup.PersistentCache(None, max_bytes, 1, "off"),
     )
     runs: list[int] = []
 

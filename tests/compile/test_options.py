@@ -36,9 +36,9 @@ def test_levels_make_other_machine_code() -> None:
 def test_every_option_of_every_platform_is_known_here_or_has_another_spelling() -> None:
     """A CPU's compiler knows the names of all but the TPU's own options, whatever it makes of them."""
     device = jax.devices()[0]
-    wishes = [
-        wish for table in (*LEVELS.values(),) for wishes in table.values() for wish in wishes
-    ] + [wish for table in (ASYNC_COLLECTIVES, MEMORY) for wishes in table.values() for wish in wishes]
+    wishes = [wish for table in (*LEVELS.values(),) for wishes in table.values() for wish in wishes] + [
+        wish for table in (ASYNC_COLLECTIVES, MEMORY) for wishes in table.values() for wish in wishes
+    ]
     ours = [wish for wish in wishes if not re.match(r"xla_(tpu|jf|enable_async)", wish.name)]
     assert len(ours) >= 10
     assert [wish.name for wish in ours if options._accepted(wish, device) is None] == []

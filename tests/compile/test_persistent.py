@@ -181,9 +181,7 @@ def test_a_folder_that_is_none_is_said_and_the_program_goes_on(tmp_path: Path) -
     assert err.count("Compiled programs are not kept on disk") == 1
 
 
-def test_another_version_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
-) -> None:
+def test_another_version_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, nothing_said_yet: None) -> None:
     entry(tmp_path, "a", used=1)
     (tmp_path / "versions.json").write_text('["jax 0.9.9, jaxlib 0.9.9"]', encoding="utf-8")
     with caplog.at_level(logging.WARNING):
@@ -219,7 +217,9 @@ def test_orphans_are_made_whole_or_go_and_the_oldest_go_first(tmp_path: Path) ->
     (tmp_path / "cut-cache").write_bytes((tmp_path / "cut-cache").read_bytes()[:50])
     (tmp_path / "stamp-atime").write_bytes(b"\0" * 8)
     _Keeper(tmp_path, 1 << 20, 100).begin()
-    assert names(tmp_path) == sorted(f"{name}-{part}" for name in ("a", "b", "c", "orphan") for part in ("atime", "cache"))
+    assert names(tmp_path) == sorted(
+        f"{name}-{part}" for name in ("a", "b", "c", "orphan") for part in ("atime", "cache")
+    )
     _Keeper(tmp_path, 1 << 20, 2).begin()
     assert names(tmp_path) == ["c-atime", "c-cache", "orphan-atime", "orphan-cache"]
     _Keeper(tmp_path, 150, 2).begin()

@@ -32,7 +32,9 @@ def power_of_two_buckets(smallest: int, largest: int) -> tuple[int, ...]:
     (16, 32, 64, 128)
     """
     if not 1 <= smallest <= largest:
-        raise rule_error("Buckets go from 1 or more up", f"{smallest} to {largest}", "use power_of_two_buckets(16, 2048)")
+        raise rule_error(
+            "Buckets go from 1 or more up", f"{smallest} to {largest}", "use power_of_two_buckets(16, 2048)"
+        )
     first, last = (smallest - 1).bit_length(), (largest - 1).bit_length()
     return tuple(1 << power for power in range(first, last + 1))
 

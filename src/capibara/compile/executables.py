@@ -80,7 +80,9 @@ def executable_from_bytes(data: bytes, devices: Sequence[jax.Device] | None = No
     except (ValueError, KeyError, TypeError):
         whole = False
     if not whole:
-        raise rule_error("A compiled program's file is whole", f"{source}, which is cut short or damaged", "make it anew")
+        raise rule_error(
+            "A compiled program's file is whole", f"{source}, which is cut short or damaged", "make it anew"
+        )
     here = _made_for(list(devices or jax.devices()[: int(made_for["chips"])]))
     if others := [name for name in _NAMES if made_for.get(name) != here[name]]:
         raise rule_error(
@@ -168,7 +170,9 @@ def _made_for(devices: Sequence[Any]) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "compiler": getattr(first.client, "platform_version", ""),
-        "processor": hashlib.sha256("\n".join(processor()).encode()).hexdigest()[:12] if first.platform == "cpu" else "",
+        "processor": hashlib.sha256("\n".join(processor()).encode()).hexdigest()[:12]
+        if first.platform == "cpu"
+        else "",
     }
 
 

@@ -215,7 +215,9 @@ class CompiledFunction:
         """The program that ran or was made last: `as_text()`, `memory_analysis()`, `cost_analysis()`."""
         if self._last is None:
             raise rule_error(
-                "A program is made once the static arguments are known", "none yet", "call the function, or give static_args"
+                "A program is made once the static arguments are known",
+                "none yet",
+                "call the function, or give static_args",
             )
         return self._last
 

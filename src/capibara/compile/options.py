@@ -88,7 +88,9 @@ LEVELS: dict[str, dict[Level, tuple[Wish, ...]]] = {
 ASYNC_COLLECTIVES: dict[str, tuple[Wish, ...]] = {
     "cpu": (),
     "gpu": (
-        _wish("work is scheduled between a collective's start and its end", xla_gpu_enable_latency_hiding_scheduler=True),
+        _wish(
+            "work is scheduled between a collective's start and its end", xla_gpu_enable_latency_hiding_scheduler=True
+        ),
         _wish("collectives have a stream that goes before others", xla_gpu_enable_highest_priority_async_stream=True),
     ),
     "tpu": (
@@ -100,9 +102,10 @@ ASYNC_COLLECTIVES: dict[str, tuple[Wish, ...]] = {
 
 MEMORY: dict[str, tuple[Wish, ...]] = {
     "cpu": (
-        _wish("operations in the order that needs least memory", xla_cpu_scheduler_type=(
-            "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-        )),
+        _wish(
+            "operations in the order that needs least memory",
+            xla_cpu_scheduler_type=("CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),
+        ),
     ),
     "gpu": (
         Wish(
@@ -166,7 +169,7 @@ def compiler_options(
 def _platform(device: jax.Device) -> str:
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
     if platform not in PLATFORMS:
-        raise rule_error(f"Levels are known for {', '.join(PLATFORMS)}", platform, 'use jax.jit, or a device of these')
+        raise rule_error(f"Levels are known for {', '.join(PLATFORMS)}", platform, "use jax.jit, or a device of these")
     return platform
 
 

@@ -122,10 +122,15 @@ def persistent_cache(
             return _current
         root = Path(folder).expanduser() if folder is not None else None
         place = _place(root) if root is not None or last is None or last.folder is None else last.folder
-        if last is not None and last.mode == "used" and (last.folder, last.max_bytes, last.max_entries) == (
-            place,
-            size,
-            count,
+        if (
+            last is not None
+            and last.mode == "used"
+            and (last.folder, last.max_bytes, last.max_entries)
+            == (
+                place,
+                size,
+                count,
+            )
         ):
             return last
         _current = _set_up(place, size, count)

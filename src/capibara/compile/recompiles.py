@@ -8,9 +8,9 @@
 
 Inside of the context every jitted function is counted, whoever jitted it, by jax's own events; the reason is jax's
 (`jax_explain_cache_misses`), which is turned on for the time and read instead of logged. Functions that go through
-`detector.watch(fn)`, or the decorator `watch_recompiles`, are looked at more closely: each difference is a `Change` with
-the argument's path in its tree and what it is (shape, dtype, weak type, static value, sharding, structure), and where no
-argument changed, the first line of the jaxpr that did. Watching costs nothing at a call that does not compile.
+`detector.watch(fn)`, or the decorator `watch_recompiles`, are looked at more closely: each difference is a `Change`
+with the argument's path in its tree and what it is (shape, dtype, weak type, static value, sharding, structure); where
+no argument changed, the first line of the jaxpr that did. Watching costs little at a call that does not compile.
 """
 
 from __future__ import annotations
@@ -267,7 +267,9 @@ def _reason(text: str | None, again: bool) -> str | None:
         return _UNSEEN if again else None
     if "never seen function" in text:
         if "seen another function defined on the same line" in text:
-            return "the function is made anew each time, where its code stands: make and jit it once, outside of the loop"
+            return (
+                "the function is made anew each time, where its code stands: make and jit it once, outside of the loop"
+            )
         return None  # another function of this name
     lines = [line.strip() for line in text.splitlines()[2:]]
     points = [re.sub(r"https?://\S+", "", line.removeprefix("* ")) for line in lines if line.startswith("* ")]
