@@ -96,6 +96,22 @@ def test_functions_that_nobody_watches_are_explained_by_jax(caplog: pytest.LogCa
     assert not jax.config.jax_explain_cache_misses
 
 
+def test_one_inside_of_another_sees_what_it_sees() -> None:
+    def counted(x: jax.Array) -> jax.Array:
+        return x * 11
+
+    with RecompileDetector() as outer:
+        with RecompileDetector() as inner:
+            function = jax.jit(counted)
+            for length in (3, 4):
+                function(np.ones(length, np.float32))
+        function(np.ones(5, np.float32))
+    assert (outer.counts["counted"], inner.counts["counted"]) == (3, 2)
+    assert [again.reason for again in inner.recompilations] == ["at x, now f32[4] and before f32[3]"]
+    assert len(outer.recompilations) == 2
+    assert not jax.config.jax_explain_cache_misses
+
+
 def test_the_decorator_tells_each_reason_once(caplog: pytest.LogCaptureFixture, nothing_said_yet: None) -> None:
     @watch_recompiles
     def double(x: jax.Array) -> jax.Array:

@@ -162,6 +162,8 @@ def _made_for(devices: Sequence[Any]) -> dict[str, Any]:
     import jax
     import jaxlib.version
 
+    # Of this process: a program of several knows its own alone.
+    devices = [device for device in devices if device.process_index == jax.process_index()] or devices
     first = devices[0]
     return {
         "platform": first.platform,

@@ -90,32 +90,25 @@ class RecompileDetector:
         self._watching = threading.local()
         self._lock = threading.Lock()
         self._open = 0
-        self._filter = _Explanations(self._explained)
-        self._was_on = False
 
     def __enter__(self) -> RecompileDetector:
-        import jax
         from jax import monitoring
 
-        self._open += 1
-        if self._open == 1:
-            self._was_on = bool(jax.config.jax_explain_cache_misses)
-            self._filter.swallows = not self._was_on
-            for name in _LOGGERS:
-                logging.getLogger(name).addFilter(self._filter)
-            jax.config.update("jax_explain_cache_misses", True)
-            monitoring.register_event_duration_secs_listener(self._on_compiled)
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                _EXPLANATIONS.tell_also(self._explained)
+                monitoring.register_event_duration_secs_listener(self._on_compiled)
         return self
 
     def __exit__(self, *_: object) -> None:
-        import jax
         from jax import monitoring
 
-        self._open -= 1
-        if self._open == 0:
-            jax.config.update("jax_explain_cache_misses", self._was_on)
-            for name in _LOGGERS:
-                logging.getLogger(name).removeFilter(self._filter)
+        with self._lock:
+            self._open -= 1
+            if self._open:
+                return
+            _EXPLANATIONS.tell_no_more(self._explained)
             try:
                 monitoring.unregister_event_duration_listener(self._on_compiled)
             except (ValueError, AssertionError):  # somebody cleared all listeners: nothing after that was counted
@@ -246,19 +239,45 @@ def watch_recompiles(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Explanations(logging.Filter):
-    """Hands jax's explanations over, and keeps out of the log what is there for their sake alone."""
+    """Hands jax's explanations to whoever asks, and keeps out of the log what is there for their sake alone."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tell = tell
-        self.swallows = True
+        self._told: list[Callable[[str], None]] = []
+        self._was_on = False
+        self._lock = threading.Lock()
+
+    def tell_also(self, tell: Callable[[str], None]) -> None:
+        import jax
+
+        with self._lock:
+            self._told = [*self._told, tell]
+            if len(self._told) == 1:
+                self._was_on = bool(jax.config.jax_explain_cache_misses)
+                for name in _LOGGERS:
+                    logging.getLogger(name).addFilter(self)
+                jax.config.update("jax_explain_cache_misses", True)
+
+    def tell_no_more(self, tell: Callable[[str], None]) -> None:
+        import jax
+
+        with self._lock:
+            self._told = [other for other in self._told if other != tell]
+            if not self._told:
+                jax.config.update("jax_explain_cache_misses", self._was_on)
+                for name in _LOGGERS:
+                    logging.getLogger(name).removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if text.startswith(_EXPLAINED):
-            self.tell(text)
-            return not self.swallows
-        return not (self.swallows and "persistent" in text.lower() and "cache" in text.lower())
+            for tell in self._told:
+                tell(text)
+            return self._was_on
+        return self._was_on or not ("persistent" in text.lower() and "cache" in text.lower())
+
+
+_EXPLANATIONS = _Explanations()
 
 
 def _reason(text: str | None, again: bool) -> str | None:
