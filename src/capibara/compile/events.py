@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 __all__ = ["CompileCounts", "count_compilations"]
 
@@ -56,17 +55,17 @@ class CompileCounts:
             f" compiled or read in {self.compile_seconds:.2f} s)"
         )
 
-    def _event(self, event: str, **_: Any) -> None:
+    def _event(self, event: str, **_: str | int) -> None:
         if event == _HIT:
             with self._lock:
                 self.from_disk += 1
 
-    def _span(self, event: str, start: float, end: float, **about: Any) -> None:
+    def _span(self, event: str, start_time: float, end_time: float, **about: str | int) -> None:
         spans = self._spans.get(event)
         if spans is None:
             return
         with self._lock:
-            spans.append((start, end))
+            spans.append((start_time, end_time))
             if len(spans) > 4096:  # a process may live for months
                 spans[:] = _merged(spans)[-2048:]
             if event == _COMPILE:

@@ -171,7 +171,7 @@ class RecompileDetector:
         if len(found) > 4096:
             found.clear()
 
-    def _on_compiled(self, event: str, seconds: float, **about: Any) -> None:
+    def _on_compiled(self, event: str, duration_secs: float, **about: str | int) -> None:
         if event != _COMPILE:
             return
         name = re.sub(r"^\w+\((.*)\)$", r"\1", str(about.get("fun_name", "?")))
@@ -183,11 +183,11 @@ class RecompileDetector:
             again = self.counts[name] > 1
         watched = getattr(self._watching, "state", None)
         if watched is not None and watched[0] == name:
-            watched[1].append(seconds)
+            watched[1].append(duration_secs)
             return
         reason = _reason(text, again)
         if reason is not None:
-            self.recompilations.append(Recompilation(name, reason, seconds))
+            self.recompilations.append(Recompilation(name, reason, duration_secs))
 
     # What is watched.
 
@@ -253,7 +253,7 @@ class _Explanations(logging.Filter):
         with self._lock:
             self._told = [*self._told, tell]
             if len(self._told) == 1:
-                self._was_on = bool(jax.config.jax_explain_cache_misses)
+                self._was_on = bool(jax.config.jax_explain_cache_misses)  # type: ignore[attr-defined]
                 for name in _LOGGERS:
                     logging.getLogger(name).addFilter(self)
                 jax.config.update("jax_explain_cache_misses", True)
