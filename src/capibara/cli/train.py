@@ -70,6 +70,8 @@ def train(
         if loud:
             typer.echo(f"[{time.perf_counter() - started:7.1f} s] {text}", err=True)
 
+    begun: dict[str, Any] | None = None
+
     def first_step(step: int, row: Any) -> None:
         nonlocal begun
         if begun is None:
@@ -79,7 +81,6 @@ def train(
                 f"{begun['from_disk']} from disk"
             )
 
-    begun: dict[str, Any] | None = None
     persistent_cache()
     try:
         with count_compilations() as counts:

@@ -311,7 +311,7 @@ class JittedForward:
 
 def _model_of(model_fn: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
     """(the model whose parameters are operands, the function of them and the inputs), or (None, the function)."""
-    owner = getattr(model_fn, "__self__", model_fn)
+    owner: Any = getattr(model_fn, "__self__", model_fn)
     is_forward = owner is model_fn or getattr(model_fn, "__name__", "") in ("forward", "__call__")
     if is_forward and hasattr(owner, "params") and callable(getattr(owner, "apply", None)):
         return owner, owner.apply
@@ -343,7 +343,7 @@ def _device_of(leaves: Sequence[Any]) -> Any:
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None and (devices := getattr(sharding, "device_set", None)):
             return next(iter(devices))
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
     return jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
 
 

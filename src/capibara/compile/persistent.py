@@ -112,10 +112,10 @@ def persistent_cache(
         last = _current
         size = max_bytes or (last.max_bytes if last else MAX_BYTES)
         count = max_entries or (last.max_entries if last else MAX_ENTRIES)
-        if not jax.config.jax_enable_compilation_cache:
+        if not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
             _current = PersistentCache(None, size, count, "off", "jax_enable_compilation_cache is False.")
             return _current
-        own = jax.config.jax_compilation_cache_dir
+        own = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
         if folder is None and own and (last is None or last.folder is None or own != str(last.folder)):
             why = f"jax_compilation_cache_dir was set to {own}; its limits are jax's."
             _current = PersistentCache(Path(own), size, count, "the program's own", why)
