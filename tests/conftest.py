@@ -26,6 +26,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# A command that a test runs in this process would turn the cache of programs on for every test after it; the tests of
+# that cache turn it on for themselves.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
 import hypothesis
 import pytest
 

@@ -353,6 +353,85 @@ def tpu_configuration() -> None:
     assert issubclass(tpu_config.TPUError, Exception)
 
 
+# Compilation.
+
+OPTIMIZATIONS = "capibara.jax.tpu_v4.optimizations"
+
+
+@shows(":TpuCompilationConfig", ":create_tpu_optimized_jit", of=OPTIMIZATIONS)
+def a_function_jitted_by_a_config() -> None:
+    import jax
+
+    from capibara.jax.tpu_v4.optimizations import TpuCompilationConfig, create_tpu_optimized_jit
+
+    compilation_config = TpuCompilationConfig(
+        optimization_level="aggressive",
+        use_bfloat16=True,
+        enable_async_collective=True,
+        memory_optimization=True,
+        cache_compiled_functions=True,
+    )
+
+    @create_tpu_optimized_jit(config=compilation_config)
+    def optimized_forward(params: Any, inputs: Any) -> Any:
+        return inputs * params["scale"] + params["shift"]
+
+    compiled_forward = optimized_forward.compile(input_shapes=[(32, 512, 768)], static_argnums=[0])
+    params = {"scale": normal(768), "shift": normal(768)}
+    inputs = np.ones((32, 512, 768), np.float32)
+    result = compiled_forward(params, inputs)
+    assert result.shape == (32, 512, 768)
+    assert result.dtype == jax.numpy.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(result[0, 0], np.float32), params["scale"] + params["shift"], rtol=2e-2, atol=2e-2
+    )
+    assert compiled_forward.executable.memory_analysis() is not None
+
+
+@shows(":create_jitted_forward", of=OPTIMIZATIONS)
+def a_forward_pass_compiled_ahead_of_time() -> None:
+    import jax.numpy as jnp
+
+    from capibara.jax.tpu_v4.optimizations import create_jitted_forward
+
+    class Model:
+        params = normal(768)
+
+        def apply(self, params: Any, inputs: Any) -> Any:
+            return jnp.tanh(inputs * params)
+
+        def forward(self, inputs: Any) -> Any:
+            return self.apply(self.params, inputs)
+
+    model = Model()
+    optimized_forward = create_jitted_forward(
+        model_fn=model.forward,
+        input_shapes=[(32, 512, 768)],
+        optimization_level="aggressive",
+        use_bfloat16=True,
+        enable_async_collective=True,
+    )
+    assert optimized_forward.programs == 1
+    result = optimized_forward(np.ones((32, 512, 768), np.float32))
+    np.testing.assert_allclose(np.asarray(result[3, 5], np.float32), np.tanh(model.params), atol=2e-2)
+
+
+@shows(":TpuWarmupManager", ":TpuWarmupManager.warmup_model", of=OPTIMIZATIONS)
+def a_model_warmed_up() -> None:
+    import jax
+
+    from capibara.jax.tpu_v4.optimizations import TpuWarmupManager
+
+    warmup_manager = TpuWarmupManager(compilation_cache_size_gb=2.0, warmup_steps=10, progressive_warmup=True)
+    done = warmup_manager.warmup_model(
+        model=jax.jit(lambda x: x.mean(axis=-1)),
+        input_shapes=[(8, 256, 768), (16, 512, 768), (32, 1024, 768)],
+        batch_sizes=[8, 16, 32],
+    )
+    assert [row.shape for row in done.shapes] == [(8, 256, 768), (16, 512, 768), (32, 1024, 768)]
+    assert done.compiled + done.from_disk == 3
+
+
 # The eight families.
 
 BACKEND = "capibara.jax.tpu_v4.backend:"

@@ -18,12 +18,8 @@ TO_COME: dict[str, tuple[str, ...]] = {
     "capibara.jax": ("utils",),
     "capibara.jax.tpu_v4": ("autoscaling", "cost", "diagnostics", "monitoring"),
     "capibara.jax.tpu_v4.optimizations": (
-        "TpuCompilationConfig",
         "TpuPerformanceProfiler",
         "TpuProfiler",
-        "TpuWarmupManager",
-        "create_jitted_forward",
-        "create_tpu_optimized_jit",
     ),
 }
 """Module -> its names, and modules below it, that are documented and not there yet."""

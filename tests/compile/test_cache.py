@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.compile import cache as cache_module
+from capibara.compile import executables
 from capibara.compile.cache import ExecutableCache
 
 
@@ -80,7 +81,7 @@ def test_another_compiler_and_another_processor_have_other_entries(
         changed.setattr("jaxlib.version.__version__", "0.0.1")
         names.add(cache.name("a"))
     with monkeypatch.context() as changed:
-        changed.setattr(cache_module, "_processor", lambda: ("another",))
+        changed.setattr(cache_module, "processor", lambda: ("another",))
         names.add(cache.name("a"))
     assert len(names) == 4
     assert cache.name("a") in names
@@ -93,7 +94,7 @@ def test_a_full_disk_keeps_nothing_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     cache = ExecutableCache(tmp_path)
-    monkeypatch.setattr(cache_module.os, "replace", full)
+    monkeypatch.setattr(executables.os, "replace", full)
     assert not cache.store(cache.name("a"), compiled(3.0))
     assert list(tmp_path.iterdir()) == []
 

@@ -100,6 +100,7 @@ def serve(
     from capibara.serve.installed import check_installed
 
     check_installed("capibara serve")
+    from capibara.compile.persistent import persistent_cache
     from capibara.errors import unknown_name
     from capibara.kernels.core.tables import cache_directory
     from capibara.observe.goodput import SERVER_PHASES, Goodput
@@ -140,6 +141,9 @@ def serve(
         seed=seed,
         cache_folder=cache_directory().parent / "programs",
     )
+    # The engine's programs have a folder of their own, and are not even traced again; this is for all others: weights
+    # that are drawn, placed and converted.
+    persistent_cache()
     books = Goodput(goodput_file, phases=SERVER_PHASES, counts="serving", flush_seconds=60.0)
     server = Server(host, port, settings, books=books)
     if server.exposed and not keys:

@@ -7,13 +7,16 @@ import sys
 import time
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capibara.cli import failures, output
 from capibara.cli.failures import Code
 from capibara.errors import rule_error
+
+if TYPE_CHECKING:
+    from capibara.compile.events import CompileCounts
 
 SUMMARY = "summary.json"
 """What --json prints, in the run's folder."""
@@ -51,6 +54,8 @@ def train(
     join_from_environment()
     # Started again by the supervisor: from what is there.
     resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
+    from capibara.compile.events import count_compilations
+    from capibara.compile.persistent import persistent_cache
     from capibara.memory.autopsy import autopsy_of
     from capibara.plan.search.plans import DoesNotFit
     from capibara.processes import process_index
@@ -66,9 +71,22 @@ def train(
         if loud:
             typer.echo(f"[{time.perf_counter() - started:7.1f} s] {text}", err=True)
 
+    begun: dict[str, Any] | None = None
+
+    def first_step(step: int, row: Any) -> None:
+        nonlocal begun
+        if begun is None:
+            begun = _begun(time.perf_counter() - started - row["seconds"], counts)
+            tell(
+                f"first step begun after {begun['seconds']:.1f} s: {begun['compiled']} programs compiled, "
+                f"{begun['from_disk']} from disk"
+            )
+
+    persistent_cache()
     try:
-        told = load_run(config, settings or ())
-        trained = run(told, folder, resume=resume, tell=tell)
+        with count_compilations() as counts:
+            told = load_run(config, settings or ())
+            trained = run(told, folder, resume=resume, tell=tell, on_step=first_step)
     except Preempted as preempted:
         _preempted(str(preempted), json, loud)
         raise typer.Exit(Code.PREEMPTED) from preempted
@@ -99,6 +117,9 @@ def train(
         "tokens_per_second": None if speed is None else speed.tokens_per_second,
         "mfu": None if speed is None else speed.mfu,
         "report": str(report.html),
+        "first_step": begun,
+        "compiled": counts.compiled,
+        "from_disk": counts.from_disk,
     }
     (folder / SUMMARY).write_text(dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if json:
@@ -113,6 +134,17 @@ def _out_of_memory(found: Any, folder: Path, json: bool) -> None:
         output.show_json(failures.error(Code.DOES_NOT_FIT, str(found), kind="out_of_memory", got=found.error, fix=fix))
     else:
         typer.echo(f"capibara: {found}\nAll of it: {folder / 'autopsy.json'}", err=True)
+
+
+def _begun(seconds: float, counts: CompileCounts) -> dict[str, Any]:
+    """What the first step waited for: tracing is done at every start, compiling where the cache has nothing."""
+    return {
+        "seconds": seconds,
+        "trace_seconds": counts.trace_seconds,
+        "compile_seconds": counts.compile_seconds,
+        "compiled": counts.compiled,
+        "from_disk": counts.from_disk,
+    }
 
 
 def _preempted(text: str, json: bool, loud: bool) -> None:

@@ -13,21 +13,19 @@ import functools
 import hashlib
 import logging
 import os
-import pickle
-import platform
 import stat
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.compile.executables import executable_bytes, executable_from_bytes, processor, write_whole
 from capibara.errors import rule_error, say_once
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["ExecutableCache"]
+__all__ = ["ExecutableCache", "check_folder"]
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".executable"
@@ -38,20 +36,25 @@ _CONFIG = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_parti
 
 
 class ExecutableCache:
-    """A folder of compiled programs of at most so many bytes, of which those unused for longest go first."""
+    """A folder of compiled programs of at most so many bytes and entries, of which those unused for longest go first.
 
-    def __init__(self, folder: str | Path, *, max_bytes: int = 16 << 30) -> None:
+    Several processes may share it: an entry is written aside and renamed, so that there is a whole one or none.
+    """
+
+    def __init__(self, folder: str | Path, *, max_bytes: int = 16 << 30, max_entries: int = 4096) -> None:
         if max_bytes < 1:
             raise rule_error("A cache of programs holds a byte or more", max_bytes, "leave max_bytes out")
+        if max_entries < 1:
+            raise rule_error("A cache of programs holds an entry or more", max_entries, "leave max_entries out")
         self.folder = Path(folder)
         self.max_bytes = max_bytes
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _others_write(self.folder):
-            raise rule_error(
-                "A folder of compiled programs is written to by its owner alone: what lies in it is run",
-                f"{self.folder}, which others may write to",
-                f"chmod 700 {self.folder}, or name one of your own",
-            )
+        self.max_entries = max_entries
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:  # nothing is found there, and storing says so again: what runs here still runs
+            say_once(_log, "folder", "Compiled programs are not kept in %s: %s", self.folder, error)
+            return
+        check_folder(self.folder)
 
     def name(self, what: str) -> str:
         """The name of the entry for a program that is told from every other of this package by `what`."""
@@ -63,16 +66,10 @@ class ExecutableCache:
         Args:
           devices: that it was compiled for, in its order; the first of the machine by default.
         """
-        import jax
-        from jax.experimental import serialize_executable
-
         path = self._path(name)
         try:
-            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
-            program = serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, execution_devices=list(devices or jax.devices()[:1])
-            )
-        except FileNotFoundError:
+            program = executable_from_bytes(path.read_bytes(), devices, source=path.name)
+        except (FileNotFoundError, NotADirectoryError):
             return None
         # Whatever a damaged file or another compiler makes of it: it is compiled again.
         except Exception as error:  # noqa: BLE001
@@ -87,24 +84,16 @@ class ExecutableCache:
     def store(self, name: str, program: Any) -> bool:
         """Keep a program that `jit(...).lower(...).compile()` gave; False where its backend cannot be asked for it."""
         import jax
-        from jax.experimental import serialize_executable
 
         try:
-            entry = pickle.dumps(serialize_executable.serialize(program))
+            entry = executable_bytes(program)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             say_once(_log, "serialize", "Compiled programs are not kept on disk here: %s", error)
             return False
         if len(entry) > self.max_bytes:
             return False
         try:
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=_PART, delete=False) as part:
-                try:
-                    part.write(entry)
-                    part.close()
-                    os.replace(part.name, self._path(name))  # whole or not at all, whoever else writes it
-                except BaseException:
-                    os.unlink(part.name)
-                    raise
+            write_whole(self._path(name), entry)
             self._bound()
         except OSError as error:  # a full disk is no reason not to run what is compiled
             say_once(_log, "write", "Compiled programs are not kept in %s: %s", self.folder, error)
@@ -127,12 +116,22 @@ class ExecutableCache:
         for path in self.folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process bounds it too
                 entries.append((path.stat(), path))
-        total = sum(found.st_size for found, _ in entries)
+        total, count = sum(found.st_size for found, _ in entries), len(entries)
         for found, path in sorted(entries, key=lambda entry: entry[0].st_mtime):
-            if total <= self.max_bytes:
+            if total <= self.max_bytes and count <= self.max_entries:
                 return
             path.unlink(missing_ok=True)
-            total -= found.st_size
+            total, count = total - found.st_size, count - 1
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that others may write to."""
+    if _others_write(folder):
+        raise rule_error(
+            "A folder of compiled programs is written to by its owner alone: what lies in it is run",
+            f"{folder}, which others may write to",
+            f"chmod 700 {folder}, or name one of your own",
+        )
 
 
 def _others_write(folder: Path) -> bool:
@@ -152,7 +151,7 @@ def _surroundings() -> str:
         [
             jax.__version__,
             jaxlib.version.__version__,  # has the compiler for CPUs, whose platform_version is just "cpu"
-            *(_processor() if devices[0].platform == "cpu" else ()),
+            *(processor() if devices[0].platform == "cpu" else ()),
             getattr(devices[0].client, "platform_version", ""),
             *(f"{device.id} {device.device_kind}" for device in devices),
             *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS),
@@ -160,20 +159,6 @@ def _surroundings() -> str:
             _source(),
         ]
     )
-
-
-@functools.lru_cache(maxsize=1)
-def _processor() -> tuple[str, ...]:
-    """What this machine's processor can do: code for it is of its instructions, and a home may be on several machines'.
-
-    Another processor would end the process at the first instruction that it does not know.
-    """
-    names = ("model name", "flags", "Features")  # the last is an ARM's
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
-        return (platform.machine(), *(found.get(name, "") for name in names))
-    return (platform.machine(), platform.processor())
 
 
 @functools.lru_cache(maxsize=1)

@@ -8,6 +8,10 @@ from capibara import to_come
 from capibara._exports import exports
 
 if TYPE_CHECKING:
+    from capibara.compile.jit import TpuCompilationConfig as TpuCompilationConfig
+    from capibara.compile.jit import create_jitted_forward as create_jitted_forward
+    from capibara.compile.jit import create_tpu_optimized_jit as create_tpu_optimized_jit
+    from capibara.compile.model_warmup import TpuWarmupManager as TpuWarmupManager
     from capibara.dropin.information import get_optimization_status as get_optimization_status
     from capibara.memory.cache import create_optimized_cache as create_optimized_cache
     from capibara.memory.hbm import HBMOptimizer as HBMOptimizer
@@ -22,6 +26,8 @@ to_come.announce(__name__)
 __all__, __getattr__, __dir__ = exports(
     __name__,
     {
+        "capibara.compile.jit": "TpuCompilationConfig create_jitted_forward create_tpu_optimized_jit",
+        "capibara.compile.model_warmup": "TpuWarmupManager",
         "capibara.dropin.information": "get_optimization_status",
         "capibara.memory.cache": "create_optimized_cache",
         "capibara.memory.hbm": "HBMOptimizer",
