@@ -58,13 +58,20 @@ class CacheSize:
 
 
 def cache_size(
-    model: ModularModelConfig, config: EngineConfig, *, max_length: int, dtype: Any, weight_bytes: int
+    model: ModularModelConfig,
+    config: EngineConfig,
+    *,
+    max_length: int,
+    dtype: Any,
+    weight_bytes: int,
+    device_bytes: int | None = None,
 ) -> CacheSize:
     """The cache that fits beside what the device already holds; a `ValueError` where not one sequence does.
 
     Args:
       dtype: of the pages.
       weight_bytes: of all weights on one device, where the device does not say what it holds.
+      device_bytes: what a device has that is not here; the attached one is asked when None.
     """
     page_bytes, state_bytes = _bytes(model, config, dtype)
     of_one = -(-max_length // config.page_size)
@@ -75,7 +82,12 @@ def cache_size(
 
     if config.pages is not None:
         return size(config.pages, "pages")
-    room = _room(config, weight_bytes, working_bytes(model, config, wanted, page_bytes, dtype))
+    working = working_bytes(model, config, wanted, page_bytes, dtype)
+    room: int | None
+    if device_bytes is None:
+        room = _room(config, weight_bytes, working)
+    else:
+        room = int(device_bytes * config.memory_share) - weight_bytes - working
     if room is None or page_bytes == 0:
         return size(wanted, "max_sequences")
     fits = (room - state_bytes) // page_bytes
