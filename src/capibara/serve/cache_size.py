@@ -13,7 +13,6 @@ from capibara.errors import rule_error
 from capibara.hardware.devices import attached
 from capibara.hardware.facts import GiB
 from capibara.models import decoder
-from capibara.models.blocks.spec import Weight
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -151,11 +150,25 @@ def working_bytes(model: ModularModelConfig, config: EngineConfig, pages: int, p
     Args:
       pages: that a batch has at most.
     """
-    layers = jax.tree.leaves(decoder.weights(model)["layers"], is_leaf=lambda node: isinstance(node, Weight))
-    widest = max([model.hidden, *(math.prod(weight.shape[2:]) for weight in layers)])
     rows = config.max_sequences * (1 + config.speculative_tokens)
-    working = 3 * rows * model.vocab * 4 + 4 * config.max_batch_tokens * widest * 4
+    working = 3 * rows * model.vocab * 4 + 4 * config.max_batch_tokens * _widest(model) * 4
     if jnp.dtype(dtype) == jnp.int8:  # one layer's pages are widened before they are read
         with_pages = sum(not model.blocks[name].keeps_state for names in model.period for name in names)
         working += pages * page_bytes * 4 // max(1, with_pages * model.repeats)
     return working
+
+
+def _widest(model: ModularModelConfig) -> int:
+    """Numbers that a block's widest product makes of a token, those of one input together."""
+    widest = model.hidden
+    for name in {name for names in model.period for name in names}:
+        block = model.blocks[name]
+        inputs = block.products()
+        # Of a weight that is no product's of its own (an expert's) the last axis is what comes of it, for each expert.
+        width = {
+            part: math.prod(weight.shape[inputs[part] :]) if part in inputs else weight.shape[-1]
+            for part, weight in block.weights(model).items()
+        }
+        together = [sum(width[part] for part in group) for group in block.joint_products()]
+        widest = max(widest, *(getattr(block, "top_k", 1) * each for each in (*width.values(), *together)))
+    return widest
