@@ -243,15 +243,16 @@ class _Clock:
 
 
 def steady(engine: SimulatedEngine, traffic: Traffic, users: int) -> Outcome:
-    """So many users who ask again after each answer; measured once the first of them have their answers under way."""
+    """So many users who ask again after each answer; measured once those who had a place at first are answered."""
     clock = _Clock(engine)
     numbers, lengths = itertools.count(), _cycled(traffic)
     arrivals: list[tuple[float, int]] = []
+    first = min(users, engine.config.max_sequences)
     for number in range(users):
-        # They begin spread over their answers, and not all at one point of them.
-        one = next(lengths)
-        clock.ask(str(next(numbers)), Lengths(one.prompt, max(1, one.output * (number + 1) // users)))
-    measuring, wanted = False, 0
+        # Those who have a place begin spread over their answers, and not all at one point of them.
+        one, part = next(lengths), min(number + 1, first)
+        clock.ask(str(next(numbers)), Lengths(one.prompt, max(1, one.output * part // first)))
+    measuring = False
     while True:
         while arrivals and arrivals[0][0] <= clock.now:
             heapq.heappop(arrivals)
@@ -261,12 +262,12 @@ def steady(engine: SimulatedEngine, traffic: Traffic, users: int) -> Outcome:
             continue
         for _ in clock.step():
             heapq.heappush(arrivals, (clock.now + traffic.think_s, 0))
-        at_a_time = min(users, engine.limits.max_sequences)
-        if not measuring and len(clock.firsts) >= at_a_time:
-            measuring, wanted = True, max(_FEWEST, at_a_time)
+        if not measuring and clock.answered >= first:
+            measuring = True
             clock.forget()
-        elif measuring and clock.gaps and clock.firsts and (clock.answered >= wanted or clock.steps >= _MOST_STEPS):
-            return clock.outcome(users)
+        elif measuring and clock.gaps and clock.firsts:
+            if clock.answered >= max(_FEWEST, first) or clock.steps >= _MOST_STEPS:
+                return clock.outcome(users)
 
 
 def all_at_once(engine: SimulatedEngine, traffic: Traffic, requests: int) -> Outcome:
