@@ -51,8 +51,8 @@ def _engine(asked: argparse.Namespace, **changes: Any) -> Any:
 def _settings(asked: argparse.Namespace) -> dict[str, Any]:
     most = max(asked.batches)
     return {
-        "max_sequences": most, "max_batch_tokens": max(asked.max_batch_tokens, most), "max_length": asked.prompt + 2 * asked.new,
-        "prefix_sharing": False,
+        "max_sequences": most, "max_batch_tokens": max(asked.max_batch_tokens, most),
+        "max_length": asked.prompt + 2 * asked.new, "prefix_sharing": False,
     }  # fmt: skip
 
 

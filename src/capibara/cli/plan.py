@@ -162,8 +162,10 @@ def plan(
             "A plan is for a TARGET", "none", f"name {', '.join(preset_names())}, config.json or FILE.py:FUNCTION"
         )
     if serve:
+        from capibara.plan.place import place
         from capibara.serve.config import EngineConfig
 
+        slices = [place(one) for one in on.split(",")]  # a wrong name is said before minutes are spent
         asked = ServingOptions(
             target_latency_ms, target_first_ms, None if trace else (prompt, output_tokens), think_s, tensor_parallel,
             sampling, memory_limit, region, pricing,
@@ -173,7 +175,7 @@ def plan(
             page_size=page_size, cache_dtype=cache_dtype, weights=weights,
         )  # fmt: skip
         with _progress() as tell:
-            plans = [plan_serving(target, one.strip(), config, asked, tell) for one in on.split(",")]
+            plans = [plan_serving(target, one, config, asked, tell) for one in slices]
         show_serving(plans, json)
         return
     from capibara.plan.api import plan as make

@@ -13,6 +13,7 @@ from capibara.cli import failures, output
 from capibara.cli.failures import Code
 
 if TYPE_CHECKING:
+    from capibara.hardware.topology import Slice
     from capibara.serve.config import EngineConfig
     from capibara.serve.prediction.result import ServingPlan
 
@@ -34,7 +35,7 @@ class ServingOptions:
 
 
 def plan_serving(
-    model: str, on: str, config: EngineConfig, asked: ServingOptions, tell: Callable[[str], None]
+    model: str, on: Slice, config: EngineConfig, asked: ServingOptions, tell: Callable[[str], None]
 ) -> ServingPlan:
     """The plan of one slice."""
     from capibara.serve.load.trace import Lengths, fixed_trace, scaled
