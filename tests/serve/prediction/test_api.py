@@ -16,6 +16,8 @@ from capibara.serve.prediction.served import served_model
 
 CONFIG: dict[str, Any] = {"max_sequences": 4, "max_batch_tokens": 64, "page_size": 16}
 TRAFFIC = Traffic([Lengths(40, 16)])
+ALONE: dict[str, Any] = {"config": {"max_sequences": 1}, "users": (1,)}
+"""Few shapes: tracing is what takes time here."""
 
 
 def predicted(on: str = "h200", *, config: dict[str, Any] | None = None, **changes: Any) -> ServingPlan:
@@ -23,7 +25,6 @@ def predicted(on: str = "h200", *, config: dict[str, Any] | None = None, **chang
     return predict_serving(served(max_length=128), on, config=EngineConfig(**{**CONFIG, **(config or {})}), **asked)
 
 
-@pytest.mark.quick
 def test_users_tokens_and_dollars() -> None:
     plan = predicted(target_latency_ms=5)
     assert plan.fits
@@ -48,18 +49,18 @@ def test_users_tokens_and_dollars() -> None:
 
 
 def test_a_target_below_one_users_step_is_impossible() -> None:
-    plan = predicted(target_latency_ms=1e-3)
+    plan = predicted(target_latency_ms=1e-3, **ALONE)
     assert plan.fits
     assert not plan.possible
     assert plan.held is None
     assert "is impossible on h200" in plan.verdict
     assert f"{plan.best_ms:.2f} ms" in plan.verdict
-    slow = predicted(target_latency_ms=5, target_first_ms=1e-3)
+    slow = predicted(target_latency_ms=5, target_first_ms=1e-3, **ALONE)
     assert "kept for nobody" in slow.verdict
 
 
 def test_what_does_not_fit_says_why() -> None:
-    plan = predicted(memory_limit_gb=0.0005)
+    plan = predicted(memory_limit_gb=0.0005, **ALONE)
     assert (plan.fits, plan.rows, plan.held) == (False, (), None)
     assert "does not fit" in plan.verdict
     assert "room for" in plan.verdict
@@ -68,7 +69,7 @@ def test_what_does_not_fit_says_why() -> None:
 
 
 def test_engines_of_several_chips() -> None:
-    apart, together = predicted("h200x4"), predicted("h200x4", tensor_parallel=2)
+    apart, together = predicted("h200x4", **ALONE), predicted("h200x4", tensor_parallel=2, **ALONE)
     assert (apart.engines, apart.tensor_parallel) == (4, 1)
     assert (together.engines, together.tensor_parallel) == (2, 2)
     assert together.memory.weights < apart.memory.weights
@@ -76,10 +77,12 @@ def test_engines_of_several_chips() -> None:
     assert apart.held.users == 4 * apart.held.engine.users
     # What does not fit on one chip goes on two.
     needed = apart.memory.weights + apart.memory.loaded
-    split = predicted("h200x2", memory_limit_gb=(0.8 * needed + apart.memory.working) / 0.85 / 2**30)
+    limit = (0.8 * needed + apart.memory.working) / 0.85 / 2**30
+    split = predicted("h200x2", memory_limit_gb=limit, **ALONE)
     assert split.tensor_parallel == 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,6 +101,7 @@ def test_bad_input(changes: dict[str, Any], message: str) -> None:
         predicted(**changes)
 
 
+@pytest.mark.quick
 def test_models_by_every_name(tmp_path: Path) -> None:
     preset = served_model("llama-1b")
     assert (preset.name, preset.config.layers, preset.precision) == ("llama-1b", 16, "mixed")

@@ -265,9 +265,9 @@ def steady(engine: SimulatedEngine, traffic: Traffic, users: int) -> Outcome:
         if not measuring and clock.answered >= first:
             measuring = True
             clock.forget()
-        elif measuring and clock.gaps and clock.firsts:
-            if clock.answered >= max(_FEWEST, first) or clock.steps >= _MOST_STEPS:
-                return clock.outcome(users)
+        enough = clock.answered >= max(_FEWEST, first) or clock.steps >= _MOST_STEPS
+        if measuring and enough and clock.gaps and clock.firsts:
+            return clock.outcome(users)
 
 
 def all_at_once(engine: SimulatedEngine, traffic: Traffic, requests: int) -> Outcome:
