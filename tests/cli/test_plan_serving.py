@@ -27,10 +27,10 @@ def test_a_report() -> None:
         "dev served on h200 (1 chip, one engine). Predicted, not run.",
         "48 tokens in, 16 out, no target",
         "FITS: of 104.25 GiB a chip",
-        "HOLDS 1 users:",
+        "HOLDS 1 user:",
         "a million tokens out",
         "3.5 USD a chip-hour (on demand, us-central1, 2026-11-15)",
-        "paged_attention",
+        "A step of single tokens then: ",
         "By users at a time, predicted",
     ):
         assert words in made.stdout, made.stdout

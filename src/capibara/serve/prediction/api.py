@@ -118,7 +118,7 @@ def predict_serving(
 
         def row(count: int) -> TrafficRow:
             if count not in rows:
-                say(f"{where.name}: {count} users of an engine of {chosen.chips} chips")
+                say(f"{where.name}: users of an engine: {count}")
                 outcome = steady(SimulatedEngine(chosen.times, chosen.sized, targets.latency_ms), traffic, count)
                 engines = where.chips // chosen.chips
                 rows[count] = traffic_row(outcome, engines, where.chips, prices, targets.kept(outcome))
@@ -239,7 +239,7 @@ def _choose(tries: list[_Try], traffic: Traffic, target_ms: float | None, say: C
         return fit[0]
     best: dict[int, float] = {}
     for one in fit:
-        say(f"one user of an engine of {one.chips} chips")
+        say(f"chips of an engine: {one.chips}")
         best[one.chips] = one.best_ms(traffic)
         if best[one.chips] <= target_ms:
             return one

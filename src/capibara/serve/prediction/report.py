@@ -100,9 +100,10 @@ def _headlines(plan: ServingPlan) -> list[str]:
 def _answer(plan: ServingPlan, held: TrafficRow) -> list[str]:
     engine = held.engine
     at = "" if plan.target_ms is None else f" at {plan.target_ms:g} ms"
+    users = f"{held.users:,} user{'' if held.users == 1 else 's'}{at}"
     lines = [
-        f"HOLDS {held.users:,} users{at}: {engine.p95_ms:.2f} ms between tokens and {engine.first_p95_ms:.1f} ms to "
-        f"the first at the 95th percentile, {words.count(held.tokens_out_per_second)} tokens/s out, "
+        f"HOLDS {users}: {engine.p95_ms:.2f} ms between tokens and {engine.first_p95_ms:.1f} ms to the first at the "
+        f"95th percentile, {words.count(held.tokens_out_per_second)} tokens/s out, "
         f"{words.count(held.tokens_in_per_second)} in"
     ]
     for cost, price in zip(held.costs, plan.prices, strict=True):
