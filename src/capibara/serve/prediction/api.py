@@ -82,12 +82,13 @@ def predict_serving(
       pricing: a table, or a TOML file laid over the shipped one.
       tell: called with a line of text now and then, for a progress bar.
 
+    >>> from capibara.serve.config import EngineConfig
     >>> from capibara.serve.load.trace import Lengths
     >>> from capibara.serve.prediction.simulation import Traffic
-    >>> plan = predict_serving("dev", "h200", traffic=Traffic([Lengths(64, 16)]), users=(1, 8),
-    ...     config=EngineConfig(max_sequences=8, max_batch_tokens=64), target_latency_ms=50)
+    >>> plan = predict_serving("dev", "h200", traffic=Traffic([Lengths(64, 16)]), users=(1,),
+    ...     config=EngineConfig(max_sequences=1, max_batch_tokens=64), target_latency_ms=50)
     >>> plan.fits, plan.held.users
-    (True, 8)
+    (True, 1)
     """
     started = time.perf_counter()
     where = place(on)
