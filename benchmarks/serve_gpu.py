@@ -2,16 +2,23 @@
 
     python benchmarks/serve_gpu.py --out serve.json                     # the 1.14B Llama shape, 512 prompt + 128 new
     python benchmarks/serve_gpu.py --forms 'capibara;hf_static' --batches 1,32
+    python benchmarks/serve_gpu.py --forms 'capibara;capibara_int8'     # predicted beside measured at three batches
     python benchmarks/serve_gpu.py --forms latency --target 5           # inter-token times from 1 to 200 users
+    JAX_PLATFORMS=cpu python benchmarks/serve_gpu.py --preset dev --prompt 32 --new 8 --batches 1,2 \\
+        --repeats 1 --max-batch-tokens 64
 
 Each form is a process of its own, one after another, so that none shares the GPU. Tokens per second are new tokens over
 the whole time, prompts included; `decode` leaves prompts out. Every form draws the likeliest token and ends after 128.
 Each batch is run `--repeats` times after one that warms it up, and the best is kept, of every form alike.
+
+Beside what the engine does stands what `capibara.serve.prediction` says of the same batch on `--predict-on`, from the
+engine's own programs and without a GPU. The last line on a laptop tries the script; its figures are of no use.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -21,9 +28,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT, NEW = 512, 128
 FORMS = ("capibara", "capibara_int8", "hf_static", "hf_batch")
-USERS = (1, 16, 64, 200)
+PREDICTED = {"capibara": None, "capibara_int8": "int8"}
+"""The engine's forms, and how each holds its weights."""
 
 
 def _best(run: Any, repeats: int) -> dict[str, float]:
@@ -37,12 +44,45 @@ def _engine(asked: argparse.Namespace, **changes: Any) -> Any:
     from capibara.serve import Engine, EngineConfig
 
     model = ModularCapibaraModel(load_preset(asked.preset).model, precision="bfloat16")
-    most = max(asked.batches)
-    config = {
-        "max_sequences": most, "max_batch_tokens": max(8192, most), "max_length": PROMPT + 2 * NEW,
-        "prefix_sharing": False, "cache_folder": asked.programs,
-    }  # fmt: skip
+    config = {**_settings(asked), "cache_folder": asked.programs}
     return Engine(model, config=EngineConfig(**{**config, **changes}))
+
+
+def _settings(asked: argparse.Namespace) -> dict[str, Any]:
+    most = max(asked.batches)
+    return {
+        "max_sequences": most, "max_batch_tokens": max(asked.max_batch_tokens, most),
+        "max_length": asked.prompt + 2 * asked.new, "prefix_sharing": False,
+    }  # fmt: skip
+
+
+def _predicted(asked: argparse.Namespace, weights: str | None) -> dict[str, Any]:
+    """The same batches by the engine's own scheduler and programs, in predicted time."""
+    from capibara.models import load_preset
+    from capibara.plan.place import place
+    from capibara.serve import EngineConfig
+    from capibara.serve.cache_size import cache_size
+    from capibara.serve.load.trace import Lengths
+    from capibara.serve.prediction.served import ServedModel
+    from capibara.serve.prediction.simulation import SimulatedEngine, Traffic, all_at_once
+    from capibara.serve.prediction.step_times import StepTimes
+
+    where = place(asked.predict_on)
+    served = ServedModel(asked.preset, load_preset(asked.preset).model, "bfloat16")
+    config = EngineConfig(**_settings(asked), weights=weights)
+    length = min(asked.prompt + 2 * asked.new, served.config.max_length)
+    size = cache_size(
+        served.config, config, max_length=length, dtype="bfloat16", weight_bytes=0,
+        device_bytes=where.chip.capacity_bytes,
+    )  # fmt: skip
+    times = StepTimes(served, config, where, pages=size.pages, max_length=length)
+    traffic = Traffic([Lengths(asked.prompt, asked.new)])
+    rows = {}
+    for batch in asked.batches:
+        outcome = all_at_once(SimulatedEngine(times, size), traffic, batch)
+        seconds = batch * asked.new / outcome.output_tokens_per_second
+        rows[str(batch)] = {"tokens_per_second": outcome.output_tokens_per_second, "seconds": seconds}
+    return {"on": where.name, "batches": rows}
 
 
 def _capibara(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
@@ -53,14 +93,16 @@ def _capibara(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     start = time.perf_counter()
     engine = _engine(asked, **changes)
     vocab = engine.model.config.vocab
-    sampling = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=asked.new, temperature=0, ignore_eos=True)
     made = engine.warm_up()
     ready = time.perf_counter() - start
     draw = np.random.default_rng(0)
 
     def run(batch: int) -> dict[str, float]:
         for number in range(batch):
-            engine.add(Request(str(number), tuple(draw.integers(0, min(vocab, 30000), PROMPT).tolist()), sampling))
+            engine.add(
+                Request(str(number), tuple(draw.integers(0, min(vocab, 30000), asked.prompt).tolist()), sampling)
+            )
         start, first, seen, at_first = time.perf_counter(), None, 0, 0
         while engine.has_work():
             seen += sum(len(output.tokens) for output in engine.step())
@@ -68,7 +110,7 @@ def _capibara(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
             if first is None and not scheduler.waiting and all(s.generated for s in scheduler.running):
                 first, at_first = time.perf_counter(), seen
         end = time.perf_counter()
-        assert seen == batch * NEW
+        assert seen == batch * asked.new
         row = {"tokens_per_second": seen / (end - start), "seconds": end - start}
         if first is not None and end > first:
             row["decode_tokens_per_second"] = (seen - at_first) / (end - first)
@@ -85,13 +127,19 @@ def _capibara(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     }
 
 
-def _hf_model() -> Any:
+def _hf_model(asked: argparse.Namespace) -> Any:
+    """The preset's shape as Hugging Face has it, with weights drawn by chance."""
     import torch
     import transformers
 
+    from capibara.models import load_preset
+
+    model = load_preset(asked.preset).model
+    attention, mlp = model.blocks["attention"], model.blocks["mlp"]
     config = transformers.LlamaConfig(
-        vocab_size=32000, hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=8,
-        intermediate_size=8192, max_position_embeddings=2048, eos_token_id=None,
+        vocab_size=model.vocab, hidden_size=model.hidden, num_hidden_layers=model.layers,
+        num_attention_heads=attention.heads, num_key_value_heads=attention.kv_heads, intermediate_size=mlp.ffn,
+        max_position_embeddings=model.max_length, eos_token_id=None,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
 
@@ -99,21 +147,21 @@ def _hf_model() -> Any:
 def _hf_static(asked: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    model = _hf_model()
+    model = _hf_model(asked)
 
     def run(batch: int) -> dict[str, float]:
-        ids = torch.randint(0, 30000, (batch, PROMPT), device="cuda")
+        ids = torch.randint(0, min(30000, model.config.vocab_size), (batch, asked.prompt), device="cuda")
         torch.cuda.synchronize()
         start = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
-                cache_implementation="static", pad_token_id=0,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked.new, min_new_tokens=asked.new,
+                do_sample=False, cache_implementation="static", pad_token_id=0,
             )  # fmt: skip
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        assert out.shape[1] == PROMPT + NEW
-        return {"tokens_per_second": batch * NEW / seconds, "seconds": seconds}
+        assert out.shape[1] == asked.prompt + asked.new
+        return {"tokens_per_second": batch * asked.new / seconds, "seconds": seconds}
 
     return {"batches": {str(b): _best(lambda b=b: run(b), asked.repeats) for b in asked.batches}}
 
@@ -122,20 +170,41 @@ def _hf_batch(asked: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import GenerationConfig
 
-    model = _hf_model()
-    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    model = _hf_model(asked)
+    generation = GenerationConfig(max_new_tokens=asked.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(batch: int) -> dict[str, float]:
-        inputs = [torch.randint(0, 30000, (PROMPT,)).tolist() for _ in range(batch)]
+        inputs = [torch.randint(0, min(30000, model.config.vocab_size), (asked.prompt,)).tolist() for _ in range(batch)]
         torch.cuda.synchronize()
         start = time.perf_counter()
-        out = model.generate_batch(inputs=inputs, generation_config=generation, progress_bar=False)
+        # Its cache and its CUDA graphs are made by the run that warms up, and kept: they are no part of a batch's time.
+        out = model.generate_batch(
+            inputs=inputs, generation_config=generation, progress_bar=False, persistent_manager=True
+        )
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         seen = sum(len(one.generated_tokens) for one in out.values())
+        # It gives what it has where something went wrong.
+        assert seen == batch * asked.new, f"{seen} tokens of {batch * asked.new}: {[one.error for one in out.values()]}"
         return {"tokens_per_second": seen / seconds, "seconds": seconds}
 
-    return {"batches": {str(b): _best(lambda b=b: run(b), asked.repeats) for b in asked.batches}}
+    rows = {}
+    for batch in asked.batches:
+        rows[str(batch)] = _best(lambda batch=batch: run(batch), asked.repeats)
+        model.destroy_cached_continuous_batching_manager()  # the next batch's cache is of another size
+    return {"batches": rows}
+
+
+def _lacking(form: str) -> str:
+    """What a form needs and this machine has not; empty where it has all."""
+    if not form.startswith("hf_"):
+        return ""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"left out: pip install {' '.join(missing)}"
+    import torch
+
+    return "" if torch.cuda.is_available() else "left out: torch sees no CUDA GPU"
 
 
 def trace_of_lengths(count: int, longest: int, seed: int = 0) -> list[tuple[int, int]]:
@@ -155,13 +224,14 @@ def _latency(asked: argparse.Namespace) -> dict[str, Any]:
 
     longest = asked.longest
     engine = _engine(asked, max_length=longest, max_sequences=256, max_batch_tokens=2048, memory_share=0.8)
+    vocab, longest = engine.model.config.vocab, engine.max_length
     engine.warm_up()
     controller = LatencyController(engine, asked.target)
     report = controller.calibrate()
     rows = []
     lengths = trace_of_lengths(100_000, longest)
     number = 0
-    for users in USERS:
+    for users in asked.users:
         draw = np.random.default_rng(users)
         gaps: list[float] = []
         firsts: list[float] = []
@@ -172,7 +242,7 @@ def _latency(asked: argparse.Namespace) -> dict[str, Any]:
         def ask(draw: Any = draw, began: dict[str, float] = began) -> None:
             nonlocal number
             prompt, new = lengths[number % len(lengths)]
-            tokens = tuple(draw.integers(0, 30000 if asked.preset == "llama-1b" else 200, prompt).tolist())
+            tokens = tuple(draw.integers(0, min(vocab, 30000), prompt).tolist())
             engine.add(Request(str(number), tokens, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)))
             began[str(number)] = time.perf_counter()
             number += 1
@@ -223,38 +293,69 @@ def run_form(form: str, asked: argparse.Namespace) -> dict[str, Any]:
         return _capibara(asked, weights="int8")
     if form == "latency":
         return _latency(asked)
+    if form.startswith("predicted:"):
+        return _predicted(asked, PREDICTED[form.removeprefix("predicted:")])
     return _hf_static(asked) if form == "hf_static" else _hf_batch(asked)
+
+
+def _in_a_process(form: str, **environment: str) -> dict[str, Any] | None:
+    command = [sys.executable, __file__, *sys.argv[1:], "--only", form]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    if done.returncode:
+        print(f"{form}: failed\n{done.stderr[-1500:]}", flush=True)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _show(form: str, found: dict[str, Any]) -> None:
+    predicted = (found.get("predicted") or {}).get("batches", {})
+    for batch, row in found.get("batches", {}).items():
+        line = f"{form} at {batch}: {row['tokens_per_second']:,.0f} tokens/s"
+        if batch in predicted:
+            expected = predicted[batch]["tokens_per_second"]
+            off = expected / row["tokens_per_second"] - 1
+            line += f"; predicted on {found['predicted']['on']} {expected:,.0f} ({100 * off:+.0f} %)"
+        print(line, flush=True)
+    for row in found.get("rows", ()):
+        print(form, {key: round(value, 2) for key, value in row.items()}, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", default=";".join(FORMS), help="apart by ;")
     parser.add_argument("--batches", default="1,32,256")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--max-batch-tokens", type=int, default=8192, help="of one step of the engine")
+    parser.add_argument("--predict-on", default="h200", help="the chip that is predicted for; empty predicts nothing")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--preset", default="llama-1b")
     parser.add_argument("--programs", help="a folder where compiled programs are kept from run to run")
     parser.add_argument("--target", type=float, default=5.0, help="of the form latency, in ms")
     parser.add_argument("--longest", type=int, default=8192, help="of the form latency")
+    parser.add_argument("--users", default="1,16,64,200", help="of the form latency, one number after another")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the form latency, for each number of users")
     parser.add_argument("--out", help="write the rows as JSON")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    asked.batches = [int(batch) for batch in asked.batches.split(",")]
+    asked.users = [int(users) for users in asked.users.split(",")]
     if asked.only:
-        asked.batches = [int(batch) for batch in asked.batches.split(",")]
         print(json.dumps(run_form(asked.only, asked)))
         return
-    rows = {}
+    rows: dict[str, Any] = {}
     for form in asked.forms.split(";"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", form]
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
-        if done.returncode:
-            print(f"{form}: failed\n{done.stderr[-1500:]}", flush=True)
+        if lacking := _lacking(form):
+            print(f"{form}: {lacking}", flush=True)
             continue
-        rows[form] = json.loads(done.stdout.splitlines()[-1])
-        for batch, row in rows[form].get("batches", {}).items():
-            print(f"{form} at {batch}: {row['tokens_per_second']:,.0f} tokens/s", flush=True)
-        for row in rows[form].get("rows", ()):
-            print(form, {key: round(value, 2) for key, value in row.items()}, flush=True)
+        found = _in_a_process(form)
+        if found is None:
+            continue
+        rows[form] = found
+        if form in PREDICTED and asked.predict_on:
+            # Nothing of it runs on the GPU, whose memory the next form wants whole.
+            rows[form]["predicted"] = _in_a_process(f"predicted:{form}", JAX_PLATFORMS="cpu")
+        _show(form, rows[form])
     if asked.out:
         import jax
 
@@ -263,8 +364,8 @@ def main() -> None:
             "device": jax.devices()[0].device_kind,
             "versions": {"jax": jax.__version__, "python": platform.python_version()},
             "command": " ".join(["python", *sys.argv]),
-            "prompt": PROMPT,
-            "new": NEW,
+            "prompt": asked.prompt,
+            "new": asked.new,
             "forms": rows,
         }
         Path(asked.out).write_text(json.dumps(document, indent=1), encoding="utf-8")

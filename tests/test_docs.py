@@ -27,8 +27,8 @@ WITH_PYTHON = [page for page, text in TEXT.items() if "\n```python\n" in text]
 COMMANDS = typer.main.get_command(app)
 # They measure, search for long, compile or keep something.
 SLOW = (
-    "train", "generate", "serve", "demo", "tour", "bench", "tune", "compile", "--train", "--measured", "--calibrate",
-    "examples/plan/small.toml",
+    "train", "generate", "serve", "demo", "tour", "bench", "tune", "compile", "--train", "--serve", "--measured",
+    "--calibrate", "examples/plan/small.toml",
 )  # fmt: skip
 
 

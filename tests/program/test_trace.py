@@ -204,3 +204,40 @@ def test_a_function_that_asks_for_its_mesh_is_traced_for_it(shape: Callable[...,
     (sort,) = [node for node in every(program.nodes) if node.primitive == "sort"]
     assert [program.values[value].shape for value in sort.outputs] == [(16,)]
     assert not trace(jnp.sort, (x,), layout=layout).asks_for_mesh
+
+
+@pytest.mark.quick
+def test_what_is_written_twice_is_counted_once_where_that_is_asked_for(shape: Callable[..., Any]) -> None:
+    table = [jnp.arange(8.0).reshape(1, 8) + 0 for _ in range(2)]  # equal, and not one array
+
+    def layers(x: jax.Array) -> jax.Array:
+        def turned(y: jax.Array, number: int) -> jax.Array:
+            return y * jnp.sin(x) + table[number] + jnp.floor_divide(x, 3.0 + number)
+
+        y = turned(turned(x, 0), 1)
+        return jax.lax.scan(lambda carry, _: (carry + jnp.sin(x), None), y, None, length=2)[0]
+
+    def count(program: Program, primitive: str) -> int:
+        return sum(node.primitive == primitive for node in every(program.nodes))
+
+    apart = trace(layers, (shape(4, 8),))
+    shared = trace(layers, (shape(4, 8),), share_repeats=True)
+    assert count(apart, "sin") == 3
+    assert count(shared, "sin") == 2  # a loop's own stays in it
+    assert count(shared, "div") == count(apart, "div") == 2  # by other numbers
+    assert len(shared.outputs) == len(apart.outputs) == 1
+    assert (len(apart.constants), len(shared.constants)) == (2, 1)
+
+
+def test_an_op_that_loops_as_its_data_say_counts_its_own_cost(shape: Callable[..., Any]) -> None:
+    from capibara.kernels import paged_attention
+    from capibara.kernels.core.op import lookup
+
+    pool = shape(64, 64, 2, 64, dtype="bfloat16")
+    args = (
+        shape(1, 4, 64, dtype="bfloat16"), pool, pool, shape(1, 64, dtype="int32"), shape(1, dtype="int32"),
+    )  # fmt: skip
+    program = trace(functools.partial(paged_attention, implementation="xla"), args, device_kind="NVIDIA A100-SXM4-80GB")
+    op = lookup("paged_attention")
+    assert program.flops == op.cost(op.call(*args)).flops
+    assert not any("unknown length" in note for note in program.notes)

@@ -57,6 +57,30 @@ def test_the_counts_of_penalties_have_their_place(programs: Path) -> None:
     assert two - one == logits + sum(leaf.nbytes for leaf in counts) // CONFIG["max_sequences"]
 
 
+@pytest.mark.quick
+def test_a_step_holds_its_widest_products_and_the_logits() -> None:
+    model, config = model_of("attention").config, EngineConfig(**CONFIG)
+    # Gate and up of the mlp, 48 each, side by side; queries, keys and values are 32 + 16 + 16, the way out 32.
+    # A word's logit thrice in four bytes; and for penalties a count of four bytes and whether the prompt has it.
+    layers, words = 4 * 32 * (2 * 48) * 4, 4 * model.vocab * (3 * 4 + 5)
+    assert cache_size.working_bytes(model, config, 64, 1, "float32") == layers + words
+    # Two of four experts, 32 wide each.
+    mixture = model_of("moe").config
+    assert cache_size.working_bytes(mixture, config, 64, 1, "float32") == 4 * 32 * (3 * 32) * 4 + words
+
+
+def test_a_device_that_is_not_here_has_the_bytes_that_are_said() -> None:
+    config = EngineConfig(**{**CONFIG, "pages": None, "memory_share": 0.5})
+    model = model_of("attention").config
+    sized = {"max_length": 64, "dtype": "float32", "weight_bytes": 100_000}
+    page = cache_size.cache_size(model, config, **sized).page_bytes
+    working = cache_size.working_bytes(model, config, 64, page, "float32")
+    needed = 100_000 + working + 20 * page
+    assert cache_size.cache_size(model, config, **sized, device_bytes=2 * needed).pages == 20
+    with pytest.raises(ValueError, match="holds one sequence"):
+        cache_size.cache_size(model, config, **sized, device_bytes=2 * (needed - 5 * page))
+
+
 def test_an_engine_has_as_many_pages_as_it_says(programs: Path) -> None:
     engine = engine_of(model_of("attention"), programs, pages=None)
     assert engine.cache_size.pages == engine.stats().pages == engine.runner.pages == 64

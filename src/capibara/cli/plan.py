@@ -14,6 +14,7 @@ import typer
 
 from capibara.cli import failures, output
 from capibara.cli.failures import Code
+from capibara.cli.plan_serving import ServingOptions, plan_serving, show_serving
 from capibara.errors import rule_error
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ _SILENCE = 10.0
 _NOTHING_NEW = 6
 
 
+SERVED = "With --serve"
+_OF_SERVING = (
+    "target_latency_ms", "target_first_ms", "prompt", "output_tokens", "trace", "think_s", "tensor_parallel",
+    "sampling", "weights", "cache_dtype", "page_size", "max_sequences", "max_batch_tokens", "max_length",
+)  # fmt: skip
+_OF_BOTH = ("target", "on", "serve", "memory_limit", "region", "pricing", "json")
+
+
 def plan(
     context: typer.Context,
     target: Annotated[
@@ -40,7 +49,10 @@ def plan(
         ),
     ] = None,
     on: Annotated[
-        str, typer.Option("--on", metavar="SLICE", help="v4-32 (16 chips), v4-64, v5p-128, h200x8.")
+        str,
+        typer.Option(
+            "--on", metavar="SLICE", help="v4-32 (16 chips), v4-64, v5p-128, h200x8; with --serve also A,B,C."
+        ),
     ] = "v4-32",
     train: Annotated[
         bool, typer.Option("--train", help="FUNCTION is loss(params, batch); plan a step around it.")
@@ -82,11 +94,64 @@ def plan(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Predicted against measured, and the correction that follows.")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Plan serving the model: users, tokens a second, dollars a million.")
+    ] = False,
+    target_latency_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="X", help="95th percentile between two tokens.", rich_help_panel=SERVED),
+    ] = None,
+    target_first_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="X", help="95th percentile to the first token.", rich_help_panel=SERVED),
+    ] = None,
+    prompt: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of each prompt.", rich_help_panel=SERVED)
+    ] = 512,
+    output_tokens: Annotated[
+        int, typer.Option("--output", min=1, metavar="N", help="Tokens of each answer.", rich_help_panel=SERVED)
+    ] = 128,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Lengths of `capibara bench serve`'s trace instead.", rich_help_panel=SERVED),
+    ] = False,
+    think_s: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="S", help="Between an answer and the next request.", rich_help_panel=SERVED),
+    ] = 0.0,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Chips of one engine; the fewest that do.", rich_help_panel=SERVED),
+    ] = None,
+    sampling: Annotated[
+        str,
+        typer.Option(metavar="FORM", help="greedy, drawn, or filtered (top-k, top-p).", rich_help_panel=SERVED),
+    ] = "drawn",
+    weights: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="int8; as they are.", rich_help_panel=SERVED)
+    ] = None,
+    cache_dtype: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Of the pages: float32, bfloat16, int8.", rich_help_panel=SERVED),
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.", rich_help_panel=SERVED)] = 64,
+    max_sequences: Annotated[
+        int, typer.Option(min=1, metavar="N", help="That one engine runs at a time.", rich_help_panel=SERVED)
+    ] = 256,
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of one step.", rich_help_panel=SERVED)
+    ] = 2048,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Of a prompt and its answer; the model's.", rich_help_panel=SERVED),
+    ] = None,
 ) -> None:
     """Does it fit on a slice, how fast, what does it cost, which layout; exit code 3 when it does not or may not fit.
 
-    For example: capibara plan llama-7b --on v4-64; capibara plan train.py:loss --train --on v4-32 --html plan.html
+    For example: capibara plan llama-7b --on v4-64; capibara plan train.py:loss --train --on v4-32 --html plan.html;
+    capibara plan llama-1b --serve --on h200 --target-latency-ms 5
     """
+    _check_serving(context, serve)
     if calibrate:
         _calibrate(context, on, json)
         return
@@ -96,6 +161,23 @@ def plan(
         raise rule_error(
             "A plan is for a TARGET", "none", f"name {', '.join(preset_names())}, config.json or FILE.py:FUNCTION"
         )
+    if serve:
+        from capibara.plan.place import place
+        from capibara.serve.config import EngineConfig
+
+        slices = [place(one) for one in on.split(",")]  # a wrong name is said before minutes are spent
+        asked = ServingOptions(
+            target_latency_ms, target_first_ms, None if trace else (prompt, output_tokens), think_s, tensor_parallel,
+            sampling, memory_limit, region, pricing,
+        )  # fmt: skip
+        config = EngineConfig(
+            max_sequences=max_sequences, max_batch_tokens=max_batch_tokens, max_length=max_length,
+            page_size=page_size, cache_dtype=cache_dtype, weights=weights,
+        )  # fmt: skip
+        with _progress() as tell:
+            plans = [plan_serving(target, one, config, asked, tell) for one in slices]
+        show_serving(plans, json)
+        return
     from capibara.plan.api import plan as make
     from capibara.plan.measured import read_measured
     from capibara.plan.target import Recipe
@@ -131,6 +213,33 @@ def plan(
     _show(made, json, kept, html)
     if not made.fits:
         raise typer.Exit(Code.DOES_NOT_FIT)
+
+
+def _check_serving(context: typer.Context, serve: bool) -> None:
+    """Options of the one kind of plan are refused by the other, not ignored."""
+    typed = [name for name in context.params if _typed(context, name)]
+    if serve:
+        others = [name for name in typed if name not in (*_OF_SERVING, *_OF_BOTH)]
+        if others:
+            raise rule_error(
+                "--serve plans an engine, and takes the options that are said to be of serving",
+                f"{', '.join(map(_option, others))} with it",
+                f"leave {'it' if len(others) == 1 else 'them'} out",
+            )
+        lengths = [name for name in ("prompt", "output_tokens") if name in typed]
+        if "trace" in typed and lengths:
+            raise rule_error(
+                "Lengths are those of --trace, or --prompt and --output",
+                f"--trace and {', '.join(map(_option, lengths))}",
+                "leave one out",
+            )
+    elif others := [name for name in typed if name in _OF_SERVING]:
+        raise rule_error("That is of a served model", ", ".join(map(_option, others)), "add --serve, or leave it out")
+
+
+def _option(name: str) -> str:
+    spelled = {"goal": "target", "output_tokens": "output"}.get(name, name)
+    return f"--{spelled.replace('_', '-')}"
 
 
 @contextlib.contextmanager

@@ -55,6 +55,9 @@ class LoopPass:
         return self.loop.name or f"loop of {self.loop.trips}"
 
 
+_EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
+
+
 def is_kernel(step: Step) -> bool:
     """Whether a step is one kernel of an op. The steps of an op in plain JAX are the compiler's, to merge as others."""
     return step.op is not None and step.primitive not in _KNOWN
@@ -64,7 +67,7 @@ def fuse(program: ChipProgram, platform: str = "tpu") -> tuple[list[Pass | LoopP
     """The program's passes in order, and which buffers are only views of another.
 
     `platform` decides what a matrix product takes along: on a TPU elementwise work on both sides, on a GPU only the
-    conversion of its result.
+    conversion of its result, and the widening of operands of 8 bits.
     """
     given = frozenset((*program.arguments, *program.constants))
     donated = frozenset(program.arguments[index] for index in program.donated)
@@ -165,7 +168,9 @@ def _grouped(
                 has_matrix.add(joined[0])
                 groups[index] = joined
             continue
-        if not all(_takes(nodes[user], kind, tpu) for user in consumers):
+        # XLA's own products on a GPU read weights of 8 bits as such, and widen them on the way.
+        widens = kind == "convert_element_type" and all(buffers[read].dtype in _EIGHT_BITS for read in node.reads)
+        if not all(_takes(nodes[user], kind, tpu or widens) for user in consumers):
             continue
         if not tpu and kind == "convert_element_type" and _is_result_of_product(reads[index], nodes, users, index):
             continue

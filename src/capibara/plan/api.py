@@ -33,8 +33,8 @@ GiB = 2**30
 _MOST_CHANGES = 3
 _ENDLESS = 1e18
 _FEW = 40
-# What jax's allocator takes of a GPU when nothing is set.
-_JAX_TAKES = 0.75
+JAX_TAKES = 0.75
+"""Of a GPU's memory, by jax's allocator when nothing is set."""
 
 
 def plan(
@@ -310,10 +310,10 @@ def _changes(found: Plans, table: PriceTable, region: str | None) -> tuple[Chang
 def _share_that_jax_takes(best: Candidate, where: Slice) -> list[str]:
     """On a GPU, what has to be set before a job has the memory that it fits into."""
     needed = best.estimate.memory.most
-    if where.chip.platform != "gpu" or not best.fits or needed <= _JAX_TAKES * where.chip.hbm_bytes:
+    if where.chip.platform != "gpu" or not best.fits or needed <= JAX_TAKES * where.chip.hbm_bytes:
         return []
     return [
-        f"jax takes {_JAX_TAKES:.0%} of a GPU's memory and this needs more: set "
+        f"jax takes {JAX_TAKES:.0%} of a GPU's memory and this needs more: set "
         f"XLA_PYTHON_CLIENT_MEM_FRACTION={min(0.97, needed / where.chip.hbm_bytes + 0.02):.2f}"
     ]
 

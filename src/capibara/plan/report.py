@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from capibara.plan.money import Bill
     from capibara.plan.result import Candidate, Change, Plan
 
-__all__ = ["as_text", "bill_line", "compiled_line", "headlines", "refusals", "show"]
+__all__ = ["add_row", "as_text", "bill_line", "compiled_line", "headlines", "plain_table", "refusals", "show"]
 
 _WIDTH = 150
 _WIDE = 110
@@ -260,7 +260,7 @@ def _layouts(plan: Plan, narrow: bool) -> Table:
     """The candidates; on a narrow screen without what would leave no room for the layout's name."""
     columns = ["layout", "a chip", "step", "range", "bound", "MFU", "links", "evidence"]
     shown = [name for name in columns if not narrow or name not in ("range", "links")]
-    made = _table(*shown)
+    made = plain_table(*shown)
     for one in plan.candidates:
         estimate = one.estimate
         cells = {
@@ -273,14 +273,14 @@ def _layouts(plan: Plan, narrow: bool) -> Table:
             "links": words.seconds(estimate.link_seconds),
             "evidence": f"{one.level}: refused" if one.refused else one.level,
         }
-        _row(made, *(cells[name] for name in shown))
+        add_row(made, *(cells[name] for name in shown))
     return made
 
 
 def _buffers(best: Candidate) -> Table:
-    made = _table("buffer", "a chip")
+    made = plain_table("buffer", "a chip")
     for name, count in best.estimate.memory.largest[:_LARGEST]:
-        _row(made, name, words.size(count))
+        add_row(made, name, words.size(count))
     return made
 
 
@@ -289,7 +289,7 @@ def _links(best: Candidate, width: int) -> Table:
     columns = ["kind", "axes", "link", "times", "sent", "time", "why"]
     left_out = () if width >= _WIDE else ("link", "times") if width >= _NARROW else ("link", "times", "why")
     shown = [name for name in columns if name not in left_out]
-    made = _table(*shown)
+    made = plain_table(*shown)
     for use in sorted(best.estimate.links, key=lambda one: -one.bytes):
         cells = {
             "kind": use.kind,
@@ -300,9 +300,9 @@ def _links(best: Candidate, width: int) -> Table:
             "time": words.seconds(use.seconds),
             "why": use.why,
         }
-        _row(made, *(cells[name] for name in shown))
+        add_row(made, *(cells[name] for name in shown))
     if not best.estimate.links:
-        _row(made, "none", *[""] * (len(shown) - 1))
+        add_row(made, "none", *[""] * (len(shown) - 1))
     return made
 
 
@@ -314,7 +314,7 @@ def _notes(plan: Plan, screen: Console) -> None:
 _LEFT = ("layout", "bound", "buffer", "kind", "axes", "link", "why", "evidence")
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -326,7 +326,7 @@ def _table(*columns: str) -> Table:
     return made
 
 
-def _row(table: Table, *cells: Any) -> None:
+def add_row(table: Table, *cells: Any) -> None:
     from rich.text import Text
 
     # Brackets in a shape or a reason are not rich's markup.

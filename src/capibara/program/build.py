@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Hashable, Iterator
 from typing import Any
+
+import jax
+import numpy as np
 
 from capibara.program import loops
 from capibara.program.factors import Factors, whole
@@ -20,12 +25,14 @@ from capibara.program.primitives.rule import made_of
 __all__ = ["Builder"]
 
 _FREE_ON_HOST = frozenset({"debug_callback", "debug_print"})
+# Larger constants are told apart by what they are, not by what they hold.
+_COMPARED_BYTES = 1 << 20
 
 
 class Builder:
     """Collects values and notes while a jaxpr is walked."""
 
-    def __init__(self, selections: list[Any], platform: str) -> None:
+    def __init__(self, selections: list[Any], platform: str, share_repeats: bool = False) -> None:
         self.values: list[Value] = []
         self.constants: list[int] = []
         self.notes: list[str] = []
@@ -38,6 +45,8 @@ class Builder:
         self._inside = False  # of a shard_map
         self._known: dict[Any, tuple[Any, int]] = {}
         self._site = ""  # the line of the call that is being opened
+        self._repeats: dict[Hashable, list[int | None]] | None = {} if share_repeats else None
+        self._literals: dict[Any, tuple[str, str]] = {}  # of the variables of opened calls
 
     def value(self, aval: Any, name: str, from_batch: bool = False) -> Value:
         dtype, size = dtype_of(aval)
@@ -49,7 +58,8 @@ class Builder:
 
     def constant(self, aval: Any, const: Any) -> int:
         # One array that several functions close over is one constant. It is kept, so that its id stays its own.
-        key = (id(const), str(aval), self._inside)
+        same = id(const) if self._repeats is None else _contents(const)
+        key = (same, str(aval), self._inside)
         if key not in self._known:
             made = self.value(aval, "constant")
             self.constants.append(made.id)
@@ -77,16 +87,15 @@ class Builder:
 
     def _opened(self, eqn: Any, env: dict[Any, int | None], stack: str) -> list[Node]:
         name = eqn.primitive.name
-        if name == "scan":
-            return [loops.scan(self, eqn, env, stack)]
-        if name == "while":
-            return [loops.while_loop(self, eqn, env, stack)]
-        if name == "cond":
-            return loops.cond(self, eqn, env, stack)
+        if name in ("scan", "while", "cond", "shard_map"):
+            with self._apart():
+                if name == "scan":
+                    return [loops.scan(self, eqn, env, stack)]
+                if name == "while":
+                    return [loops.while_loop(self, eqn, env, stack)]
+                return loops.cond(self, eqn, env, stack) if name == "cond" else self._manual(eqn, env, stack)
         if name in _FREE_ON_HOST:
             return []
-        if name == "shard_map":
-            return self._manual(eqn, env, stack)
         if name == "custom_linear_solve":
             return self._solve(eqn, env, stack)
         call = marked_call(eqn, self._selections)
@@ -96,7 +105,40 @@ class Builder:
             inner = called(eqn)
             if inner is not None:
                 return self._inline(inner, eqn, env, stack)
-        return [self._plain(eqn, env, stack)]
+        key = None if self._repeats is None else self._written_as(eqn, env)
+        if key is None or self._repeats is None:
+            return [self._plain(eqn, env, stack)]
+        before = self._repeats.get(key)
+        if before is not None:
+            env.update(zip(eqn.outvars, before, strict=True))
+            return []
+        node = self._plain(eqn, env, stack)
+        self._repeats[key] = [env[var] for var in eqn.outvars]
+        return [node]
+
+    def _written_as(self, eqn: Any, env: dict[Any, int | None]) -> Hashable:
+        """What two equations that compute the same have alike; None for one that is more than its results."""
+        if eqn.effects or holds_function(eqn):
+            return None
+        known = [read(env, atom) for atom in eqn.invars]
+        operands = [
+            self._literal(atom) if value is None else value for atom, value in zip(eqn.invars, known, strict=True)
+        ]
+        return None if None in operands else (eqn.primitive.name, tuple(operands), str(eqn.params))
+
+    def _literal(self, atom: Any) -> tuple[str, str] | None:
+        """A number that the program has written in it: its type and value."""
+        return (str(atom.aval), str(atom.val)) if hasattr(atom, "val") else self._literals.get(atom)
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What a loop or a branch computes is there in it alone."""
+        before = self._repeats
+        self._repeats = None if before is None else {}
+        try:
+            yield
+        finally:
+            self._repeats = before
 
     def _solve(self, eqn: Any, env: dict[Any, int | None], scope: str) -> list[Node]:
         """Of a linear system's four functions only the one that solves it runs; each has operands of its own."""
@@ -115,6 +157,8 @@ class Builder:
         made: list[Node] = []
         for var, atom in zip(jaxpr.invars, eqn.invars if given is None else given, strict=True):
             inside[var] = read(env, atom)
+            if inside[var] is None and (literal := self._literal(atom)) is not None:
+                self._literals[var] = literal
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated") and inside[var] is not None:
                 made.append(self._barrier(eqn, inside, var, scope))
         made += self.nodes(jaxpr, inside, scope)
@@ -314,3 +358,9 @@ class Builder:
         if line is None:
             line = self._lines[id(traceback)] = line_of(traceback)
         return line or self._site
+
+
+def _contents(const: Any) -> Hashable:
+    """Of a small array, its values: a table that each layer makes anew is one constant to a compiler."""
+    small = getattr(const, "nbytes", 0) <= _COMPARED_BYTES and not isinstance(const, jax.core.Tracer)
+    return np.asarray(const).tobytes() if small else id(const)

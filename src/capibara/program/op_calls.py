@@ -1,12 +1,14 @@
 """Capibara's own ops in a traced program: their cost, and how they are split, are the op's own.
 
 Only a kernel is read so. An implementation in plain JAX is what the compiler sees, so its body is counted, and each
-of its steps says which op it belongs to.
+of its steps says which op it belongs to; but where it loops as long as its data say, which no trace knows, the op's
+cost does.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from capibara.kernels.core.dispatch import MARK
@@ -25,13 +27,13 @@ def marked_call(eqn: Any, selections: list[Any]) -> Any:
 def op_node_parts(selection: Any, eqn: Any) -> tuple[Factors, Cost] | None:
     """How an op's kernel is split, and its cost.
 
-    None when the body is to be counted: it is plain JAX, or calls ops of its own (a gradient's passes), or is not
-    the call that was decided on (its transposition).
+    None when the body is to be counted: it is plain JAX of known length, or calls ops of its own (a gradient's passes),
+    or is not the call that was decided on (its transposition).
     """
     call = selection.call
     implementation = call.op.implementations[selection.implementation]
     body = eqn.params["jaxpr"].jaxpr
-    if not implementation.kernel or _calls_ops(body):
+    if not (implementation.kernel or _loops_by_data(body)) or _calls_ops(body):
         return None
     present = [x for x in call.args if x is not None]
     given = [tuple(atom.aval.shape) for atom in eqn.invars]
@@ -72,12 +74,19 @@ def _factors(call: Any, shapes: list[tuple[int, ...]], results: list[tuple[int, 
 
 
 def _calls_ops(jaxpr: Any) -> bool:
+    return any(str(eqn.params.get("name", "")).startswith(MARK) for eqn in _equations(jaxpr))
+
+
+def _loops_by_data(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name == "while" for eqn in _equations(jaxpr))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Of a function, and of those that it holds."""
     for eqn in jaxpr.eqns:
-        if str(eqn.params.get("name", "")).startswith(MARK):
-            return True
+        yield eqn
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):
                 opened = getattr(inner, "jaxpr", inner)
-                if hasattr(opened, "eqns") and _calls_ops(opened):
-                    return True
-    return False
+                if hasattr(opened, "eqns"):
+                    yield from _equations(opened)

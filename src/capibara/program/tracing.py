@@ -27,6 +27,7 @@ def trace(
     roles: Sequence[str] | None = None,
     device_kind: str | None = None,
     layout: Layout | None = None,
+    share_repeats: bool = False,
 ) -> Program:
     """What `fn(*args)` computes. Nothing runs; an error that `fn` raises is its own.
 
@@ -36,6 +37,9 @@ def trace(
 
     One trace serves every layout, but for a function that asks for its mesh (`Program.asks_for_mesh`): that is traced
     again for the mesh and the rules of a `layout`, and has the shard_map that it writes for them.
+
+    With `share_repeats`, what the program writes several times of the same operands is counted once, as compilers
+    compute it: of layers that are written one after another, say, each of which finds the same pages and rotations.
 
     Examples:
         >>> import jax
@@ -77,7 +81,7 @@ def trace(
         for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]:
             arguments.append((labels[index] + jax.tree_util.keystr(path), roles[index], index in donate))
 
-    build = Builder(found, platform)
+    build = Builder(found, platform, share_repeats)
     jaxpr = closed.jaxpr
     env: dict[Any, int | None] = {}
     flat: list[Argument] = []

@@ -13,7 +13,6 @@ from capibara.errors import rule_error
 from capibara.hardware.devices import attached
 from capibara.hardware.facts import GiB
 from capibara.models import decoder
-from capibara.models.blocks.spec import Weight
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -61,13 +60,20 @@ class CacheSize:
 
 
 def cache_size(
-    model: ModularModelConfig, config: EngineConfig, *, max_length: int, dtype: Any, weight_bytes: int
+    model: ModularModelConfig,
+    config: EngineConfig,
+    *,
+    max_length: int,
+    dtype: Any,
+    weight_bytes: int,
+    device_bytes: int | None = None,
 ) -> CacheSize:
     """The cache that fits beside what the device already holds; a `ValueError` where not one sequence does.
 
     Args:
       dtype: of the pages.
       weight_bytes: of all weights on one device, where the device does not say what it holds.
+      device_bytes: what a device has that is not here; the attached one is asked when None.
     """
     page_bytes, state_bytes = _bytes(model, config, dtype)
     of_one = -(-max_length // config.page_size)
@@ -78,7 +84,12 @@ def cache_size(
 
     if config.pages is not None:
         return size(config.pages, "pages")
-    room = _room(config, weight_bytes, working_bytes(model, config, wanted, page_bytes, dtype))
+    working = working_bytes(model, config, wanted, page_bytes, dtype)
+    room: int | None
+    if device_bytes is None:
+        room = _room(config, weight_bytes, working)
+    else:
+        room = int(device_bytes * config.memory_share) - weight_bytes - working
     if room is None or page_bytes == 0:
         return size(wanted, "max_sequences")
     fits = (room - state_bytes) // page_bytes
@@ -143,12 +154,26 @@ def working_bytes(model: ModularModelConfig, config: EngineConfig, pages: int, p
     Args:
       pages: that a batch has at most.
     """
-    layers = jax.tree.leaves(decoder.weights(model)["layers"], is_leaf=lambda node: isinstance(node, Weight))
-    widest = max([model.hidden, *(math.prod(weight.shape[2:]) for weight in layers)])
     rows = config.max_sequences * (1 + config.speculative_tokens)
-    working = 3 * rows * model.vocab * 4 + 4 * config.max_batch_tokens * widest * 4
+    working = 3 * rows * model.vocab * 4 + 4 * config.max_batch_tokens * _widest(model) * 4
     working += config.max_sequences * model.vocab * _COUNT_BYTES  # made when a request first brings a penalty
     if jnp.dtype(dtype) == jnp.int8:  # one layer's pages are widened before they are read
         with_pages = sum(not model.blocks[name].keeps_state for names in model.period for name in names)
         working += pages * page_bytes * 4 // max(1, with_pages * model.repeats)
     return working
+
+
+def _widest(model: ModularModelConfig) -> int:
+    """Numbers that a block's widest product makes of a token, those of one input together."""
+    widest = model.hidden
+    for name in {name for names in model.period for name in names}:
+        block = model.blocks[name]
+        inputs = block.products()
+        # Of a weight that is no product's of its own (an expert's) the last axis is what comes of it, for each expert.
+        width = {
+            part: math.prod(weight.shape[inputs[part] :]) if part in inputs else weight.shape[-1]
+            for part, weight in block.weights(model).items()
+        }
+        together = [sum(width[part] for part in group) for group in block.joint_products()]
+        widest = max(widest, *(getattr(block, "top_k", 1) * each for each in (*width.values(), *together)))
+    return widest

@@ -119,8 +119,12 @@ class LatencyController:
         return report
 
     def _measured(self, step: StepTime) -> None:
-        before = self._times.get(step.shape)
-        self._times[step.shape] = step.seconds if before is None else before + _NEW * (step.seconds - before)
+        self.took(step.shape, step.seconds)
+
+    def took(self, shape: Shape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        before = self._times.get(shape)
+        self._times[shape] = seconds if before is None else before + _NEW * (seconds - before)
 
     def _milliseconds(self, shape: Shape) -> float:
         """Of a step of this shape: as it was measured, else as the nearest measured one has it by its tokens."""

@@ -253,11 +253,8 @@ class Runner:
                 self._place(chunk.sequence)
             drawing = [self._form[chunk.sequence.slot] for chunk in plan.chunks if chunk.samples]
             form = self._form_of_step(sampling.FORMS[max(drawing)]) if drawing else None
-            alone = plan.decodes_only and not self.config.batch_invariant and not self.config.speculative_tokens
-            if alone:
-                said, shape, rows = self._say_decode(plan, slots)
-            else:
-                said, shape, rows = self._say_ragged(plan, slots)
+            shape = self.shapes.of(plan)
+            said, rows = (self._say_decode if shape.decodes else self._say_ragged)(plan, slots, shape)
             if plan.steps > 1:
                 tokens, chances = self._run_several(shape, form, said), None
             else:
@@ -416,11 +413,9 @@ class Runner:
                 parts[name][rows] = values[slots]
         parts["slot"][rows] = slots
 
-    def _say_decode(self, plan: StepPlan, slots: np.ndarray) -> tuple[np.ndarray, Shape, list[int]]:
+    def _say_decode(self, plan: StepPlan, slots: np.ndarray, shape: Shape) -> tuple[np.ndarray, list[int]]:
         count = len(slots)
         starts = np.array([chunk.start for chunk in plan.chunks], np.int32)
-        pages = max(len(chunk.sequence.pages.pages) for chunk in plan.chunks)
-        shape = self.shapes.decode(count, pages, plan.steps)
         whole, parts = programs.decode_fields(shape).new()
         here = np.arange(count)
         parts["tokens"][:count] = [_token(chunk, chunk.start) for chunk in plan.chunks]
@@ -431,11 +426,10 @@ class Runner:
         parts["slot"][:] = self.config.max_sequences
         parts["number"][:count] = starts + 1
         self._say_sampling(parts, here, slots)
-        return whole, shape, list(range(count))
+        return whole, list(range(count))
 
-    def _say_ragged(self, plan: StepPlan, slots: np.ndarray) -> tuple[np.ndarray, Shape, list[int]]:
+    def _say_ragged(self, plan: StepPlan, slots: np.ndarray, shape: Shape) -> tuple[np.ndarray, list[int]]:
         count = len(slots)
-        shape = self.shapes.ragged(plan.tokens, count)
         whole, parts = programs.ragged_fields(shape).new()
         parts["positions"][:] = -1
         parts["adapters"][:] = -1
@@ -469,7 +463,7 @@ class Runner:
             else:
                 rows.append(-1)
             at = end
-        return whole, shape, rows
+        return whole, rows
 
 
 def _token(chunk: Chunk, position: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from capibara.serve.config import EngineConfig
 from capibara.serve.programs import Shape
+from capibara.serve.scheduler import StepPlan
 
 __all__ = ["StepShapes", "ladder"]
 
@@ -43,6 +44,14 @@ class StepShapes:
         self.pages = ladder(max_pages, first=min(16, max_pages), by=4)
         self.tokens = ladder(config.max_batch_tokens, first=min(64, config.max_batch_tokens))
         self.mixed_sequences = (_FEW_ROWS, most) if most > _FEW_ROWS else (most,)
+
+    def of(self, plan: StepPlan) -> Shape:
+        """What a planned step runs in."""
+        # With drafts every step is ragged, also one that happens to have none.
+        if plan.decodes_only and self._rows == 1:
+            pages = max(len(chunk.sequence.pages.pages) for chunk in plan.chunks)
+            return self.decode(len(plan.chunks), pages, plan.steps)
+        return self.ragged(plan.tokens, len(plan.chunks))
 
     def decode(self, sequences: int, pages: int, steps: int = 1) -> Shape:
         """One token a sequence."""

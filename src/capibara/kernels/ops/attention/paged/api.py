@@ -13,6 +13,7 @@ from capibara.kernels.ops.attention import inputs
 from capibara.kernels.ops.attention.paged import debug as values
 from capibara.kernels.ops.attention.paged import mesh, rules, xla
 from capibara.kernels.ops.attention.paged.cases import CASES
+from capibara.kernels.ops.attention.paged.efficiency import efficiency
 from capibara.kernels.ops.attention.paged.hopper import forward as hopper
 from capibara.kernels.ops.attention.paged.reference import reference
 from capibara.kernels.ops.attention.paged.tpu import forward as tpu
@@ -25,6 +26,7 @@ PAGED_ATTENTION = Op(
     params={"window": None, "scale": None, "softcap": None, "key_splits": None, "return_lse": False},
     check=rules.check,
     cost=rules.cost,
+    efficiency=efficiency,
     tolerance=rules.tolerance,
     partition=mesh.PARTITION,
     cases=CASES,
