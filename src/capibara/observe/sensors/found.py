@@ -78,7 +78,7 @@ def sensor_for(what: str) -> Sensor:
         return ProcessSensor(int(what))
     if what.startswith(("http://", "https://")):
         return ServerSensor(what)
-    if Path(what).is_dir():
+    if what and Path(what).is_dir():
         return RunSensor(what)
     raise rule_error(
         "What is watched is a run's folder, a server's http address, or a process's number",

@@ -82,7 +82,9 @@ class MonitorServer:
                 "use --port 0 for a free one, or another --host",
             ) from error
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="monitor web", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="monitor web", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -199,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
             cookie = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
         except CookieError:
             return False
-        return cookie is not None and hmac.compare_digest(cookie.value, self.server.digest)
+        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self.server.digest.encode())
 
     def _come_in(self, sent: str) -> None:
         """A token in the address becomes a cookie, so that it does not stay in the history of the browser."""
