@@ -41,6 +41,8 @@ def test_a_sample_has_every_figure_and_says_how_devices_are_together() -> None:
     assert now["time"] == 50.0
     assert (now["utilization"], now["temperature"], now["power"]) == (pytest.approx(0.8), 71.0, 650.0)
     assert now["memory_usage"] is None, "the host's is not the devices'"
+    assert monitor.history.series("all", "power")[1].tolist() == [650.0]
+    assert monitor.curves(10)["gpu:1"]["temperature"] == [(50.0, 71.0)]
     assert now["loss"] is None
     assert now["sources"]["gpu:1"] == {
         "kind": "gpu", "chip": "NVIDIA H200", "utilization": 0.7, "temperature": 71.0, "power": 350.0,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.observe.stand_ins import Chips
 
 from capibara.observe import Alert, AlertEvent, TpuRealTimeMonitor, command, log_alerts, webhook
 from capibara.observe.notify import Notifier
-from tests.observe.stand_ins import Chips
 
 ALERT = Alert("memory_usage", "tpu:0", 0.95, 0.9, "above", 10.0)
 RAISED, CLEARED = AlertEvent("raised", ALERT, 10.0), AlertEvent("cleared", ALERT, 20.0)

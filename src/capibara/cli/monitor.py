@@ -69,7 +69,7 @@ def monitor(
         _thresholds(alert or []),
         sensors=default_sensors(own_process=False),
         watch=what or (),
-        callbacks=_callbacks(webhook or [], on_alert or []),
+        callbacks=_callbacks(webhook or [], on_alert or [], log=web),
         sustain_s=sustain_s,
         region=region,
         price_kind=price_kind,
@@ -103,10 +103,12 @@ def _thresholds(texts: list[str]) -> dict[str, float]:
     return thresholds
 
 
-def _callbacks(urls: list[str], commands: list[str]) -> list[Callback]:
-    from capibara.observe.notify import command, webhook
+def _callbacks(urls: list[str], commands: list[str], *, log: bool) -> list[Callback]:
+    """`log`: on standard error, where nothing else on the terminal shows alerts."""
+    from capibara.observe.notify import command, log_alerts, webhook
 
-    return [*(webhook(url) for url in urls), *(command(shlex.split(text)) for text in commands)]
+    logged = [log_alerts()] if log else []
+    return [*logged, *(webhook(url) for url in urls), *(command(shlex.split(text)) for text in commands)]
 
 
 def _once(watching: TpuRealTimeMonitor, json: bool) -> None:

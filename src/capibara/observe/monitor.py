@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -26,8 +27,11 @@ __all__ = ["TpuRealTimeMonitor"]
 
 _FASTEST_MS = 10.0
 
+TOGETHER = "all"
+"""The source under which the history has what is together."""
+
 # How the figures of several devices become one; what is a run's or a server's is that of the first that tells it.
-_TOGETHER: Mapping[str, Callable[[list[float]], float]] = {
+_COMBINE: Mapping[str, Callable[[list[float]], float]] = {
     "utilization": lambda values: sum(values) / len(values),
     "tensorcore_utilization": lambda values: sum(values) / len(values),
     "memory_used": sum,
@@ -109,7 +113,7 @@ class TpuRealTimeMonitor:
         self._wall = clock or time.time
         self._clock = clock or time.monotonic
         self.history = History(history)
-        """The last samples: `monitor.history.series("tpu:0", "utilization")` gives times and values."""
+        """The last samples: `history.series("tpu:0", "utilization")` gives times and values; "all" is together."""
         self._sampling = threading.Lock()
         self._lock = threading.RLock()
         self._sampled = threading.Condition(self._lock)
@@ -161,13 +165,15 @@ class TpuRealTimeMonitor:
             now = self._wall()
             figures = self._figures(readings)
             states = poller.states()
+            together = self._together(readings, figures)
+            told = {(TOGETHER, name): value for name, value in together.items() if value is not None}
             with self._lock:
-                self.history.append(now, figures)
+                self.history.append(now, {**figures, **told})
                 watched = {key: value for key, value in figures.items() if self._is_alerted(key[0])}
                 events = self._alerts.update(now, watched)
                 self._raised += sum(event.what == "raised" for event in events)
                 self._samples += 1
-                self._current = self._document(now, readings, figures, states)
+                self._current = self._document(now, readings, figures, together, states)
                 self._sampled.notify_all()
             for event in events:
                 for notifier in parts.notifiers:
@@ -186,23 +192,33 @@ class TpuRealTimeMonitor:
     def _is_alerted(self, source: str) -> bool:
         return source != "host" or not self._has_accelerators
 
+    def _together(
+        self, readings: Sequence[Reading], figures: Mapping[tuple[str, str], float]
+    ) -> dict[str, float | None]:
+        """One value of each figure: of all devices, or of the first run or server that tells it."""
+        wanted = ACCELERATORS if self._has_accelerators else ("host",)
+        devices = [reading.source for reading in readings if reading.kind in wanted]
+        others = [reading.source for reading in readings if reading.kind in ("train", "serve")]
+        together: dict[str, float | None] = {}
+        for name in METRICS:
+            combine = _COMBINE.get(name)
+            told = [
+                value
+                for source in (devices if combine else others)
+                if (value := figures.get((source, name))) is not None
+            ]
+            together[name] = None if not told else combine(told) if combine else told[0]
+        return together
+
     def _document(
         self,
         now: float,
         readings: Sequence[Reading],
         figures: Mapping[tuple[str, str], float],
+        together: Mapping[str, float | None],
         states: Sequence[SensorState],
     ) -> dict[str, Any]:
-        kinds = {reading.source: reading.kind for reading in readings}
-        wanted = ACCELERATORS if self._has_accelerators else ("host",)
-        devices = [source for source, kind in kinds.items() if kind in wanted]
-        others = [source for source, kind in kinds.items() if kind in ("train", "serve")]
-        document: dict[str, Any] = {"time": now}
-        for name in METRICS:
-            together = _TOGETHER.get(name)
-            sources = others if together is None else devices
-            told = [figures[source, name] for source in sources if (source, name) in figures]
-            document[name] = None if not told else told[0] if together is None else together(told)
+        document: dict[str, Any] = {"time": now, **together}
         sources_told: dict[str, dict[str, Any]] = {
             reading.source: {"kind": reading.kind, "chip": reading.chip} for reading in readings
         }
@@ -224,7 +240,7 @@ class TpuRealTimeMonitor:
         tells it. "sources" has the figures of each, "sensors" how each sensor is, "alerts" what is beyond a threshold.
         """
         current = self._current
-        return self.sample() if current is None else current
+        return copy.deepcopy(self.sample() if current is None else current)  # the caller's own, to do with as it likes
 
     def has_alerts(self) -> bool:
         """Whether anything is beyond its threshold now."""

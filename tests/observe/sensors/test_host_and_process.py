@@ -58,7 +58,8 @@ def test_a_process_its_children_and_its_end() -> None:
         f"child = subprocess.Popen([sys.executable, '-c', {program!r}], stdin=sys.stdin); child.wait()"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdin is not None
     try:
         sensor = ProcessSensor(process.pid)
         process.stdout.readline()  # the child is there

@@ -1,5 +1,7 @@
 """GPUs by NVML, from a module that stands in for it and answers as `pynvml` does."""
 
+# ruff: noqa: N802 - the names are NVML's
+
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -57,6 +57,18 @@ def test_libtpu_of_another_time_says_so() -> None:
 
 
 @pytest.mark.quick
+def test_a_figure_that_libtpu_does_not_tell_takes_no_other_with_it(
+    caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    sensor = LibtpuSensor(sdk=_sdk({**NEW, "tensorcore_util": ["not on this chip"]}))
+    assert sensor.read()[0].values.keys() == {"utilization", "memory_used", "memory_total"}
+    sensor.read()
+    assert caplog.text.count("libtpu does not tell tensorcore_util") == 1
+    with pytest.raises(ValueError, match="could not convert"):
+        LibtpuSensor(sdk=_sdk({name: ["none"] for name in NEW})).read()
+
+
+@pytest.mark.quick
 def test_chips_of_two_devices_share_what_is_told_by_chip() -> None:
     told = {
         "duty_cycle_pct": ["50", "70"],

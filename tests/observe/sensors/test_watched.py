@@ -140,7 +140,7 @@ def test_what_is_watched_by_what_is_named(tmp_path: Path) -> None:
     assert type(sensor_for("http://127.0.0.1:1")) is ServerSensor
     assert type(sensor_for(str(tmp_path))) is RunSensor
     for nonsense in ("nowhere", "-3", "4.5", "ftp://a", ""):
-        with pytest.raises(ValueError, match="write runs/dev, http://127.0.0.1:8000 or 4711"):
+        with pytest.raises(ValueError, match=r"write runs/dev, http://.* or 4711"):
             sensor_for(nonsense)
     with pytest.raises(ValueError, match="http address"):
         ServerSensor("http://")

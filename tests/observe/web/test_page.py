@@ -88,4 +88,4 @@ def test_a_token_in_the_address_and_a_sensor_that_fails(page: Any) -> None:
         page.goto(f"{server.address}/?token=s3cret")
         page.locator("#sensors .wrong", has_text="bus: failed (OSError: <img src=x").wait_for()
         assert page.url == f"{server.address}/"
-        assert _tile(page, "utilization").inner_text() == "–"
+        assert _tile(page, "utilization").inner_text() == "\N{EN DASH}"

@@ -55,7 +55,7 @@ def test_paths_and_headers(monitor: TpuRealTimeMonitor, monkeypatch: pytest.Monk
 @pytest.mark.quick
 def test_a_token_is_needed_where_others_reach_it(monitor: TpuRealTimeMonitor) -> None:
     for host in ("0.0.0.0", "::", "example.com"):
-        with pytest.raises(ValueError, match="needs a token.*--token SECRET"):
+        with pytest.raises(ValueError, match=r"needs a token.*--token SECRET"):
             MonitorServer(monitor, host, 0)
     with MonitorServer(monitor, "0.0.0.0", 0, token="s3cret") as server:
         for path in ("/", "/monitor.js", "/events", "/api/now", "/metrics"):
@@ -83,7 +83,7 @@ def test_a_name_that_was_made_to_lead_here_is_refused(monitor: TpuRealTimeMonito
 @pytest.mark.quick
 def test_a_port_that_is_taken(monitor: TpuRealTimeMonitor) -> None:
     with MonitorServer(monitor, port=0) as server:
-        with pytest.raises(ValueError, match="a port that nobody else has.*use --port 0"):
+        with pytest.raises(ValueError, match=r"a port that nobody else has.*use --port 0"):
             MonitorServer(monitor, port=server.port)
         with pytest.raises(ValueError, match="an address of this machine"):
             MonitorServer(monitor, "192.0.2.1", 0, token="t")
@@ -109,7 +109,7 @@ def test_events_come_as_samples_do_and_viewers_that_leave_cost_nothing(monitor: 
                     if len(told) == 4:
                         break
         assert [event for event, _ in told] == ["history", "sample", "sample", "sample"]
-        assert told[0][1]["tpu:1"]["utilization"][0][1] == 0.8
+        assert told[0][1]["all"]["memory_used"][0][1] == 16e9, "of both chips"
         times = [sample["time"] for _, sample in told[1:]]
         assert times == sorted(set(times)), "each is a new one"
 

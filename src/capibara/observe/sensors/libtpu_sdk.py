@@ -8,14 +8,17 @@ there is no chip (`found.py`).
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capibara.errors import CapibaraError
+from capibara.errors import CapibaraError, say_once
 from capibara.hardware.chips import chip_for
 from capibara.observe.sensors.reading import Reading
 
 __all__ = ["LibtpuSensor", "tpu_readings"]
+
+_log = logging.getLogger("capibara.observe")
 
 _MODULES = ("tpumonitoring", "monitoring")
 
@@ -48,11 +51,20 @@ class LibtpuSensor:
     def read(self) -> Sequence[Reading]:
         if self._module is None:
             self._open()
-        told = {
-            ours: [_NAMES[ours][1] * float(value) for value in self._module.get_metric(theirs).data()]
-            for ours, theirs in self._asked.items()
-        }
-        return tpu_readings({name: dict(enumerate(values)) for name, values in told.items()}, self._chip)
+        told: dict[str, dict[int, float]] = {}
+        errors: list[Exception] = []
+        for ours, theirs in self._asked.items():
+            scale = _NAMES[ours][1]
+            try:
+                values = [scale * float(value) for value in self._module.get_metric(theirs).data()]
+            except Exception as error:  # noqa: BLE001  # a figure that is listed, and that this chip does not have
+                say_once(_log, theirs, "libtpu does not tell %s: %s", theirs, error)
+                errors.append(error)
+            else:
+                told[ours] = dict(enumerate(values))
+        if not told:
+            raise errors[0]
+        return tpu_readings(told, self._chip)
 
     def _open(self) -> None:
         sdk = self._sdk or importlib.import_module("libtpu.sdk")

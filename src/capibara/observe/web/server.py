@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 from capibara.errors import CapibaraError, rule_error
-from capibara.observe.monitor import TpuRealTimeMonitor
+from capibara.observe.monitor import TOGETHER, TpuRealTimeMonitor
 from capibara.observe.prometheus import PrometheusText
 
 __all__ = ["MonitorServer"]
@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         monitor = self.server.monitor
         seen = monitor.wait_for_sample(0, _CLIENT_S)
-        self._send("history", _json(monitor.curves(_POINTS)))
+        self._send("history", _json({TOGETHER: monitor.curves(_POINTS).get(TOGETHER, {})}))
         while not self.server.closing.is_set():
             # Sent again where nothing new came for five seconds: a viewer that is gone shows by that.
             self._send("sample", _json(monitor.get_current_metrics()))

@@ -33,11 +33,9 @@ const TILES = {
 };
 const ALWAYS = ["utilization", "memory_usage", "temperature", "step_time", "loss", "tokens_per_second", "goodput",
   "joules_per_token", "dollars_per_token"];
-// How figures of several devices become one curve; of a run or a server it is the figure of the first.
-const MEAN = ["utilization"];
-const MOST = ["memory_usage", "temperature"];
 
 const curves = {};
+let last = 0; // when the last sample was taken
 const tiles = {};
 const $ = (id) => document.getElementById(id);
 
@@ -87,19 +85,12 @@ function add(name, value) {
 
 function showHistory(history) {
   for (const name of Object.keys(TILES)) {
-    const told = Object.values(history).map((figures) => figures[name]).filter((points) => points && points.length);
-    if (!told.length) continue;
-    const several = MEAN.includes(name) || MOST.includes(name);
-    const moments = new Map();
-    for (const points of several ? told : told.slice(0, 1)) {
-      for (const [time, value] of points) moments.set(time, [...(moments.get(time) || []), value]);
-    }
-    curves[name] = [...moments.entries()].sort((a, b) => a[0] - b[0]).slice(-POINTS).map(([, values]) =>
-      MOST.includes(name) ? Math.max(...values) : values.reduce((a, b) => a + b, 0) / values.length);
+    const points = (history.all || {})[name];
+    if (!points || !points.length) continue;
+    curves[name] = points.map(([, value]) => value);
+    last = Math.max(last, points.at(-1)[0]); // it comes again as the first sample
   }
 }
-
-let last = 0;
 
 function show(now) {
   const fresh = now.time !== last;
