@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -49,6 +52,20 @@ def test_once(run: Path) -> None:
 
 
 @pytest.mark.quick
+def test_prices_and_how_long_an_alert_has_to_last(run: Path) -> None:
+    life = {"devices": 4, "device_kind": "TPU v4", "platform": "tpu"}
+    (run / "run.json").write_text(json.dumps({"processes": [life]}))
+    own = run / "own.toml"
+    own.write_text('[[price]]\nchip = "v4"\nregion = "here"\non_demand = 36.0\nspot = 18.0\n')
+    words = ["monitor", str(run), "--once", "--json", "--interval-ms", "20", "--pricing", str(own), "--region", "here"]
+    told = json.loads(CliRunner().invoke(app, [*words, "--alert", "loss=2", "--sustain-s", "1000000"]).output)
+    assert told["dollars_per_token"] == pytest.approx(4 * 36 / 3600 / 4096)
+    assert told["alerts"] == []
+    spot = json.loads(CliRunner().invoke(app, [*words, "--price-kind", "spot"]).output)
+    assert spot["dollars_per_token"] == pytest.approx(4 * 18 / 3600 / 4096)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -78,6 +95,28 @@ def test_a_port_in_use() -> None:
     assert "a port that nobody else has" in shown.output
 
 
+def test_a_table_that_is_drawn_anew_on_a_terminal(run: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "capibara", "monitor", str(run), "--interval-ms", "50"],
+        stdout=theirs, stderr=theirs, env={**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm", "COLUMNS": "80"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    try:
+        while shown.count(b"device") < 3:
+            shown += os.read(ours, 1 << 16)
+        assert b"4,096" in shown
+        assert b"\x1b[1A" in shown, "the cursor goes up, and the table is written over"
+    finally:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # what a terminal says when its last program is gone
+            while os.read(ours, 1 << 16):
+                pass
+        os.close(ours)
+        assert process.wait(60) == 0
+
+
 def test_lines_of_json_until_it_is_told_to_stop(run: Path) -> None:
     file = run / "told"
     process = _start(
@@ -100,14 +139,17 @@ def test_lines_of_json_until_it_is_told_to_stop(run: Path) -> None:
 
 
 def test_the_page_and_its_end(run: Path) -> None:
-    process = _start(str(run), "--web", "--port", "0", "--json", "--interval-ms", "50")
+    process = _start(str(run), "--web", "--port", "0", "--host", "localhost", "--token", "s3cret", "--json")
     try:
         assert process.stdout is not None
         address = json.loads(process.stdout.readline())["address"]
-        assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(f"{address}/api/now", timeout=60) as answer:
+        assert address.startswith("http://localhost:")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{address}/api/now", timeout=60)
+        known = {"Authorization": "Bearer s3cret"}
+        with urllib.request.urlopen(urllib.request.Request(f"{address}/api/now", headers=known), timeout=60) as answer:
             assert json.load(answer)["tokens_per_second"] == 4096.0
-        with urllib.request.urlopen(f"{address}/", timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(f"{address}/", headers=known), timeout=60) as answer:
             assert b"capibara monitor" in answer.read()
     finally:
         process.terminate()

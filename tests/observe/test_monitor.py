@@ -178,6 +178,46 @@ print(monitor.has_alerts(), threading.active_count())
     assert done.stdout.split() == ["True", "6"], "the main one, the monitor's, three sensors', a callback's"
 
 
+@pytest.mark.quick
+def test_settings_reach_what_they_are_for(tmp_path: Path) -> None:
+    clock, chips = Clock(), Chips(1, memory_usage=0.95)
+    wide = _monitor(chips, thresholds={"memory_usage": 0.9}, hysteresis=0.5, sustain_s=10, clock=clock)
+    wide.sample()
+    assert not wide.has_alerts(), "it has to last"
+    clock.go(10)
+    wide.sample()
+    assert wide.has_alerts()
+    chips.figures["memory_usage"] = 0.5
+    wide.sample()
+    assert wide.has_alerts(), "the margin is half of it"
+    chips.figures["memory_usage"] = 0.4
+    wide.sample()
+    assert not wide.has_alerts()
+    wide.stop()
+
+    run = StandIn(lambda: [Reading("run", "train", {"tokens_per_second": 3600.0}, "TPU v4", 1)], "run")
+    own = tmp_path / "own.toml"
+    own.write_text(
+        '[[price]]\nchip = "v4"\nregion = "here"\non_demand = 3.0\nspot = 1.0\n'
+        '[[price]]\nchip = "v4"\nregion = "there"\non_demand = 5.0\n'
+    )
+    dollars = []
+    for more in ({}, {"region": "there"}, {"price_kind": "spot"}, {"region": "there", "price_kind": "spot"}):
+        monitor = _monitor(run, pricing=own, **more)
+        figure = monitor.sample()["dollars_per_token"]
+        dollars.append(None if figure is None else round(1e6 * figure * 3600 * 3600 / 1e6, 6))
+        monitor.stop()
+    assert dollars == [3.0, 5.0, 1.0, None], "an hour's dollars of one chip; no spot price there"
+
+    stuck = Blocked()
+    patient = TpuRealTimeMonitor(100, sensors=[stuck], deadline_s=0.3)
+    started = time.monotonic()
+    patient.sample()
+    assert time.monotonic() - started >= 0.3
+    stuck.let_go.set()
+    patient.stop()
+
+
 def test_many_samples_on_a_virtual_clock_take_no_more_memory() -> None:
     """All 864,000 of a day at ten a second: benchmarks/monitor_cost.py."""
     clock, chips = Clock(), Chips(4)
@@ -225,10 +265,19 @@ def test_bad_input(settings: dict[str, Any], said: str) -> None:
         TpuRealTimeMonitor(**settings)
 
 
-def test_no_sensors_is_a_monitor_that_knows_nothing() -> None:
+@pytest.mark.quick
+def test_no_sensors_is_a_monitor_that_knows_nothing_and_says_so(
+    caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
     monitor = _monitor(thresholds={"utilization": 0.3})
     now = monitor.sample()
     monitor.stop()
     assert now["utilization"] is None
     assert now["sources"] == {}
     assert not monitor.has_alerts()
+    assert "the monitor has no sensors" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        found = TpuRealTimeMonitor()
+    alone = not any(sensor.accelerators for sensor in found._sensors)
+    assert ("no TPU and no GPU in this machine" in caplog.text) == alone

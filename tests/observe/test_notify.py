@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.observe.stand_ins import Chips
 
+from capibara.errors import CapibaraError
 from capibara.observe import Alert, AlertEvent, TpuRealTimeMonitor, command, log_alerts, webhook
 from capibara.observe.notify import Notifier
 
@@ -67,6 +68,12 @@ def test_a_webhook_that_hangs_blocks_nothing() -> None:
             time.sleep(0.01)
         monitor.stop()
     assert [event.what for event in told] == ["raised", "cleared"]
+
+
+@pytest.mark.quick
+def test_a_webhook_waits_no_longer_than_it_is_told_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CapibaraError, match="timed out"):
+        webhook(f"http://127.0.0.1:{silent.getsockname()[1]}/", timeout_s=0.1)(RAISED)
 
 
 @pytest.mark.quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.observe.alerts import Alert, AlertEvent, Alerts
 from capibara.observe.economy import Economy
 from capibara.observe.history import History
@@ -24,6 +25,8 @@ from capibara.observe.sensors.found import default_sensors, sensor_for
 from capibara.observe.sensors.reading import ACCELERATORS, METRICS, Reading, Sensor
 
 __all__ = ["TpuRealTimeMonitor"]
+
+_log = logging.getLogger("capibara.observe")
 
 _FASTEST_MS = 10.0
 
@@ -109,6 +112,11 @@ class TpuRealTimeMonitor:
         watched = [sensor_for(what) for what in watch]
         self._sensors = [*(default_sensors() if sensors is None else sensors), *watched]
         self._has_accelerators = any(sensor.accelerators for sensor in self._sensors)
+        if not self._sensors:
+            say_once(_log, "none", "the monitor has no sensors: every figure is None, and nothing alerts")
+        elif sensors is None and not self._has_accelerators:
+            text = "there is no TPU and no GPU in this machine: thresholds of devices are held against the host"
+            say_once(_log, "host", text, level=logging.INFO)
         self._callbacks = tuple(callbacks)
         self._wall = clock or time.time
         self._clock = clock or time.monotonic

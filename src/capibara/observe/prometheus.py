@@ -25,7 +25,7 @@ class PrometheusText:
             raise CapibaraError(f"/metrics needs prometheus-client: pip install '{NAME}[monitor]'") from missing
         self._monitor = monitor
         self._registry = CollectorRegistry()
-        self._registry.register(self)  # type: ignore[arg-type]  # whatever has a collect() is one
+        self._registry.register(self)
         self.content_type: str = CONTENT_TYPE_LATEST
 
     def collect(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -234,6 +235,16 @@ def test_ports_of_several_processes(runtime: Runtime, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TPU_RUNTIME_METRICS_PORTS", "a,b")
     with pytest.raises(ValueError, match="ports with commas"):
         TpuRuntimeSensor()
+
+
+@pytest.mark.quick
+def test_a_service_that_does_not_answer() -> None:
+    pytest.importorskip("grpc", reason="needs grpcio: pip install '.[monitor]'")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sensor = TpuRuntimeSensor([silent.getsockname()[1]], host="127.0.0.1", timeout_s=0.2)
+        with pytest.raises(CapibaraError, match=r"127\.0\.0\.1:\d+ answers DEADLINE_EXCEEDED|Nothing answers at"):
+            sensor.read()
+        sensor.close()
 
 
 def _device(folder: Path, name: str, vendor: str, device: str, subsystem: str = "0x0000") -> None:

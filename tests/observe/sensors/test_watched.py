@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -124,6 +125,8 @@ def test_a_server_by_its_metrics() -> None:
     server.server_close()
     with pytest.raises(CapibaraError, match="does not answer"):
         sensor.read()
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CapibaraError, match="timed out"):
+        ServerSensor(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1).read()
 
 
 def test_our_own_server_tells_what_is_read() -> None:
