@@ -86,9 +86,15 @@ def own_sensors(samples: int) -> dict[str, object]:
     for _ in range(samples):
         monitor.sample()
     processor = time.process_time() - processor
-    states = {name: told["state"] for name, told in monitor.get_current_metrics()["sensors"].items()}
+    now = monitor.get_current_metrics()
     monitor.stop()
-    return {"samples": samples, "processor_ms_a_sample": round(1e3 * processor / samples, 4), "sensors": states}
+    states = {name: told["state"] for name, told in now["sensors"].items()}
+    return {
+        "samples": samples,
+        "processor_ms_a_sample": round(1e3 * processor / samples, 4),
+        "sensors": states,
+        "accelerators": {name: told for name, told in now["sources"].items() if told["kind"] in ("tpu", "gpu")},
+    }
 
 
 def main() -> None:

@@ -122,6 +122,27 @@ def test_a_blocked_sensor_stops_nothing_that_a_program_calls() -> None:
 
 
 @pytest.mark.quick
+def test_a_sample_that_fails_is_told_and_the_next_one_comes(
+    caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    broken = threading.Event()
+    broken.set()
+
+    def clock() -> float:
+        if broken.is_set() and threading.current_thread().name == "monitor":
+            raise OverflowError("no time")
+        return time.time()
+
+    with TpuRealTimeMonitor(20, sensors=[Chips(1)], clock=clock) as monitor:
+        deadline = time.monotonic() + 30
+        while "a sample failed, and the monitor goes on: OverflowError('no time')" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        broken.clear()
+        assert monitor.wait_for_sample(0, 30) > 0
+
+
+@pytest.mark.quick
 def test_nobody_waits_for_a_slow_sensor_to_read_the_last_figures() -> None:
     stuck = Blocked()
     monitor = TpuRealTimeMonitor(1000, sensors=[Chips(1)], deadline_s=30)
