@@ -17,7 +17,6 @@ from capibara.errors import CapibaraError
 from capibara.observe import Goodput
 from capibara.observe.economy import Economy
 from capibara.observe.sensors import ProcessSensor, Reading, RunSensor, ServerSensor, sensor_for
-from capibara.observe.sensors.server import read_exposition
 from capibara.prices import price
 
 
@@ -129,12 +128,31 @@ def test_a_server_by_its_metrics() -> None:
         ServerSensor(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1).read()
 
 
-def test_our_own_server_tells_what_is_read() -> None:
-    metrics = pytest.importorskip("capibara.serve.http.metrics", reason="needs the serve extra")
-    told = read_exposition(metrics.Metrics("m").text().decode())
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total",
-                 "inter_token_latency_seconds_count", "inter_token_latency_seconds_sum"):  # fmt: skip
-        assert f"vllm:{name}" in told, name
+def test_our_own_server() -> None:
+    """`capibara serve`'s HTTP process; its engine is a stand-in, which counts no tokens."""
+    pytest.importorskip("starlette", reason="needs the serve extra")
+    from tests.serve.http.wire import ask, post
+    from tests.serve.stand_in import served
+
+    with served(api_keys=("k",)) as (server, _):
+        sensor = ServerSensor(server.address, timeout_s=60)
+        sensor.read()
+        assert post(server.address, ask("hello " * 20), headers={"Authorization": "Bearer k"})[0] == 200
+        [reading] = sensor.read()
+        told = {"requests_running", "requests_waiting", "kv_cache_usage", "tokens_per_second", "step_time"}
+        assert reading.values.keys() == told
+        assert reading.values["step_time"] > 0
+
+
+def test_what_the_trainer_writes_has_the_names_that_are_read(tmp_path: Path) -> None:
+    from capibara.train.logs import MetricsLog
+    from capibara.train.report.facts import Life
+
+    with MetricsLog(tmp_path) as log:
+        log.write({**json.loads(_row(3)), "loss": float("nan")})
+        log.write(json.loads(_row(4)))
+    assert RunSensor(tmp_path).read()[0].values["step"] == 4
+    assert {"devices", "device_kind", "platform"} <= Life.__dataclass_fields__.keys()
 
 
 @pytest.mark.quick
