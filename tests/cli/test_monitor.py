@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import select
 import signal
 import socket
 import subprocess
@@ -105,13 +106,14 @@ def test_a_table_that_is_drawn_anew_on_a_terminal(run: Path) -> None:
     shown = b""
     try:
         while shown.count(b"device") < 3:
+            assert select.select([ours], [], [], 60)[0], shown
             shown += os.read(ours, 1 << 16)
         assert b"4,096" in shown
         assert b"\x1b[1A" in shown, "the cursor goes up, and the table is written over"
     finally:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # what a terminal says when its last program is gone
-            while os.read(ours, 1 << 16):
+            while select.select([ours], [], [], 60)[0] and os.read(ours, 1 << 16):
                 pass
         os.close(ours)
         assert process.wait(60) == 0

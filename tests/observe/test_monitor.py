@@ -80,7 +80,7 @@ def test_thresholds_are_of_accelerators_and_of_the_host_where_there_are_none() -
 def test_in_the_background() -> None:
     told: list[AlertEvent] = []
     chips = Chips(1)
-    monitor = TpuRealTimeMonitor(20, {"memory_usage": 0.9}, sensors=[chips], callbacks=[told.append])
+    monitor = TpuRealTimeMonitor(20, {"memory_usage": 0.9}, sensors=[chips], callbacks=[told.append], deadline_s=10)
     before = threading.active_count()
     with monitor as entered:
         assert entered is monitor
@@ -108,15 +108,16 @@ def test_in_the_background() -> None:
 
 @pytest.mark.quick
 def test_a_blocked_sensor_stops_nothing_that_a_program_calls() -> None:
-    stuck = Blocked()
-    with TpuRealTimeMonitor(20, {"utilization": 0.3}, sensors=[stuck, Chips(1)], stale_after_s=0.1) as monitor:
+    stuck, clock = Blocked(), Clock()
+    settings = {"deadline_s": 1.0, "stale_after_s": 5.0, "clock": clock}
+    with TpuRealTimeMonitor(20, {"utilization": 0.3}, sensors=[stuck, Chips(1)], **settings) as monitor:
         stuck.entered.wait(30)
-        monitor.wait_for_sample(3, 30)
-        deadline = time.monotonic() + 30
-        while monitor.get_current_metrics()["sensors"]["blocked"]["state"] != "stale":
-            assert time.monotonic() < deadline
-            monitor.wait_for_sample(monitor.wait_for_sample(-1), 1)
-        assert monitor.get_current_metrics()["sources"].keys() == {"tpu:0"}
+        monitor.wait_for_sample(0, 30)
+        clock.go(10)  # seconds, in which it does not answer
+        monitor.wait_for_sample(monitor.wait_for_sample(-1) + 1, 30)
+        now = monitor.get_current_metrics()
+        assert now["sensors"]["blocked"]["state"] == "stale"
+        assert now["sources"].keys() == {"tpu:0"}
         assert monitor.running
     stuck.let_go.set()
 

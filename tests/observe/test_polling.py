@@ -15,11 +15,11 @@ from capibara.observe.sensors import Reading
 @pytest.mark.quick
 def test_one_that_blocks_is_waited_for_once_and_then_is_stale() -> None:
     clock, stuck, well = Clock(), Blocked(), Chips(1)
-    poller = Poller([stuck, well], deadline_s=0.2, stale_after_s=5.0, clock=clock)
+    poller = Poller([stuck, well], deadline_s=30, first_deadline_s=0.5, stale_after_s=5.0, clock=clock)
     try:
         started = time.monotonic()
-        assert [reading.source for reading in poller.poll()] == ["tpu:0"]
-        assert time.monotonic() - started >= 0.2, "the deadline is given to it"
+        poller.poll()
+        assert time.monotonic() - started >= 0.5, "the deadline is given to it"
         states = {state.name: state.state for state in poller.states()}
         assert states == {"blocked": "starting", "tpus": "ok"}
         threads = threading.active_count()
@@ -31,10 +31,12 @@ def test_one_that_blocks_is_waited_for_once_and_then_is_stale() -> None:
         assert state.state == "stale"
         assert "has not answered for 10.0 s" in state.text
         stuck.let_go.set()
-        for _ in range(100):  # it comes back, in its own time
+        until = time.monotonic() + 30
+        sources: list[str] = []
+        while "tpu:9" not in sources:  # it comes back, in its own time
+            assert time.monotonic() < until
+            time.sleep(0.01)
             sources = [reading.source for reading in poller.poll()]
-            if "tpu:9" in sources:
-                break
         assert sources == ["tpu:9", "tpu:0"]
         assert poller.states()[0].state == "ok"
     finally:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-import threading
+import time
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,8 +79,8 @@ def monitor(
     if once:
         _once(watching, json)
         return
-    ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    ended = _Ended()
+    before = {number: signal.signal(number, ended) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         if web:
             _serve(watching, host, port, token, ended, json)
@@ -88,6 +89,16 @@ def monitor(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class _Ended:
+    """Whether a signal has come. No event: its lock may be this thread's own when the signal comes, and then nothing
+    would ever go on."""
+
+    told = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.told = True
 
 
 def _thresholds(texts: list[str]) -> dict[str, float]:
@@ -122,15 +133,15 @@ def _once(watching: TpuRealTimeMonitor, json: bool) -> None:
         output.console().print(_picture(now))
 
 
-def _follow(watching: TpuRealTimeMonitor, ended: threading.Event, json: bool) -> None:
+def _follow(watching: TpuRealTimeMonitor, ended: _Ended, json: bool) -> None:
     from rich.live import Live
 
     console = output.console()
     with watching:
         seen = 0
         if json or not sys.stdout.isatty():
-            while not ended.is_set():
-                count = watching.wait_for_sample(seen, 0.5)
+            while not ended.told:
+                count = watching.wait_for_sample(seen, 0.2)
                 if count > seen:
                     now = watching.get_current_metrics()
                     if json:
@@ -141,15 +152,13 @@ def _follow(watching: TpuRealTimeMonitor, ended: threading.Event, json: bool) ->
                 seen = count
             return
         with Live(_picture(watching.get_current_metrics()), console=console, auto_refresh=False) as live:
-            while not ended.is_set():
-                seen = watching.wait_for_sample(seen, 0.5)
+            while not ended.told:
+                seen = watching.wait_for_sample(seen, 0.2)
                 live.update(_picture(watching.get_current_metrics()), refresh=True)
-                ended.wait(0.2)
+                time.sleep(0.2)
 
 
-def _serve(
-    watching: TpuRealTimeMonitor, host: str, port: int, token: str | None, ended: threading.Event, json: bool
-) -> None:
+def _serve(watching: TpuRealTimeMonitor, host: str, port: int, token: str | None, ended: _Ended, json: bool) -> None:
     from capibara.observe.web.server import MonitorServer
 
     with MonitorServer(watching, host, port, token) as server, watching:
@@ -159,7 +168,8 @@ def _serve(
             needs = "; open it with ?token=" if token else ""
             typer.echo(f"capibara: the monitor is at {server.address}{needs}")
         sys.stdout.flush()
-        ended.wait()
+        while not ended.told:
+            time.sleep(0.2)
 
 
 _FIGURES = {

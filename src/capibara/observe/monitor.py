@@ -29,6 +29,7 @@ __all__ = ["TpuRealTimeMonitor"]
 _log = logging.getLogger("capibara.observe")
 
 _FASTEST_MS = 10.0
+_FIRST_S = 2.0
 
 TOGETHER = "all"
 """The source under which the history has what is together."""
@@ -63,7 +64,7 @@ class TpuRealTimeMonitor:
       history: how many samples are kept.
       hysteresis: how far back a figure has to come, as a share of its threshold, before its alert is cleared.
       sustain_s: for how long a figure has to be beyond its threshold before there is an alert.
-      deadline_s: how long a sample waits for slow sensors; half of the interval, 0.5 at most.
+      deadline_s: how long a sample waits for slow sensors; half of the interval, 0.5 at most, and 2 for the first one.
       stale_after_s: how long a sensor's last answer stands while it does not answer; five intervals, 2 at least.
       region: whose prices make dollars a token; the first that the price table lists for the chip.
       price_kind: "on_demand", "spot", "committed_1y" or "committed_3y".
@@ -106,6 +107,7 @@ class TpuRealTimeMonitor:
             if seconds is not None and not (_is_number(seconds) and 0 < seconds < math.inf):
                 raise rule_error(f"{name} is a number of seconds above 0", repr(seconds), "leave it out")
         self._deadline_s = min(0.5, self._interval_s / 2) if deadline_s is None else deadline_s
+        self._first_deadline_s = _FIRST_S if deadline_s is None else deadline_s
         self._stale_after_s = max(2.0, 5 * self._interval_s) if stale_after_s is None else stale_after_s
         self._alerts = Alerts(alert_thresholds, hysteresis=hysteresis, sustain_s=sustain_s)
         self._economy = Economy(region, price_kind, pricing)
@@ -147,7 +149,11 @@ class TpuRealTimeMonitor:
             if parts.stop.is_set():  # it was stopped: it begins anew
                 parts = self._parts = _Parts()
             parts.poller = Poller(
-                self._sensors, deadline_s=self._deadline_s, stale_after_s=self._stale_after_s, clock=self._clock
+                self._sensors,
+                deadline_s=self._deadline_s,
+                first_deadline_s=self._first_deadline_s,
+                stale_after_s=self._stale_after_s,
+                clock=self._clock,
             )
             parts.notifiers = [Notifier(callback) for callback in self._callbacks]
             # At the interpreter's exit, and when nobody has the monitor any more.

@@ -105,6 +105,7 @@ class Poller:
     Args:
       sensors: each with a name of its own.
       deadline_s: how long one asking waits for those that are slow.
+      first_deadline_s: the same where one is asked for the first time, and may have a library to open; `deadline_s`.
       stale_after_s: how long an answer stands.
       clock: in seconds; what waits for a thread waits by the wall's clock.
     """
@@ -114,6 +115,7 @@ class Poller:
         sensors: Sequence[Sensor],
         *,
         deadline_s: float = 0.5,
+        first_deadline_s: float | None = None,
         stale_after_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -121,6 +123,7 @@ class Poller:
         if len(set(names)) != len(names):
             raise rule_error("Sensors have names of their own", names, "watch each thing once")
         self._deadline_s = deadline_s
+        self._first_deadline_s = deadline_s if first_deadline_s is None else first_deadline_s
         self._stale_after_s = stale_after_s
         self._clock = clock
         self._answered = threading.Condition()
@@ -130,9 +133,11 @@ class Poller:
         """Ask every sensor that is not still busy, wait for them until the deadline, and give what stands."""
         with self._answered:
             waited = [line for line in self._lines if not line.busy]
+            first = any(line.asked_at is None for line in waited)
             for line in waited:
                 line.ask()
-            self._answered.wait_for(lambda: not any(line.busy for line in waited), self._deadline_s)
+            deadline_s = self._first_deadline_s if first else self._deadline_s
+            self._answered.wait_for(lambda: not any(line.busy for line in waited), deadline_s)
             now = self._clock()
             return [
                 reading

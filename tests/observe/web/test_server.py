@@ -17,7 +17,7 @@ from capibara.observe.web.server import MonitorServer
 
 @pytest.fixture
 def monitor() -> Iterator[TpuRealTimeMonitor]:
-    with TpuRealTimeMonitor(50, sensors=[Chips(2)]) as made:
+    with TpuRealTimeMonitor(50, sensors=[Chips(2)], deadline_s=10) as made:
         yield made
 
 
