@@ -119,7 +119,7 @@ def test_a_blocked_sensor_stops_nothing_that_a_program_calls() -> None:
         assert now["sensors"]["blocked"]["state"] == "stale"
         assert now["sources"].keys() == {"tpu:0"}
         assert monitor.running
-    stuck.let_go.set()
+        stuck.let_go.set()
 
 
 @pytest.mark.quick

@@ -342,7 +342,7 @@ def _run(monitor: weakref.ref[TpuRealTimeMonitor], stop: threading.Event, interv
         try:
             watched.sample()
         except Exception as error:  # noqa: BLE001  # whatever it is, the next sample may be well
-            say_once(_log, type(error), "a sample failed, and the monitor goes on: %r", error)
+            say_once(_log, type(error).__name__, "a sample failed, and the monitor goes on: %r", error)
         del watched  # or this thread would be who keeps it
         # What was missed while the machine slept is not made up for.
         due = max(due + interval_s, time.monotonic())
