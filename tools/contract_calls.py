@@ -48,7 +48,7 @@ MODULES = (
     ".experimental.array_serialization", ".experimental.checkpoint", ".experimental.mesh_utils",
     ".experimental.pallas", ".experimental.pjit", ".sharding", ".profiler", ".diagnostics", "._src.core", ".tpu_v4",
     ".tpu_v4.kernels", ".tpu_v4.backend", ".tpu_v4.optimizations", ".tpu_v4.recovery", ".tpu_v4.training",
-    ".tpu_v4.inference",
+    ".tpu_v4.inference", ".tpu_v4.monitoring",
 )  # fmt: skip
 
 
@@ -77,6 +77,7 @@ def modules_by_dotted_imports() -> None:
     import capibara.jax.tpu_v4.backend
     import capibara.jax.tpu_v4.inference
     import capibara.jax.tpu_v4.kernels
+    import capibara.jax.tpu_v4.monitoring
     import capibara.jax.tpu_v4.optimizations
     import capibara.jax.tpu_v4.recovery
     import capibara.jax.tpu_v4.training
@@ -709,6 +710,40 @@ def recovery_by_a_retry() -> None:
     assert manager.run(step=step, state=jnp.ones(3), batch=jnp.ones(3)).tolist() == [2, 2, 2]
     assert manager.run(step, jnp.ones(3), jnp.ones(3)).tolist() == [2, 2, 2]
     assert len(manager.errors) == 2
+
+
+# Monitoring.
+
+
+@shows(
+    *(f":TpuRealTimeMonitor{name}" for name in ("", ".start_monitoring", ".stop", ".get_current_metrics", ".has_alerts",
+                                                ".get_alerts", ".__enter__", ".__exit__")),
+    of="capibara.jax.tpu_v4.monitoring",
+)  # fmt: skip
+def monitoring_in_real_time() -> None:
+    from capibara.jax.tpu_v4.monitoring import TpuRealTimeMonitor
+
+    monitor = TpuRealTimeMonitor(
+        update_frequency_ms=100,
+        alert_thresholds={
+            "memory_usage": 0.9,
+            "temperature": 80.0,
+            "utilization": 0.3,
+        },
+    )
+    monitor.start_monitoring()
+    for _ in range(2):
+        current_metrics = monitor.get_current_metrics()
+        if monitor.has_alerts():
+            alerts = monitor.get_alerts()
+            for alert in alerts:
+                assert f"TPU Alert: {alert}".endswith(f"{alert.side} {alert.threshold:.4g}")
+    monitor.stop()
+    assert current_metrics["sources"]["host"]["memory_usage"] > 0
+    with TpuRealTimeMonitor(update_frequency_ms=100, alert_thresholds={"memory_usage": 1e-6}) as inside:
+        inside.sample()
+        # Of the accelerators where there are any; of this machine where there are none.
+        assert inside.has_alerts() == (inside.get_current_metrics()["memory_usage"] is not None)
 
 
 # The model and its training.

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from capibara._version import __version__
-from capibara.cli import bench, demo, generate, kernels, launch, plan, serve, tour, train
+from capibara.cli import bench, demo, generate, kernels, launch, monitor, plan, serve, tour, train
 from capibara.cli.failures import CODES, Application
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command(name="train")(train.train)
 app.command(name="launch")(launch.launch)
 app.command(name="generate")(generate.generate)
 app.command(name="serve")(serve.serve)
+app.command(name="monitor")(monitor.monitor)
 app.command(name="demo")(demo.demo)
 app.command(name="tour")(tour.tour)
 

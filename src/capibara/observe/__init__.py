@@ -1,4 +1,4 @@
-"""What a run says of itself: the flight recorder, and the accounting of its time.
+"""What is seen of a run and of its machines: the monitor, the flight recorder, the accounting of time.
 
 Names load when they are first used.
 """
@@ -10,14 +10,26 @@ from typing import TYPE_CHECKING
 from capibara._exports import exports
 
 if TYPE_CHECKING:
+    from capibara.observe.alerts import Alert as Alert
+    from capibara.observe.alerts import AlertEvent as AlertEvent
     from capibara.observe.goodput import Goodput as Goodput
     from capibara.observe.goodput import GoodputReport as GoodputReport
     from capibara.observe.goodput import read_goodput as read_goodput
+    from capibara.observe.monitor import TpuRealTimeMonitor as TpuRealTimeMonitor
+    from capibara.observe.notify import command as command
+    from capibara.observe.notify import log_alerts as log_alerts
+    from capibara.observe.notify import webhook as webhook
     from capibara.observe.recorder import Recorder as Recorder
     from capibara.observe.recorder import Recording as Recording
     from capibara.observe.recorder import read_recording as read_recording
 
 __all__, __getattr__, __dir__ = exports(
     __name__,
-    {"goodput": "Goodput GoodputReport read_goodput", "recorder": "Recorder Recording read_recording"},
+    {
+        "alerts": "Alert AlertEvent",
+        "goodput": "Goodput GoodputReport read_goodput",
+        "monitor": "TpuRealTimeMonitor",
+        "notify": "command log_alerts webhook",
+        "recorder": "Recorder Recording read_recording",
+    },
 )

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from capibara.jax.tpu_v4 import backend as backend
     from capibara.jax.tpu_v4 import inference as inference
     from capibara.jax.tpu_v4 import kernels as kernels
+    from capibara.jax.tpu_v4 import monitoring as monitoring
     from capibara.jax.tpu_v4 import optimizations as optimizations
     from capibara.jax.tpu_v4 import recovery as recovery
     from capibara.jax.tpu_v4 import training as training
@@ -25,6 +26,6 @@ __all__, __getattr__, __dir__ = exports(
     {
         "capibara.mesh.mesh": "MeshConfig TPUv4MeshConfigurations create_tpu_mesh_config",
     },
-    modules=("backend", "inference", "kernels", "optimizations", "recovery", "training"),
+    modules=("backend", "inference", "kernels", "monitoring", "optimizations", "recovery", "training"),
     missing=to_come.no_attribute,
 )

@@ -1,0 +1,1 @@
+"""The monitor's page, its events and /metrics, over HTTP."""
