@@ -48,7 +48,7 @@ MODULES = (
     ".experimental.array_serialization", ".experimental.checkpoint", ".experimental.mesh_utils",
     ".experimental.pallas", ".experimental.pjit", ".sharding", ".profiler", ".diagnostics", "._src.core", ".tpu_v4",
     ".tpu_v4.kernels", ".tpu_v4.backend", ".tpu_v4.optimizations", ".tpu_v4.recovery", ".tpu_v4.training",
-    ".tpu_v4.inference", ".tpu_v4.monitoring",
+    ".tpu_v4.inference", ".tpu_v4.monitoring", ".tpu_v4.cost", ".tpu_v4.autoscaling",
 )  # fmt: skip
 
 
@@ -74,7 +74,9 @@ def modules_by_dotted_imports() -> None:
     import capibara.jax.random
     import capibara.jax.sharding
     import capibara.jax.tpu_v4
+    import capibara.jax.tpu_v4.autoscaling
     import capibara.jax.tpu_v4.backend
+    import capibara.jax.tpu_v4.cost
     import capibara.jax.tpu_v4.inference
     import capibara.jax.tpu_v4.kernels
     import capibara.jax.tpu_v4.monitoring
@@ -829,6 +831,37 @@ def distributed_training() -> None:
     assert result.step == 10
     assert result.history[-1]["loss"] < result.history[0]["loss"]
     assert trainer.train(dataset=dataset, epochs=1).step == 11
+
+
+# Costs.
+
+
+@shows(":TpuCostOptimizer", ":estimate_operation_cost", of="capibara.jax.tpu_v4.cost")
+def costs_of_an_operation() -> None:
+    from capibara.jax.tpu_v4.cost import TpuCostOptimizer, estimate_operation_cost
+
+    cost_optimizer = TpuCostOptimizer(
+        max_cost_per_hour=100.0, cost_model="tpu_v4_pricing", optimization_target="cost_efficiency"
+    )
+    operation_cost = estimate_operation_cost(
+        operation_flops=1e12, memory_gb=16.0, duration_seconds=10.0, tpu_utilization=0.8
+    )
+    assert f"{operation_cost:.4f}" == "0.0089"  # one v4 chip for ten seconds
+    assert cost_optimizer.spent().dollars == 0
+
+
+@shows(":TpuAutoScaler", ":TpuAutoScaler.managed_scaling", of="capibara.jax.tpu_v4.autoscaling")
+def scaling_of_a_trainer() -> None:
+    from capibara.jax.tpu_v4.autoscaling import TpuAutoScaler
+    from capibara.models import step_hooks
+
+    autoscaler = TpuAutoScaler(
+        min_chips=8, max_chips=32, target_utilization=0.8, cost_limit_per_hour=200.0, scaling_policy="cost_aware"
+    )
+    autoscaler.metrics = lambda: {"utilization": 0.5}  # this library's own: by default the monitor's
+    with autoscaler.managed_scaling():
+        step_hooks.report(1, None)  # as a trainer does
+    assert autoscaler.steps == 1
 
 
 @shows(":TpuInferenceOptimizer", ":create_inference_pipeline", of="capibara.jax.tpu_v4.inference")

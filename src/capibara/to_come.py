@@ -16,7 +16,7 @@ __all__ = ["TO_COME", "announce", "no_attribute"]
 
 TO_COME: dict[str, tuple[str, ...]] = {
     "capibara.jax": ("utils",),
-    "capibara.jax.tpu_v4": ("autoscaling", "cost", "diagnostics"),
+    "capibara.jax.tpu_v4": ("diagnostics",),
     "capibara.jax.tpu_v4.optimizations": (
         "TpuPerformanceProfiler",
         "TpuProfiler",

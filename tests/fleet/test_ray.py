@@ -20,7 +20,7 @@ from tests.train.test_supervisor import command, eventually, is_running, marks
 
 from capibara.errors import CapibaraError
 from capibara.fleet.launch import launch
-from capibara.fleet.ray import RayCluster, cluster
+from capibara.fleet.ray import RayCluster, cluster, request_chips
 from capibara.train.logs import read_metrics
 from capibara.train.supervisor import Supervisor
 
@@ -219,3 +219,23 @@ def test_two_workers_train_as_one_process(tmp_path: Path) -> None:
     assert len(losses["many"]) == 4
     assert losses["many"] == pytest.approx(losses["alone"], rel=1e-5)
     assert "[0] " in told
+
+
+@pytest.mark.slow
+def test_chips_are_asked_of_the_cluster() -> None:
+    """What Ray's autoscaler reads is there, and the last request is the one that stands."""
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    with pytest.raises(ValueError, match="chips is a whole number from 0"):
+        request_chips(-4)
+    with pytest.raises(ValueError, match="the cluster that it has joined"):
+        request_chips(8)
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="WARNING")
+    try:
+        request_chips(10)
+        request_chips(6, chips_per_host=4, resource="TPU")
+        asked = json.loads(_internal_kv_get(b"autoscaler_resource_request"))
+        assert [one.get("resources", one) for one in asked] == [{"TPU": 4}, {"TPU": 2}]
+    finally:
+        ray.shutdown()

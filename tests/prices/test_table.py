@@ -49,7 +49,7 @@ def test_an_absent_price_is_an_error_that_says_how_to_write_it_down() -> None:
 
 
 def test_unknown_words_name_the_choices() -> None:
-    with pytest.raises(ValueError, match="'spot', 'committed_1y'"):
+    with pytest.raises(ValueError, match="'spot', 'flex_start', 'committed_1y'"):
         price("v4", kind="spott")
     with pytest.raises(ValueError, match="us-central2"):
         price("v4", "us-central1")

@@ -23,7 +23,7 @@ from capibara.errors import CapibaraError, rule_error, say_once
 from capibara.train.exit_codes import FAILED
 from capibara.train.supervisor import Exit, LocalProcess, PlaceFailed, Printer, free_port
 
-__all__ = ["RayCluster", "cluster"]
+__all__ = ["RayCluster", "cluster", "request_chips"]
 
 logger = logging.getLogger(__name__)
 
@@ -271,3 +271,26 @@ def _totals(resources: Mapping[str, float]) -> str:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no more is known').splitlines()[0]}"
+
+
+def request_chips(chips: int, *, chips_per_host: int = 4, resource: str = "TPU") -> None:
+    """Ask the cluster's autoscaler for hosts with so many chips together, in place of what was asked before.
+
+    Made for `TpuAutoScaler(on_change=request_chips)`, in a program that has joined a cluster. Ray grows to it at once,
+    and lets hosts go that nobody uses when it is less.
+
+    Args:
+      chips: how many; 0 asks for none.
+      chips_per_host: of one machine: 4 on v4.
+      resource: what Ray calls them.
+    """
+    for name, value, least in (("chips", chips, 0), ("chips_per_host", chips_per_host, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise rule_error(f"{name} is a whole number from {least} up", repr(value), f"use {max(least, 4)}")
+    ray = _ray()
+    if not ray.is_initialized():
+        raise rule_error("A program asks the cluster that it has joined", "none", 'call ray.init("auto") before')
+    from ray.autoscaler.sdk import request_resources
+
+    hosts = [chips_per_host] * (chips // chips_per_host) + [chips % chips_per_host] * (chips % chips_per_host > 0)
+    request_resources(bundles=[{resource: float(count)} for count in hosts])

@@ -1,16 +1,29 @@
 """Who wants to know of training steps, and who runs them: a recovery manager, an autoscaler, while their context is on.
 
-A listener is told of each step that is done. A guard runs the step itself, and so can run it again.
+A listener is told of each step that is done. A guard runs the step itself, and so can run it again. A placer says on
+which devices the next step runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Guard", "Listener", "StateHolder", "guarded", "guarding", "is_guarded", "listening", "report"]
+__all__ = [
+    "Guard",
+    "Listener",
+    "Placer",
+    "StateHolder",
+    "devices_wanted",
+    "guarded",
+    "guarding",
+    "is_guarded",
+    "listening",
+    "placing",
+    "report",
+]
 
 T = TypeVar("T")
 
@@ -30,8 +43,12 @@ class StateHolder(Protocol):
 Guard = Callable[[StateHolder, Callable[[], Any]], Any]
 """Called with whose step it is and the step, which it runs; what the step returned."""
 
+Placer = Callable[[Sequence[Any]], Sequence[Any] | None]
+"""Called between two steps with the devices that they run on: those for the next, or None to stay."""
+
 _LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("capibara_step_listeners", default=())
 _GUARD: ContextVar[Guard | None] = ContextVar("capibara_step_guard", default=None)
+_PLACER: ContextVar[Placer | None] = ContextVar("capibara_step_placer", default=None)
 
 
 @contextlib.contextmanager
@@ -74,3 +91,21 @@ def guarded(holder: StateHolder, step: Callable[[], T]) -> T:
 def is_guarded() -> bool:
     """Whether a guard runs steps here: then they are waited for inside of it."""
     return _GUARD.get() is not None
+
+
+@contextlib.contextmanager
+def placing(placer: Placer) -> Iterator[None]:
+    """The placer says on which devices steps inside run, where their loop can move; the innermost, of several."""
+    before = _PLACER.get()
+    _PLACER.set(placer)
+    try:
+        yield
+    finally:
+        _PLACER.set(before)
+
+
+def devices_wanted(devices: Sequence[Any]) -> list[Any] | None:
+    """The devices for the next step, where a placer wants others than these."""
+    placer = _PLACER.get()
+    wanted = None if placer is None else placer(devices)
+    return None if wanted is None or set(wanted) == set(devices) else list(wanted)

@@ -21,8 +21,9 @@ from capibara.hardware.chips import chip as chip_by_name
 
 __all__ = ["KINDS", "Price", "PriceTable", "price", "price_table"]
 
-KINDS = ("on_demand", "spot", "committed_1y", "committed_3y")
-"""Ways to pay: by the hour, by the hour until somebody else wants the chip, and committed for one or three years."""
+KINDS = ("on_demand", "spot", "flex_start", "committed_1y", "committed_3y")
+"""Ways to pay: by the hour; by the hour until somebody else wants the chip; by the hour after waiting in a queue, for
+some days at the most; and committed for one or three years."""
 
 VARIABLE = "CAPIBARA_PRICING"
 LOCAL = "pricing.toml"

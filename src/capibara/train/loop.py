@@ -266,6 +266,12 @@ class Loop:
                 pending = None
                 self._between_steps(position, log, result, evaluation, preemption)
                 last = time.perf_counter()
+            if upcoming is not None and (wanted := step_hooks.devices_wanted(self.devices)) is not None:
+                if pending is not None:
+                    self._arrived(pending, last, log, result, on_step)
+                pending = None
+                upcoming = self._resize(wanted, upcoming[0], position)
+                last = time.perf_counter()
         if pending is not None:
             self._arrived(pending, last, log, result, on_step)
         result.step = self.step
@@ -329,6 +335,19 @@ class Loop:
             self._move_to(sorted(self._state_devices(), key=lambda d: d.id), drawn)
         self.tell(f"went back to step {self.step}")
         return drawn, self.place(drawn, self._share)
+
+    def _resize(self, devices: Sequence[Any], batch: Any, position: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Go on on other devices that are there, with the same batch next. The state is saved before, where checkpoints
+        are kept, and goes over without a detour through them."""
+        if process_count() > 1:
+            raise rule_error(
+                "A run of one process changes its devices while it goes on",
+                f"one of {process_count()} processes",
+                "stop it and start it on the other slice with --resume, as the supervisor does",
+            )
+        self.save(position, block=True)
+        self._move_to(devices, batch)
+        return batch, self.place(batch, self._share)
 
     def _move_to(self, devices: Sequence[Any], batch: Mapping[str, Any]) -> None:
         """Plan and compile for these devices, and lay the state out anew."""

@@ -8,7 +8,9 @@ from capibara import to_come
 from capibara._exports import exports
 
 if TYPE_CHECKING:
+    from capibara.jax.tpu_v4 import autoscaling as autoscaling
     from capibara.jax.tpu_v4 import backend as backend
+    from capibara.jax.tpu_v4 import cost as cost
     from capibara.jax.tpu_v4 import inference as inference
     from capibara.jax.tpu_v4 import kernels as kernels
     from capibara.jax.tpu_v4 import monitoring as monitoring
@@ -26,6 +28,8 @@ __all__, __getattr__, __dir__ = exports(
     {
         "capibara.mesh.mesh": "MeshConfig TPUv4MeshConfigurations create_tpu_mesh_config",
     },
-    modules=("backend", "inference", "kernels", "monitoring", "optimizations", "recovery", "training"),
+    modules=(
+        "autoscaling", "backend", "cost", "inference", "kernels", "monitoring", "optimizations", "recovery", "training",
+    ),
     missing=to_come.no_attribute,
 )

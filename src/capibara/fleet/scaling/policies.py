@@ -1,0 +1,137 @@
+"""How many chips there should be next: the policies of the autoscaler, each a function of what was seen so far.
+
+None knows the future. `cost_aware` asks what would be cheapest if the near future were as forecast; `utilization` keeps
+the share of the chips that is used near its target; `fixed` stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from capibara.fleet.scaling.account import Seen
+from capibara.fleet.scaling.oracle import forecast_choices
+from capibara.fleet.scaling.trace import Trace
+
+__all__ = ["POLICIES", "Bounds", "Policy"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a policy keeps to."""
+
+    sizes: tuple[int, ...]
+    """Numbers of chips that it may choose, in rising order: those whose price cannot pass the cost limit."""
+    target_utilization: float
+    hysteresis: float
+    """A change must be worth so much: see each policy."""
+    horizon_minutes: int = 240
+    """How far `cost_aware` looks."""
+
+
+Policy = Callable[[Seen, Trace, Bounds], int]
+"""From what is seen now, the minutes that things take (a trace's, without what happens in it) and the bounds: chips."""
+
+
+def fixed(seen: Seen, facts: Trace, bounds: Bounds) -> int:
+    """As many as there are."""
+    return seen.chips
+
+
+def utilization(seen: Seen, facts: Trace, bounds: Bounds) -> int:
+    """The least chips that are used no more than the target, by the work of the last interval and what waits.
+
+    It stays while the use is within `hysteresis` of the target. Prices do not move it.
+    """
+    if not seen.arrivals:
+        return seen.chips
+    # What waits is to be done within patience, beside what arrives.
+    waiting = seen.backlog / max(facts.patience_minutes, facts.interval_minutes)
+    needed = seen.arrivals[-1] / facts.interval_minutes + waiting
+    used = needed / seen.chips
+    wanted = next((size for size in bounds.sizes if needed <= size * bounds.target_utilization), bounds.sizes[-1])
+    if wanted > seen.chips and used <= bounds.target_utilization * (1 + bounds.hysteresis):
+        return seen.chips
+    if wanted < seen.chips and needed > wanted * bounds.target_utilization * (1 - bounds.hysteresis):
+        return seen.chips
+    return wanted
+
+
+def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
+    """The first step of the cheapest way through a forecast.
+
+    The forecast: work keeps arriving as it did of late, and leaves 1 - target_utilization of the chips in reserve; a
+    price that is unusual comes back to the usual one. A change must save `hysteresis` times what it costs itself.
+    """
+    if not seen.arrivals:
+        return seen.chips
+    interval = facts.interval_minutes
+    count = max(facts.patience + 1, bounds.horizon_minutes // interval)
+    load = _recent_load(seen.arrivals, interval) / bounds.target_utilization
+    usual = _usual_price(seen)
+    unit = max(1, math.gcd(*bounds.sizes) * math.gcd(interval, facts.startup_minutes, facts.checkpoint_minutes))
+    forecast = Trace(
+        "forecast",
+        arrivals=(max(0, round(load)),) * count,
+        prices=tuple(usual + (seen.price - usual) * _stays(interval) ** step for step in range(count)),
+        preemptions=(0,) if seen.preempted else (),
+        interval_minutes=interval,
+        startup_minutes=facts.startup_minutes,
+        checkpoint_minutes=facts.checkpoint_minutes,
+        redo_minutes=facts.redo_minutes,
+        patience_minutes=facts.patience_minutes,
+    )
+    # Of the patience, what a preemption and then a change would take is kept for what the forecast does not know.
+    reserve = 2 * facts.startup_minutes + facts.redo_minutes + facts.checkpoint_minutes + interval
+    room = round(load * max(0, facts.patience_minutes - reserve) / interval)
+    dollars = forecast_choices(
+        forecast,
+        bounds.sizes,
+        unit,
+        seen.chips,
+        seen.starting_minutes,
+        seen.backlog,
+        lambda _: room,
+        late_dollars=_LATE * usual / 60,
+        waiting_dollars=_WAITING * usual / 60,
+        left_dollars=usual / 60,
+    )
+    best = min(dollars, key=dollars.__getitem__)
+    own = seen.price / 60 * (facts.checkpoint_minutes * seen.chips + facts.startup_minutes * best)
+    if seen.chips in dollars and dollars[seen.chips] - dollars[best] <= bounds.hysteresis * own:
+        return seen.chips
+    return best
+
+
+_LATE = 4.0
+"""A chip-minute that waits too long costs so many chip-minutes in each interval."""
+_WAITING = 0.01
+"""The same for one that waits and is not late: a spike or a preemption may come before it is done."""
+_FORGET_MINUTES = 25.0
+"""Loads of so long ago weigh 1/e."""
+_SPIKE_MINUTES = 60.0
+"""Unusual prices last about as long."""
+
+
+def _stays(interval: int) -> float:
+    return math.exp(-interval / _SPIKE_MINUTES)
+
+
+def _recent_load(arrivals: Sequence[int], interval: int) -> float:
+    """Of one interval, by weights that fade."""
+    keep = math.exp(-interval / _FORGET_MINUTES)
+    total = weight = 0.0
+    factor = 1.0
+    for load in reversed(arrivals[-64:]):
+        total, weight, factor = total + factor * load, weight + factor, factor * keep
+    return total / weight
+
+
+def _usual_price(seen: Seen) -> float:
+    """The median of what was paid so far: spikes do not move it."""
+    paid = sorted((*seen.prices[-1023:], seen.price))
+    return paid[len(paid) // 2]
+
+
+POLICIES: dict[str, Policy] = {"cost_aware": cost_aware, "utilization": utilization, "fixed": fixed}

@@ -1,0 +1,104 @@
+"""The oracle is the cheapest there is: every sequence of chips is tried, on traces that are short enough."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from capibara.fleet.scaling.account import Outcome, Seen, replay
+from capibara.fleet.scaling.oracle import cheapest
+from capibara.fleet.scaling.trace import Trace
+
+
+def every_outcome(trace: Trace, sizes: tuple[int, ...], limit: float) -> Any:
+    """All of them that finish in time and keep to the limit, by the account of `replay`."""
+    longest = len(trace) + trace.patience
+    for begin in sizes:
+        for chips in itertools.product(sizes, repeat=longest):
+            outcome = replay(trace, lambda seen, chips=chips: chips[min(seen.interval, longest - 1)], begin)
+            if not outcome.late and all(slot.chips * trace.price(n) <= limit for n, slot in enumerate(outcome.slots)):
+                yield outcome
+
+
+def short_trace(seed: int) -> Trace:
+    draw = random.Random(seed)
+    count = 4
+    return Trace(
+        f"short {seed}",
+        arrivals=tuple(draw.choice((0, 4, 10, 16, 28)) for _ in range(count)),
+        prices=tuple(draw.choice((1.0, 1.0, 3.0)) for _ in range(count)),
+        preemptions=tuple(sorted(draw.sample(range(count), draw.choice((0, 1, 2))))),
+        startup_minutes=draw.choice((3, 10, 14)),
+        checkpoint_minutes=draw.choice((0, 2)),
+        redo_minutes=draw.choice((0, 5)),
+        patience_minutes=draw.choice((10, 20)),
+    )
+
+
+@pytest.mark.parametrize("seed", [*range(10), pytest.param(10, marks=pytest.mark.quick)])
+def test_nothing_is_cheaper(seed: int) -> None:
+    trace, sizes = short_trace(seed), (1, 2, 4)
+    limit = 8.0 if seed % 3 == 0 else 100.0
+    possible = [outcome.dollars for outcome in every_outcome(trace, sizes, limit)]
+    if not possible:
+        with pytest.raises(ValueError, match="gone through in time"):
+            cheapest(trace, sizes, limit)
+        return
+    found = cheapest(trace, sizes, limit)
+    assert found.dollars == pytest.approx(min(possible), abs=1e-9)
+    assert found.work == trace.work
+    assert found.late == 0
+
+
+def by_hand(trace: Trace, chips: list[int]) -> Outcome:
+    return replay(trace, lambda seen: chips[min(seen.interval, len(chips) - 1)], chips[0])
+
+
+@pytest.mark.quick
+def test_the_account_of_a_trace() -> None:
+    """Figures worked out by hand: a change in interval 1, a preemption in interval 3."""
+    trace = Trace(
+        "by hand", arrivals=(20, 40, 40, 0, 0, 0), prices=(6.0, 6.0, 6.0, 12.0, 6.0, 6.0), preemptions=(3,),
+        startup_minutes=3, checkpoint_minutes=2, redo_minutes=4, patience_minutes=20,
+    )  # fmt: skip
+    outcome = by_hand(trace, [2, 4])
+    served = [slot.served for slot in outcome.slots]
+    # 2 chips for 10 minutes; 4 for the 5 that saving and starting leave; 4 for 10; for 3; and what is left.
+    assert served == [20, 20, 40, 12, 8, 0]
+    paid = [2 * 10, 2 * 2 + 4 * 8, 40, 40, 40, 40]
+    assert [slot.dollars for slot in outcome.slots] == pytest.approx(
+        [price * minutes / 60 for price, minutes in zip(trace.prices, paid, strict=True)]
+    )
+    assert outcome.redone == 4 * 4
+    assert outcome.dead == 2 * 2 + 4 * 3 + 4 * 7
+    assert outcome.changes == [1]
+    assert outcome.highest_hourly == 48
+    assert outcome.late == 0
+    # With two chips, 86 of the 100 are done two intervals after the last of them came.
+    slow = by_hand(trace, [2])
+    assert (slow.work, slow.late) == (trace.work, 100 - (20 + 20 + 20 + 6 + 20))
+    # With one, the rest is worked off after the trace's end, and paid for.
+    slower = by_hand(trace, [1])
+    assert slower.work == trace.work
+    assert len(slower.slots) == 11
+    assert slower.dollars == pytest.approx((6 * 10 * 10 + 12 * 10) / 60)
+
+
+@pytest.mark.quick
+def test_a_policy_sees_nothing_of_the_future() -> None:
+    trace = short_trace(1)
+    seen: list[Seen] = []
+    replay(trace, lambda one: seen.append(one) or one.chips, 4)  # type: ignore[func-returns-value]
+    for interval, one in enumerate(seen[: len(trace)]):
+        assert one.arrivals == trace.arrivals[:interval]
+        assert one.prices == trace.prices[:interval]
+        assert one.price == trace.prices[interval]
+
+
+@pytest.mark.quick
+def test_what_cannot_be_done_in_time_is_said() -> None:
+    with pytest.raises(ValueError, match="1, 2 chips under 5 dollars an hour"):
+        cheapest(Trace("much", (100, 0), (1.0, 1.0), patience_minutes=10), (1, 2), 5.0)
