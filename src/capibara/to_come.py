@@ -22,8 +22,6 @@ TO_COME: dict[str, tuple[str, ...]] = {
         "TpuCompilationConfig",
         "TpuMemoryManager",
         "TpuMemoryMonitor",
-        "TpuPerformanceProfiler",
-        "TpuProfiler",
         "TpuWarmupManager",
         "create_jitted_forward",
         "create_optimized_cache",
