@@ -60,7 +60,7 @@ class Executions:
 
     def __init__(self) -> None:
         self.compilations: Counter[str] = Counter()
-        """Function -> how many programs were compiled for it."""
+        """Function, with the file and line that it is at where jax knows -> how many programs were compiled for it."""
         self.host_arguments = 0
         """Calls that were handed an array of the host."""
         self.problems: Counter[str] = Counter()
@@ -164,7 +164,7 @@ class Executions:
         now = time.perf_counter()
         self._compiling.append((now - seconds, now))
         if event == _BACKEND_COMPILE:
-            self.compilations[str(labels.get("fun_name", "?"))] += 1
+            self.compilations[getattr(self._own, "source", None) or str(labels.get("fun_name", "?"))] += 1
 
     # Which program a call runs.
 
@@ -231,7 +231,9 @@ class Executions:
             *("jaxpr", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars", "ctx_mesh"),
             *("name", "keep_unused", "inline", "compiler_options_kvs"),
         )
-        self._own.asking = True
+        jaxpr = params["jaxpr"]
+        about = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
+        self._own.asking, self._own.source = True, getattr(about, "func_src_info", None)
         try:
             return pjit._resolve_and_lower(
                 [pjit.convert_to_metaty(arg) for arg in args],
@@ -241,7 +243,7 @@ class Executions:
                 pgle_profiler=None,
             ).compile()
         finally:
-            self._own.asking = False
+            self._own.asking, self._own.source = False, None
 
     def _read_work(self, key: int) -> None:
         held = self._held.pop(key)

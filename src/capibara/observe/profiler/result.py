@@ -99,7 +99,7 @@ class Profile:
     programs: tuple[ProgramRow, ...]
     ops: tuple[OpRow, ...]
     compilations: Mapping[str, int]
-    """Function -> programs compiled for it inside."""
+    """Function, with the file and line that it is at where jax knows -> programs compiled for it inside."""
     host_arguments: int
     """Calls that were handed an array of the host."""
     peak_memory_bytes: float
@@ -113,6 +113,8 @@ class Profile:
     host_seconds: Mapping[str, float] = field(default_factory=dict)
     """Tracing: what the host did: dispatch, fetch, send, compile, wait; "outside_while_idle": time in which the device
     had nothing to do and the host was not in jax."""
+    host_counts: Mapping[str, int] = field(default_factory=dict)
+    """Tracing: how often the host did each."""
     idle_seconds: float | None = None
     trace_file: str | None = None
     """For Perfetto (https://ui.perfetto.dev)."""

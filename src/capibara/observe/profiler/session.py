@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.errors import rule_error, unknown_name
 from capibara.observe.profiler.executions import Executions, ProgramRuns
 from capibara.observe.profiler.result import OpRow, Profile, ProgramRow, keep_last
-from capibara.observe.profiler.trace import Interval, Row, TraceReading, overlap, read_trace, union_seconds
+from capibara.observe.profiler.trace import Interval, Row, TraceReading, merged, overlap, read_trace, union_seconds
 
 if TYPE_CHECKING:
     from capibara.hardware.facts import Chip
@@ -27,6 +27,8 @@ __all__ = ["CAPTURES", "MODES", "Recording", "profile"]
 MODES = ("counting", "tracing")
 CAPTURES = ("memory", "flops", "communication", "kernel_details")
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
+# Python between two calls takes less.
+_WAIT = 100e-6
 _active = threading.Lock()
 
 
@@ -349,19 +351,29 @@ def _times(reading: TraceReading, programs: list[ProgramRuns], wall: float, shar
         exposed.append(union_seconds(sent) - overlap(sent, other))
     whole = union_seconds(everywhere)
     in_jax = [span for spans in reading.host.values() for span in spans]
-    start = min((span[0] for span in everywhere + in_jax), default=0.0)
-    end = max((span[1] for span in everywhere + in_jax), default=0.0)
-    covered = union_seconds(everywhere + in_jax)
+    waits = _waits_for_host(everywhere, in_jax)
     return {
         # Devices of one host run at the same time on it.
         "busy_seconds": whole if sharing > 1 else statistics.fmean(busy) if busy else 0.0,
         "communication_seconds": statistics.fmean(talking) if talking else 0.0,
         "exposed_communication_seconds": statistics.fmean(exposed) if exposed else 0.0,
         "idle_seconds": max(wall - whole, 0.0),
+        "host_counts": {
+            **{what: len(spans) for what, spans in reading.host.items()},
+            "outside_while_idle": sum(seconds >= _WAIT for seconds in waits),
+        },
         "host_seconds": {
             **{what: union_seconds(spans) for what, spans in reading.host.items()},
             "dispatch_while_idle": union_seconds(reading.host["dispatch"])
             - overlap(reading.host["dispatch"], everywhere),
-            "outside_while_idle": max(end - start - covered, 0.0),
+            "outside_while_idle": sum(waits),
         },
     }
+
+
+def _waits_for_host(device: list[Interval], in_jax: list[Interval]) -> list[float]:
+    """How long nothing ran, each time, until the host came back to jax: its own work, and not a busy machine's."""
+    covered = merged([*device, *in_jax])
+    calls = {start for start, _ in in_jax}
+    gaps = zip(covered, covered[1:], strict=False)
+    return [after[0] - before[1] for before, after in gaps if after[0] in calls]

@@ -15,7 +15,7 @@ from typing import Any
 
 from capibara.errors import rule_error
 
-__all__ = ["Interval", "Row", "TraceReading", "overlap", "read_trace", "union_seconds"]
+__all__ = ["Interval", "Row", "TraceReading", "merged", "overlap", "read_trace", "union_seconds"]
 
 Interval = tuple[float, float]
 """Start and end, in seconds from the start of the trace."""
