@@ -14,6 +14,7 @@ __all__ = ["Bottleneck", "BottleneckReport", "analyze_performance_bottlenecks"]
 
 # What counts as much: shares of the time that the rule speaks of. Below them a change would not be felt.
 _MUCH = 0.3
+_MOST = 0.5
 # A function that is compiled as often as this for other shapes or values is compiled again and again.
 _COMPILATIONS = 3
 # Of a program that ran less often nobody can say that it runs in a loop.
@@ -89,9 +90,7 @@ def analyze_performance_bottlenecks(
     if found.mode == "tracing":
         rules += [_host_transfer, _input, _launch, _communication, _memory]
     else:
-        note = (
-            "The profile has no times of operations: memory, launches, exchanges, input and transfers are not judged."
-        )
+        note = "The profile has no times of operations: what only a trace can tell is not judged."
     said = [one for one in (rule(found) for rule in rules) if one is not None]
     return BottleneckReport(tuple(sorted(said, key=lambda one: -float(one.evidence.get("share", 0.0)))), note)
 
@@ -126,8 +125,8 @@ def _recompilation(found: Profile) -> Bottleneck | None:
     return Bottleneck(
         "recompilation",
         f"{name} was compiled {count} times; compiling took {share:.0%} of the time.",
-        "Keep its shapes, types and static arguments the same from call to call: pad to a few lengths, pass numbers that "
-        "change as arrays, and make the jitted function once, outside of the loop.",
+        "Keep its shapes, types and static arguments the same from call to call: pad to a few lengths, pass numbers "
+        "that change as arrays, and make the jitted function once, outside of the loop.",
         {"share": share, "compilations": dict(often), "compile_seconds": found.compile_seconds},
     )
 
@@ -180,8 +179,8 @@ def _padding(found: Profile) -> Bottleneck | None:
     return Bottleneck(
         "padding",
         f"{share:.0%} of the matrix units' work is padding: {', '.join(shapes)} are no multiples of {_TILE}.",
-        f"Make the dimensions of products multiples of {_TILE}: pad a vocabulary, a head or a hidden size once, where the "
-        f"weights are made; or batch small products into one.",
+        f"Make the dimensions of products multiples of {_TILE}: pad a vocabulary, a head or a hidden size once, where "
+        f"the weights are made; or batch small products into one.",
         {"share": share, "shapes": [list(shape) for shape, _ in worst.most_common(5)]},
     )
 
@@ -230,14 +229,16 @@ def _input(found: Profile) -> Bottleneck | None:
     waited = found.host_seconds.get("outside_while_idle", 0.0)
     span = found.wall_seconds - found.compile_seconds
     share = waited / span if span > 0 else 0.0
-    if share < _MUCH or _looping(found) < _LOOP:
+    times = found.host_counts.get("outside_while_idle", 0)
+    # Again and again: once a step or every other, and not a pause of the machine's.
+    if share < _MUCH or _looping(found) < _LOOP or times < _looping(found) / 2:
         return None
     return Bottleneck(
         "input",
         f"For {share:.0%} of the time the device had nothing to do and the host was outside of jax: it waits for data.",
         "Make batches ahead of time: load them in a thread or another process and keep two on the device, so that the "
         "next is there when a step ends.",
-        {"share": share, "waited_seconds": waited, "busy_seconds": found.busy_seconds},
+        {"share": share, "waited_seconds": waited, "waits": times, "busy_seconds": found.busy_seconds},
     )
 
 
@@ -270,9 +271,10 @@ def _communication(found: Profile) -> Bottleneck | None:
     exchanges = [op for op in found.ops if op.kind == "collective"]
     return Bottleneck(
         "communication",
-        f"{share:.0%} of the devices' time goes into exchanges beside which nothing runs: {', '.join(_names(exchanges))}.",
-        "Exchange less: give each device more of the batch between two exchanges (gradient accumulation), shard another "
-        "axis (`capibara plan` compares layouts), or send bfloat16 or int8.",
+        f"{share:.0%} of the devices' time goes into exchanges beside which nothing runs: "
+        f"{', '.join(_names(exchanges))}.",
+        "Exchange less: give each device more work between two exchanges (gradient accumulation), shard another axis "
+        "(`capibara plan` compares layouts), or send bfloat16 or int8.",
         {
             "share": share,
             "exposed_seconds": exposed,
@@ -288,15 +290,15 @@ def _memory(found: Profile) -> Bottleneck | None:
     whole = _time(timed)
     passes = [op for op in timed if op.bound == "memory" and op.bytes / op.count >= _WORTH]
     share = _time(passes) / whole if whole else 0.0
-    if share < _MUCH:
+    if share < _MOST:
         return None
     moved = sum(op.bytes for op in passes)
     intensity = sum(op.flops for op in passes) / moved
     return Bottleneck(
         "memory",
-        f"{share:.0%} of the operations' time is bound by memory: {intensity:.2g} operations a byte where the chip does "
-        f"{found.peak_flops['bfloat16'] / found.memory_bandwidth:.3g}; {', '.join(_names(passes))}.",
-        "Read and write less: let one jitted function do what several do one after the other (XLA then fuses them), keep "
-        "arrays in bfloat16, and use fused ops such as capibara.kernels.attention in place of their parts.",
+        f"{share:.0%} of the operations' time is bound by memory: {intensity:.2g} operations a byte where the chip "
+        f"does {found.peak_flops['bfloat16'] / found.memory_bandwidth:.3g}; {', '.join(_names(passes))}.",
+        "Read and write less: let one jitted function do what several do one after the other (XLA then fuses them), "
+        "keep arrays in bfloat16, and use fused ops such as capibara.kernels.attention in place of their parts.",
         {"share": share, "bytes": moved, "flops_a_byte": intensity, "ops": _names(passes)},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import tempfile
 import threading
@@ -375,5 +376,4 @@ def _waits_for_host(device: list[Interval], in_jax: list[Interval]) -> list[floa
     """How long nothing ran, each time, until the host came back to jax: its own work, and not a busy machine's."""
     covered = merged([*device, *in_jax])
     calls = {start for start, _ in in_jax}
-    gaps = zip(covered, covered[1:], strict=False)
-    return [after[0] - before[1] for before, after in gaps if after[0] in calls]
+    return [after[0] - before[1] for before, after in itertools.pairwise(covered) if after[0] in calls]
