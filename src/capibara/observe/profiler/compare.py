@@ -15,6 +15,8 @@ TOLERANCE = {"cpu": 0.35, "gpu": 0.05, "tpu": 0.05}
 # An operation that takes less of the profile than this is not looked at, nor one whose run is shorter than a clock and
 # a scheduler can tell apart.
 _SHARE = 0.01
+# Of fewer runs of its program nobody knows how long an operation takes.
+_RUNS = 5
 _SHORTEST = {"cpu": 20e-6, "gpu": 2e-6, "tpu": 1e-6}
 
 
@@ -38,11 +40,12 @@ def _by_source(found: Profile) -> dict[tuple[str, str], float]:
     """Seconds of a run of a program in each operation, by where it comes from.
 
     Instructions are renamed when anything around them changes; the place in the user's program is not. A run counts at
-    its best (the tenth percentile): what others take of the machine makes it longer, never shorter.
+    its best (the tenth percentile): what others take of the machine makes it longer, never shorter. What ran only a few
+    times is left out.
     """
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for op in found.ops:
-        if op.best_seconds is not None:
+        if op.best_seconds is not None and op.runs >= _RUNS:
             seconds[op.program, op.source or _stem(op)] += op.best_seconds * op.count / max(op.runs, 1)
     return dict(seconds)
 

@@ -10,6 +10,11 @@ jax runs a jitted call in one of two ways, and both are listened to where jax le
   still.
 
 Nothing of the program is wrapped, traced again or compiled again: its executable is looked up in jax's own caches.
+
+jax lets a thread have a post hook of its own, and leaves it with none after `jax.debug_nans` and after it has lowered
+some programs. That is seen to in the thread that enters, and wherever something is lowered inside. Another thread that
+came by none before goes uncounted where jax runs its calls in C++; a trace has its rows all the same, and the profile
+says so.
 """
 
 from __future__ import annotations
@@ -75,6 +80,9 @@ class Executions:
         self._lock = threading.RLock()
         self._own = threading.local()
         self._hook_before: Any = None
+        self._global_before: Any = None
+        self._local_before: Any = None
+        self._stopped = False
         self._listener_before: Any = None
 
     def start(self) -> None:
@@ -83,17 +91,24 @@ class Executions:
         from jax._src import api, util
 
         hook = api._post_hook_state
-        self._hook_before, self._listener_before = hook.get_global(), util.test_event_listener
+        self._global_before, self._local_before = hook.get_global(), hook.get_local()
+        self._hook_before, self._listener_before = self._global_before, util.test_event_listener
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
         util.test_event_listener = self._event
         hook.set_global(self._called)
+        if self._local_before is None or callable(self._local_before):
+            self._hook_before = self._local_before
+            hook.set_local(self._called)
 
     def stop(self) -> None:
         """Listen no longer; jax is as it was."""
         import jax
         from jax._src import api, util
 
-        api._post_hook_state.set_global(self._hook_before)
+        hook = api._post_hook_state
+        hook.set_global(self._global_before)
+        hook.set_local(self._local_before)
+        self._stopped = True
         util.test_event_listener = self._listener_before
         jax.monitoring.unregister_event_duration_listener(self._compiled)
 
@@ -127,6 +142,11 @@ class Executions:
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """After a call that jax ran in C++."""
+        if self._stopped:  # in a thread where `_listen_on` left it
+            from jax._src import api
+
+            api._post_hook_state.set_local(None)
+            return
         if self._hook_before is not None:
             self._hook_before(function, args, kwargs, result)
         if getattr(self._own, "asking", False):
@@ -157,6 +177,14 @@ class Executions:
             self.problems[f"{type(problem).__name__}: {problem}"[:200]] += 1
             return
         self._count(self._hold(executable))
+        self._listen_on()
+
+    def _listen_on(self) -> None:
+        """Lowering may have left this thread with a hook of its own that is none."""
+        from jax._src import api
+
+        if api._post_hook_state.get_local() is None:
+            api._post_hook_state.set_local(self._called)
 
     def _compiled(self, event: str, seconds: float, **labels: Any) -> None:
         if not event.startswith(_COMPILING):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import statistics
 import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +42,6 @@ class Recording:
         self.profile: Profile | None = None
         self.nested = False
         """True inside of another profiler, where nothing is recorded."""
-        self._files: Any = None
 
 
 @contextlib.contextmanager
@@ -130,8 +131,8 @@ def _start_trace(recording: Recording, trace_dir: str | Path | None, notes: list
     import jax
 
     if trace_dir is None:
-        recording._files = tempfile.TemporaryDirectory(prefix="capibara-trace-", ignore_cleanup_errors=True)
-        folder = Path(recording._files.name)
+        folder = Path(tempfile.mkdtemp(prefix="capibara-trace-"))
+        weakref.finalize(recording, shutil.rmtree, folder, ignore_errors=True)
     else:
         folder = Path(trace_dir)
     options = jax.profiler.ProfileOptions()
@@ -212,6 +213,9 @@ def _result(
     timed: dict[str, Any] = {}
     if reading is not None:
         timed = _times(reading, programs, span[1] - span[0], len(reading.devices()) // chips or 1)
+        unseen = {row.module for row in reading.rows if row.module} - {program.name for program in programs}
+        if unseen:
+            notes.append(f"{', '.join(sorted(unseen))} ran and could not be counted; their rows have times and no work")
         if reading.kernel_rows_only:
             notes.append(
                 f"{reading.kernel_rows_only} rows name a kernel and no instruction: GPU command buffers do that; "
