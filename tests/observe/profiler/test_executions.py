@@ -216,6 +216,27 @@ def test_tracing_that_takes_the_hook_away() -> None:
         assert thread.submit(api._post_hook_state.get_local).result() is None
 
 
+def test_functions_of_jaxs_own_that_take_the_hook_away_each_time() -> None:
+    jax.scipy.special.logsumexp(X), squared(X)
+
+    def run() -> None:
+        for _ in range(3):
+            jax.scipy.special.logsumexp(X)
+            with jax.debug_nans(True):
+                squared(X)
+            squared(X)
+
+    assert counted(run)[0]["jit_squared"] == 6
+    with profile() as recording:
+        jax.config.update("jax_debug_nans", True)
+        squared(X)
+        jax.config.update("jax_debug_nans", False)
+        squared(X)
+    assert recording.profile is not None
+    assert recording.profile.runs == 2
+    assert api._post_hook_state.get_global() is None
+
+
 def test_more_programs_than_are_held() -> None:
     def run() -> None:
         for n in range(1, 6):

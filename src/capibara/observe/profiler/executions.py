@@ -11,14 +11,15 @@ jax runs a jitted call in one of two ways, and both are listened to where jax le
 
 Nothing of the program is wrapped, traced again or compiled again: its executable is looked up in jax's own caches.
 
-jax lets a thread have a post hook of its own, and leaves it with none after `jax.debug_nans` and after it has lowered
-some programs. That is seen to in the thread that enters, and wherever something is lowered inside. Another thread that
-came by none before goes uncounted where jax runs its calls in C++; a trace has its rows all the same, and the profile
-says so.
+jax lets a thread have a post hook of its own, and leaves it with none after `jax.debug_nans`, which some of jax's own
+functions use. So that setting, too, is listened to while a profile is taken. Another thread that came by none before
+goes uncounted where jax runs its calls in C++, until it traces something; a trace has its rows all the same, and the
+profile says so.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -79,7 +80,7 @@ class Executions:
         self._last_results: dict[Any, Any] = {}
         self._lock = threading.RLock()
         self._own = threading.local()
-        self._hook_before: Any = None
+        self._settings: list[tuple[Any, Any, Any]] = []
         self._global_before: Any = None
         self._local_before: Any = None
         self._stopped = False
@@ -88,27 +89,33 @@ class Executions:
     def start(self) -> None:
         """Begin to listen."""
         import jax
-        from jax._src import api, util
+        from jax._src import api, config, util
 
         hook = api._post_hook_state
         self._global_before, self._local_before = hook.get_global(), hook.get_local()
-        self._hook_before, self._listener_before = self._global_before, util.test_event_listener
+        self._listener_before = util.test_event_listener
+        for setting in (config.debug_nans, config.debug_infs):
+            of_all, of_thread = setting._update_global_hook, setting._update_thread_local_hook
+            self._settings.append((setting, of_all, of_thread))
+            setting._add_hooks(
+                functools.partial(self._hook_changes, of_all), functools.partial(self._own_hook_changes, of_thread)
+            )
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
         util.test_event_listener = self._event
         hook.set_global(self._called)
-        if self._local_before is None or callable(self._local_before):
-            self._hook_before = self._local_before
-            hook.set_local(self._called)
+        self._listen_here()
 
     def stop(self) -> None:
         """Listen no longer; jax is as it was."""
         import jax
         from jax._src import api, util
 
+        self._stopped = True
+        for setting, of_all, of_thread in self._settings:
+            setting._add_hooks(of_all, of_thread)
         hook = api._post_hook_state
         hook.set_global(self._global_before)
         hook.set_local(self._local_before)
-        self._stopped = True
         util.test_event_listener = self._listener_before
         jax.monitoring.unregister_event_duration_listener(self._compiled)
 
@@ -142,13 +149,15 @@ class Executions:
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """After a call that jax ran in C++."""
-        if self._stopped:  # in a thread where `_listen_on` left it
+        before = getattr(self._own, "hook_before", self._global_before)
+        if self._stopped:  # in another thread than the one that stopped it
             from jax._src import api
 
-            api._post_hook_state.set_local(None)
+            api._post_hook_state.set_local(before)
+        if before is not None:
+            before(function, args, kwargs, result)
+        if self._stopped:
             return
-        if self._hook_before is not None:
-            self._hook_before(function, args, kwargs, result)
         if getattr(self._own, "asking", False):
             return
         try:
@@ -177,14 +186,31 @@ class Executions:
             self.problems[f"{type(problem).__name__}: {problem}"[:200]] += 1
             return
         self._count(self._hold(executable))
-        self._listen_on()
+        self._listen_here()
 
-    def _listen_on(self) -> None:
-        """Lowering may have left this thread with a hook of its own that is none."""
+    def _listen_here(self) -> None:
+        """Where this thread has a hook of its own, be it none: listen, and call that."""
         from jax._src import api
 
-        if api._post_hook_state.get_local() is None:
+        own = api._post_hook_state.get_local()
+        if (own is None or callable(own)) and own != self._called:
+            self._own.hook_before = own
             api._post_hook_state.set_local(self._called)
+
+    def _hook_changes(self, update: Any, value: Any) -> None:
+        """jax's hook of all threads follows a setting."""
+        from jax._src import api
+
+        update(value)
+        if not self._stopped:
+            self._global_before = api._post_hook_state.get_global()
+            api._post_hook_state.set_global(self._called)
+
+    def _own_hook_changes(self, update: Any, value: Any) -> None:
+        """jax's hook of this thread follows a setting."""
+        update(value)
+        if not self._stopped:
+            self._listen_here()
 
     def _compiled(self, event: str, seconds: float, **labels: Any) -> None:
         if not event.startswith(_COMPILING):
