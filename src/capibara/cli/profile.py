@@ -35,7 +35,7 @@ def profile(
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(metavar="FRACTION", help="How much slower is too slow: 0.35 on a CPU, 0.05 elsewhere."),
+        typer.Option(metavar="FRACTION", help="How much slower is too slow: 0.3 on a CPU, 0.05 elsewhere."),
     ] = None,
     confirm: Annotated[
         int, typer.Option(min=0, metavar="N", help="Run again up to N times before an operation is called slower.")
@@ -118,7 +118,8 @@ def _run(
                 if ended.code not in (None, 0):
                     raise ScriptFailed(f"{name} ended with {ended.code!r}; there is no profile of it") from ended
     except ImportError as problem:
-        if module is not None and problem.name is not None and module.startswith(problem.name):
+        # What runpy says of a module that is not there, and Python of a package that is not.
+        if module is not None and (problem.name or module) in (module, module.partition(".")[0]):
             raise rule_error("-m names a module that Python can import", repr(module), "check its name") from problem
         raise ScriptFailed(f"{name} failed: {type(problem).__name__}: {problem}") from problem
     except Exception as problem:

@@ -10,7 +10,7 @@ from capibara.observe.profiler.result import OpRow, Profile
 
 __all__ = ["TOLERANCE", "Change", "slower", "steadier"]
 
-TOLERANCE = {"cpu": 0.35, "gpu": 0.05, "tpu": 0.05}
+TOLERANCE = {"cpu": 0.3, "gpu": 0.05, "tpu": 0.05}
 """By how much an operation may be slower before it counts, by platform. A CPU's cores are shared with others."""
 # An operation that takes less of the profile than this is not looked at, nor one whose run is shorter than a clock and
 # a scheduler can tell apart.
@@ -40,8 +40,7 @@ def _by_source(found: Profile) -> dict[tuple[str, str], float]:
     """Seconds of a run of a program in each operation, by where it comes from.
 
     Instructions are renamed when anything around them changes; the place in the user's program is not. A run counts at
-    its best (the tenth percentile): what others take of the machine makes it longer, never shorter. What ran only a few
-    times is left out.
+    its best: what others take of the machine makes it longer, never shorter. What ran only a few times is left out.
     """
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for op in found.ops:

@@ -120,13 +120,18 @@ class Executions:
         jax.monitoring.unregister_event_duration_listener(self._compiled)
 
     def wait(self) -> None:
-        """Until the results of the last calls of each thread are there: a device runs its programs in order."""
+        """Until what was started is done: every array there is, and whatever else a device has in its queue.
+
+        On a CPU, which has no queue, a program may outlive this whose first call's result was dropped at once.
+        """
         import jax
 
-        for result in list(self._last_results.values()):
-            if not result.is_deleted():
-                jax.block_until_ready(result)
+        waited = [*self._last_results.values(), *jax.live_arrays()]
+        jax.block_until_ready([array for array in waited if not array.is_deleted()])
         self._last_results.clear()
+        for device in jax.local_devices():
+            if device.platform != "cpu":
+                (jax.device_put(0.0, device) + 1).block_until_ready()
 
     def compiling_spans(self) -> list[tuple[float, float]]:
         """When jax traced, lowered or compiled, by `time.perf_counter`; they may overlap."""
