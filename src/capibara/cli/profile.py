@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -81,6 +82,8 @@ def profile(
 
 def _program(target: str | None, module: str | None, rest: list[str]) -> tuple[str | None, list[str]]:
     if module is not None:
+        if not _importable(module):
+            raise rule_error("-m names a module that Python can import", repr(module), "check its name")
         return None, ([target] if target is not None else []) + rest
     if target is None:
         raise rule_error("A program is named", "none", "write capibara profile SCRIPT.py, or -m MODULE")
@@ -94,6 +97,16 @@ def _program(target: str | None, module: str | None, rest: list[str]) -> tuple[s
     if not file.is_file():
         raise rule_error("The program is in a Python file", f"{target!r}, which is not there", "name a file that is")
     return target, rest
+
+
+def _importable(module: str) -> bool:
+    sys.path.insert(0, "")  # as python -m looks for it
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is not there
+        return False
+    finally:
+        sys.path.remove("")
 
 
 def _run(
@@ -117,14 +130,9 @@ def _run(
             except SystemExit as ended:
                 if ended.code not in (None, 0):
                     raise ScriptFailed(f"{name} ended with {ended.code!r}; there is no profile of it") from ended
-    except ImportError as problem:
-        # What runpy says of a module that is not there, and Python of a package that is not.
-        if module is not None and (problem.name or module) in (module, module.partition(".")[0]):
-            raise rule_error("-m names a module that Python can import", repr(module), "check its name") from problem
-        raise ScriptFailed(f"{name} failed: {type(problem).__name__}: {problem}") from problem
+    except ScriptFailed:
+        raise
     except Exception as problem:
-        if isinstance(problem, ScriptFailed):
-            raise
         raise ScriptFailed(f"{name} failed: {type(problem).__name__}: {problem}") from problem
     finally:
         sys.argv, sys.path[:] = before
