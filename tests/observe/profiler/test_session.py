@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.observe.profiler import last_profile, profile
+from capibara.observe.profiler.executions import Executions
 from capibara.observe.profiler.result import Profile
+from capibara.observe.profiler.session import _named
+from capibara.observe.profiler.trace import Row, TraceReading
 
 
 @jax.jit
@@ -113,3 +116,16 @@ def test_modes_are_named() -> None:
         pass
     with pytest.raises(ValueError, match="mode='tracing'"), profile(trace_dir="somewhere"):
         pass
+
+
+def test_rows_without_a_programs_number_are_found_by_name() -> None:
+    executions = Executions()
+    executions.start()
+    step(jnp.ones((64, 64)))
+    executions.stop()
+    (program,) = [one for one in executions.programs() if one.name == "jit_step"]
+    op = program.work.ops[0].name
+    row = Row("/device:GPU:0", 0, "jit_step", op, "kernel", 0.0, 1.0)
+    other = Row("/device:GPU:0", 0, "", "", "kernel", 0.0, 1.0)
+    named = _named(TraceReading([row, other]), executions.programs())
+    assert [one.program_id for one in named.rows] == [program.program_id, 0]

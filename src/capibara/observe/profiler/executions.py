@@ -83,7 +83,7 @@ class Executions:
         self._settings: list[tuple[Any, Any, Any]] = []
         self._global_before: Any = None
         self._local_before: Any = None
-        self._stopped = False
+        self._started = self._stopped = False
         self._listener_before: Any = None
 
     def start(self) -> None:
@@ -94,6 +94,7 @@ class Executions:
         hook = api._post_hook_state
         self._global_before, self._local_before = hook.get_global(), hook.get_local()
         self._listener_before = util.test_event_listener
+        self._started = True
         for setting in (config.debug_nans, config.debug_infs):
             of_all, of_thread = setting._update_global_hook, setting._update_thread_local_hook
             self._settings.append((setting, of_all, of_thread))
@@ -106,10 +107,12 @@ class Executions:
         self._listen_here()
 
     def stop(self) -> None:
-        """Listen no longer; jax is as it was."""
+        """Listen no longer; jax is as it was. A second time it does nothing."""
         import jax
         from jax._src import api, util
 
+        if not self._started or self._stopped:
+            return
         self._stopped = True
         for setting, of_all, of_thread in self._settings:
             setting._add_hooks(of_all, of_thread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import statistics
@@ -106,19 +107,20 @@ def _recorded(
         folder = _start_trace(recording, trace_dir, notes)
     executions = Executions()
     started = time.perf_counter()
-    executions.start()
     try:
+        executions.start()
         yield recording
-    finally:
         executions.stop()
         executions.wait()
         ended = time.perf_counter()
+    finally:
+        executions.stop()
         if folder is not None:
             import jax
 
             jax.profiler.stop_trace()
     xplane = _newest(folder, "*.xplane.pb")
-    reading = None if xplane is None else read_trace(xplane)
+    reading = None if xplane is None else _named(read_trace(xplane), executions.programs())
     recording.profile = _result(
         name, executions, reading, (started, ended), memory_before, notes, captures,
         trace_file=_newest(folder, "*.trace.json.gz"),
@@ -145,6 +147,22 @@ def _start_trace(recording: Recording, trace_dir: str | Path | None, notes: list
         notes.append(text)
         return None
     return folder
+
+
+def _named(reading: TraceReading, programs: list[ProgramRuns]) -> TraceReading:
+    """The same rows with the numbers of their programs; where the runtime gave none, by name and instruction."""
+    numbers = {(program.program_id, program.name) for program in programs}
+    by_name: dict[tuple[str, str], int] = {}
+    for program in programs:
+        for op in program.work.ops:
+            by_name.setdefault((program.name, op.name), program.program_id)
+    rows = [
+        row
+        if (row.program_id, row.module) in numbers
+        else dataclasses.replace(row, program_id=by_name.get((row.module, row.op), row.program_id))
+        for row in reading.rows
+    ]
+    return dataclasses.replace(reading, rows=rows)
 
 
 def _newest(folder: Path | None, pattern: str) -> Path | None:
@@ -279,7 +297,8 @@ def _ops(programs: list[ProgramRuns], reading: TraceReading | None, chip: Chip, 
             found = timed.pop((program.program_id, op.name), [])
             if op.kind == "copy" and reading is not None and not found:
                 continue  # the runtime made nothing of it
-            rows.append(_op_row(program, op, found, devices / min(program.devices, shared), each, chip))
+            spread = len({row.device for row in found}) / min(program.devices, shared)
+            rows.append(_op_row(program, op, found, spread, each, chip))
     for (_, op_name), found in timed.items():
         kind = "collective" if "nccl" in op_name.lower() else "kernel"
         seconds = [row.seconds for row in found]
