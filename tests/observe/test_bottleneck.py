@@ -114,20 +114,18 @@ def one_program() -> Callable[[], jax.Array]:
 
 
 def communicating() -> Callable[[], jax.Array]:
-    return exchanges_every(1)
+    return summed(jax.P("d", None))
 
 
-def exchanges_every(times: int) -> Callable[[], jax.Array]:
-    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+def sharded_along_the_other_axis() -> Callable[[], jax.Array]:
+    return summed(jax.P(None, "d"))
 
-    def local(x: jax.Array) -> jax.Array:
-        if times == 1:
-            return jax.lax.psum(x, "d")
-        x = jax.lax.fori_loop(0, times, lambda _, c: jnp.tanh(c @ c.T @ c), x)
-        return jax.lax.psum(x.sum(), "d")
 
-    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P()))
-    x = jax.device_put(jnp.ones((4 * 128, 512)), jax.NamedSharding(mesh, jax.P("d")))
+def summed(spec: jax.P) -> Callable[[], jax.Array]:
+    """Over rows: exchanged where the devices have some of the rows each, local where they have some of the columns."""
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    function = jax.jit(lambda x: x.reshape(4, 64, -1).sum(0))
+    x = jax.device_put(jnp.ones((4 * 64, 4096)), jax.NamedSharding(mesh, spec))
     return lambda: [function(x) for _ in range(3)][-1]
 
 
@@ -149,7 +147,7 @@ PLANTED = [
     (calling_back, "host_transfer", clean),
     (memory_bound, "memory", fused),
     (launch_bound, "launch", one_program),
-    (communicating, "communication", lambda: exchanges_every(8)),
+    (communicating, "communication", sharded_along_the_other_axis),
     (recompiling, "recompilation", jitted_once),
 ]
 

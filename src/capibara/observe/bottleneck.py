@@ -109,7 +109,7 @@ def _profiled(function: Callable[[], Any]) -> Profile:
 
 
 def _time(ops: list[OpRow]) -> float:
-    return sum(op.seconds or 0.0 for op in ops)
+    return sum(op.steady_seconds for op in ops)
 
 
 def _names(ops: list[OpRow]) -> list[str]:
@@ -243,22 +243,24 @@ def _input(found: Profile) -> Bottleneck | None:
 
 
 def _launch(found: Profile) -> Bottleneck | None:
-    dispatch, busy = found.host_seconds.get("dispatch_while_idle", 0.0), found.busy_seconds or 0.0
-    span = found.wall_seconds - found.compile_seconds
-    share = dispatch / span if span > 0 else 0.0
-    if share < _MUCH or found.runs < _LOOP * 10 or dispatch < busy:
+    if found.runs < _LOOP * 10 or found.dispatch_median_seconds is None:
+        return None
+    running = sum(op.steady_seconds for op in found.ops) / found.runs
+    # A CPU runs small programs inside of the call that starts them.
+    starting = max(found.dispatch_median_seconds - (running if found.platform == "cpu" else 0.0), 0.0)
+    share = starting / (starting + running) if starting else 0.0
+    if share < _MOST:
         return None
     return Bottleneck(
         "launch",
-        f"{found.runs} programs were started, and starting them took {dispatch * 1e3:.3g} ms, running them "
-        f"{busy * 1e3:.3g} ms.",
+        f"{found.runs} programs were started, each of which took the host {starting * 1e6:.3g} us to start and the "
+        f"device {running * 1e6:.3g} us to run.",
         "Do more in one program: put the loop's body into one jitted function, or the loop itself (jax.lax.scan).",
         {
             "share": share,
             "runs": found.runs,
-            "dispatch_seconds": dispatch,
-            "busy_seconds": busy,
-            "microseconds_a_run": 1e6 * busy / found.runs,
+            "starting_microseconds": 1e6 * starting,
+            "running_microseconds": 1e6 * running,
         },
     )
 

@@ -68,6 +68,11 @@ class OpRow:
     """(batch, m, n, k) of the matrix products in it."""
 
     @property
+    def steady_seconds(self) -> float:
+        """All its runs at their median: without what a busy machine did to a few of them."""
+        return (self.median_seconds or 0.0) * self.count
+
+    @property
     def roofline(self) -> float | None:
         """The share of the chip's peak, of whatever bounds it, that it reaches; None where its time is not known."""
         return None if not self.seconds else self.least_seconds / self.seconds
@@ -115,6 +120,8 @@ class Profile:
     had nothing to do and the host was not in jax."""
     host_counts: Mapping[str, int] = field(default_factory=dict)
     """Tracing: how often the host did each."""
+    dispatch_median_seconds: float | None = None
+    """Tracing: what one call of a jitted function takes the host."""
     idle_seconds: float | None = None
     trace_file: str | None = None
     """For Perfetto (https://ui.perfetto.dev)."""

@@ -371,12 +371,14 @@ def _times(reading: TraceReading, programs: list[ProgramRuns], wall: float, shar
     whole = union_seconds(everywhere)
     in_jax = [span for spans in reading.host.values() for span in spans]
     waits = _waits_for_host(everywhere, in_jax)
+    calls = [end - start for start, end in merged(reading.host["dispatch"])]
     return {
         # Devices of one host run at the same time on it.
         "busy_seconds": whole if sharing > 1 else statistics.fmean(busy) if busy else 0.0,
         "communication_seconds": statistics.fmean(talking) if talking else 0.0,
         "exposed_communication_seconds": statistics.fmean(exposed) if exposed else 0.0,
         "idle_seconds": max(wall - whole, 0.0),
+        "dispatch_median_seconds": statistics.median(calls) if calls else None,
         "host_counts": {
             **{what: len(spans) for what, spans in reading.host.items()},
             "outside_while_idle": sum(seconds >= _WAIT for seconds in waits),
