@@ -183,7 +183,7 @@ def step(tiny: bool) -> dict[str, Any]:
 
 
 def gate(tiny: bool, pairs: int) -> dict[str, Any]:
-    size, steps = (256, 30) if tiny else (4096, 50)
+    size, steps = (512, 30) if tiny else (4096, 50)
     longer = size + size // (2 if tiny else 10)
     with tempfile.TemporaryDirectory() as folder:
         script, base = Path(folder) / "steps.py", Path(folder) / "base.json"

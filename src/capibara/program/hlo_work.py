@@ -399,7 +399,7 @@ def _convolution(rest: str, shapes: dict[str, str], work: _Work) -> None:
         kernel, sums = _shape(read[1], shapes), math.prod(_shape(read[0], shapes))
     else:
         kernel, sums = _shape(read[1], shapes), math.prod(result[0][1])
-    taps = math.prod(kernel) // max(kernel[labels.group(2).index("o")], 1)
+    taps = math.prod(kernel) / max(kernel[labels.group(2).index("o")], 1)
     spread = re.search(r"lhs_dilate=([\dx]+)", rest)
     if spread:  # of a spread-out input most taps meet the zeros in between
         taps = taps / math.prod(int(one) for one in spread.group(1).split("x"))
