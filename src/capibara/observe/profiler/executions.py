@@ -27,6 +27,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+from jax._src import api, config, pjit, util
+from jax._src.array import ArrayImpl
+from jax._src.interpreters import mlir
+from jax._src.sharding_impls import UnspecifiedValue
+
 from capibara.lru import LRU
 from capibara.program.hlo_work import HloWork, hlo_work
 
@@ -36,6 +43,7 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _COMPILING = "/jax/core/compile/"
 # So many executables are held until the end; the work of more is read at once, and they are let go.
 _HELD = 256
+_BATCH = 16
 
 
 @dataclass
@@ -88,9 +96,6 @@ class Executions:
 
     def start(self) -> None:
         """Begin to listen."""
-        import jax
-        from jax._src import api, config, util
-
         hook = api._post_hook_state
         self._global_before, self._local_before = hook.get_global(), hook.get_local()
         self._listener_before = util.test_event_listener
@@ -108,9 +113,6 @@ class Executions:
 
     def stop(self) -> None:
         """Listen no longer; jax is as it was. A second time it does nothing."""
-        import jax
-        from jax._src import api, util
-
         if not self._started or self._stopped:
             return
         self._stopped = True
@@ -127,8 +129,6 @@ class Executions:
 
         On a CPU, which has no queue, a program may outlive this whose first call's result was dropped at once.
         """
-        import jax
-
         waited = [*self._last_results.values(), *jax.live_arrays()]
         jax.block_until_ready([array for array in waited if not array.is_deleted()])
         self._last_results.clear()
@@ -159,8 +159,6 @@ class Executions:
         """After a call that jax ran in C++."""
         before = getattr(self._own, "hook_before", self._global_before)
         if self._stopped:  # in another thread than the one that stopped it
-            from jax._src import api
-
             api._post_hook_state.set_local(before)
         if before is not None:
             before(function, args, kwargs, result)
@@ -198,8 +196,6 @@ class Executions:
 
     def _listen_here(self) -> None:
         """Where this thread has a hook of its own, be it none: listen, and call that."""
-        from jax._src import api
-
         own = api._post_hook_state.get_local()
         if (own is None or callable(own)) and own != self._called:
             self._own.hook_before = own
@@ -207,8 +203,6 @@ class Executions:
 
     def _hook_changes(self, update: Any, value: Any) -> None:
         """jax's hook of all threads follows a setting."""
-        from jax._src import api
-
         update(value)
         if not self._stopped:
             self._global_before = api._post_hook_state.get_global()
@@ -286,9 +280,6 @@ class Executions:
 
     def _lowered(self, params: dict[str, Any], args: tuple[Any, ...]) -> Any:
         """The executable of a call that jax is about to make: compiled now, it is in jax's cache for the call."""
-        from jax._src import pjit
-        from jax._src.interpreters import mlir
-
         names = (
             *("jaxpr", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars", "ctx_mesh"),
             *("name", "keep_unused", "inline", "compiler_options_kvs"),
@@ -325,29 +316,28 @@ class Executions:
         )
 
     def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        import numpy as np
-
         for arg in (*args, *kwargs.values()):
-            # A batch is an array or a dict of them.
-            if type(arg) is np.ndarray or (type(arg) is dict and any(type(x) is np.ndarray for x in arg.values())):
+            # A batch is an array or a small dict of them; a large one is weights, and looking at each would take time.
+            small = type(arg) is dict and len(arg) <= _BATCH
+            if type(arg) is np.ndarray or (small and any(type(x) is np.ndarray for x in arg.values())):
                 self.host_arguments += 1
                 return
 
 
 def _first_leaf(result: Any) -> Any:
-    import jax
-
-    while type(result) in (tuple, list) and result:
-        result = result[0]
-    if not isinstance(result, jax.Array):
-        leaves = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
-        return leaves[0] if leaves else None
-    return result
+    """One array of a result. Every call comes by here: all leaves are looked at only where the first is none."""
+    inner = result
+    while type(inner) is not ArrayImpl:
+        if type(inner) in (tuple, list) and inner:
+            inner = inner[0]
+        elif type(inner) is dict and inner:
+            inner = next(iter(inner.values()))
+        else:
+            return next((leaf for leaf in jax.tree.leaves(result) if type(leaf) is ArrayImpl), None)
+    return inner
 
 
 def _own_out_shardings(function: Any) -> bool:
-    from jax._src.sharding_impls import UnspecifiedValue
-
     return any(not isinstance(leaf, UnspecifiedValue) for leaf in function._jit_info.out_shardings_leaves)
 
 
@@ -368,9 +358,6 @@ def _kind_of(leaf: Any) -> Any:
 
 
 def _signature(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    import jax
-    from jax._src import config
-
     info = function._jit_info
     static = [args[i] for i in info.static_argnums if -len(args) <= i < len(args)]
     static += [(name, kwargs[name]) for name in info.static_argnames if name in kwargs]
