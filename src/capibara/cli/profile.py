@@ -116,8 +116,8 @@ def _run(
     from capibara.observe.profiler.session import profile as recorded
 
     name = script or f"-m {module}"
-    before = sys.argv, list(sys.path)
-    sys.argv = [script or str(module), *arguments]
+    before = list(sys.argv), list(sys.path)
+    sys.argv[:] = [script or str(module), *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent) if script else "")
     redirected: Any = contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext()
     try:
@@ -135,7 +135,7 @@ def _run(
     except Exception as problem:
         raise ScriptFailed(f"{name} failed: {type(problem).__name__}: {problem}") from problem
     finally:
-        sys.argv, sys.path[:] = before
+        sys.argv[:], sys.path[:] = before
     if recording.profile is None:
         raise ScriptFailed(f"{name} ran inside of another profiler")
     if trace_dir is None:  # the files go with the recording
