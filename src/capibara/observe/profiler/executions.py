@@ -32,7 +32,7 @@ import numpy as np
 from jax._src import api, config, pjit, util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import mlir
-from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.named_sharding import UnspecifiedValue
 
 from capibara.lru import LRU
 from capibara.program.hlo_work import HloWork, hlo_work
@@ -214,11 +214,11 @@ class Executions:
         if not self._stopped:
             self._listen_here()
 
-    def _compiled(self, event: str, seconds: float, **labels: Any) -> None:
+    def _compiled(self, event: str, duration_secs: float, **labels: str | int) -> None:
         if not event.startswith(_COMPILING):
             return
         now = time.perf_counter()
-        self._compiling.append((now - seconds, now))
+        self._compiling.append((now - duration_secs, now))
         if event == _BACKEND_COMPILE:
             self.compilations[getattr(self._own, "source", None) or str(labels.get("fun_name", "?"))] += 1
 
