@@ -36,7 +36,7 @@ def profile(
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(metavar="FRACTION", help="How much slower is too slow: 0.3 on a CPU, 0.05 elsewhere."),
+        typer.Option(metavar="FRACTION", help="How much slower is too slow: 0.35 on a CPU, 0.05 elsewhere."),
     ] = None,
     confirm: Annotated[
         int, typer.Option(min=0, metavar="N", help="Run again up to N times before an operation is called slower.")

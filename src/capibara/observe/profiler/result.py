@@ -61,7 +61,7 @@ class OpRow:
     """Of its program."""
     seconds: float | None = None
     best_seconds: float | None = None
-    """Of the shortest run of it."""
+    """Of one run of it: the tenth percentile."""
     median_seconds: float | None = None
     written_dtype: str = ""
     products: tuple[tuple[int, int, int, int], ...] = ()
