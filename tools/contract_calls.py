@@ -300,6 +300,39 @@ def memory_planned_and_measured() -> None:
     assert 0 <= monitor.usage() <= monitor.peak()
 
 
+@shows(
+    ":TpuPerformanceProfiler", ":TpuPerformanceProfiler.profile_context", ":TpuPerformanceProfiler.get_metrics",
+    ":TpuPerformanceProfiler.get_detailed_metrics", ":TpuProfiler", ":TpuProfiler.__enter__", ":TpuProfiler.__exit__",
+    ":TpuProfiler.generate_report",
+    of="capibara.jax.tpu_v4.optimizations",
+)  # fmt: skip
+def profilers() -> None:
+    import jax
+
+    from capibara.jax.tpu_v4.optimizations import TpuPerformanceProfiler, TpuProfiler
+
+    model, inputs = jax.jit(lambda x: x @ x), SQUARE
+    profiler = TpuPerformanceProfiler(
+        capture_memory=True, capture_flops=True, capture_communication=True, capture_kernel_details=True
+    )
+    with profiler.profile_context("model_forward"):
+        model(inputs)
+    metrics = profiler.get_detailed_metrics()
+    names = ("tflops", "peak_memory_gb", "memory_efficiency", "compute_efficiency", "comm_overhead_ms")
+    assert all(metrics[name] >= 0 for name in names)
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("forward_pass"):
+        model(inputs)
+    assert profiler.get_metrics()["tflops"] > 0
+    whole = TpuProfiler(capture_memory=True, capture_flops=True, capture_communication=True)
+    with whole:
+        model(inputs)
+    report = whole.generate_report()
+    assert report["total_flops"] == 2 * 32**3
+    assert report["peak_memory_gb"] > 0
+    assert report["comm_overhead_ms"] == 0
+
+
 @shows("capibara.jax.tpu_v4.training:create_training_mesh")
 def training_mesh() -> None:
     from capibara.jax.tpu_v4.training import create_training_mesh

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from capibara._version import __version__
-from capibara.cli import bench, cost, demo, generate, kernels, launch, monitor, plan, serve, tour, train
+from capibara.cli import bench, cost, demo, generate, kernels, launch, monitor, plan, profile, serve, tour, train
 from capibara.cli.failures import CODES, Application
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.add_typer(kernels.app, name="kernels")
 app.add_typer(bench.app, name="bench")
 app.command(name="plan")(plan.plan)
 app.command(name="cost")(cost.cost)
+app.command(name="profile", context_settings={"allow_extra_args": True})(profile.profile)
 app.command(name="train")(train.train)
 app.command(name="launch")(launch.launch)
 app.command(name="generate")(generate.generate)

@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 
 from capibara.program.chip import Collective
+from capibara.program.hlo_text import BRANCHES, CALL, CALLED, array_bytes, computations, trips
 
-__all__ = ["collectives_in"]
+__all__ = ["KINDS", "collectives_in"]
 
-_KINDS = {
+KINDS = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
@@ -19,14 +20,7 @@ _KINDS = {
     "collective-permute": "permute",
     "collective-broadcast": "permute",
 }
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_CALL = re.compile(r"([a-z][a-z\-]*)\(")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
-_CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "c64": 64, "c128": 128, "bf16": 16, "token": 0, "opaque": 0}
+"""HLO's opcodes of the exchanges -> what `Collective` calls them."""
 
 
 def collectives_in(hlo_text: str, mesh_axes: Mapping[str, int] | None = None) -> list[Collective]:
@@ -36,26 +30,10 @@ def collectives_in(hlo_text: str, mesh_axes: Mapping[str, int] | None = None) ->
     `bytes` is counted as in `Collective`. With the axes of the mesh, in their order, `axes` names those along which the
     groups of devices run; without, and for groups that are no product of axes, it is empty.
     """
-    bodies, entry = _computations(hlo_text)
+    bodies, entry = computations(hlo_text)
     found: list[Collective] = []
     _walk(entry, bodies, 1, "", mesh_axes, found, ())
     return found
-
-
-def _computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
-    bodies: dict[str, list[tuple[str, str]]] = {}
-    current, entry = "", ""
-    for line in text.splitlines():
-        header = _COMPUTATION.match(line)
-        if header and "=" not in line.split("(")[0]:
-            current = header.group(2)
-            bodies[current] = []
-            entry = current if header.group(1) else entry
-            continue
-        instruction = _INSTRUCTION.match(line)
-        if instruction and current:
-            bodies[current].append((instruction.group(1), instruction.group(2)))
-    return bodies, entry
 
 
 def _walk(
@@ -66,94 +44,39 @@ def _walk(
         return
     shapes = dict(bodies.get(name, ()))
     for _, rest in bodies.get(name, ()):
-        call = _CALL.search(rest)
+        call = CALL.search(rest)
         if call is None:
             continue
         op = call.group(1)
-        kind = _KINDS.get(op.removesuffix("-start"))
+        kind = KINDS.get(op.removesuffix("-start"))
         if kind is not None and not op.endswith("-done"):
             size = _bytes(rest, call, kind, op, shapes)
             made = Collective(kind, _axes(rest, mesh_axes), size, why or _source(rest))
             found += [made] * times
             continue
-        trips, said = 1, why
+        again, said = 1, why
         if op == "while":
-            known = _trips(rest, shapes, bodies)
-            trips = known or 1
+            known = trips(rest, shapes, bodies)
+            again = known or 1
             said = why if known else "inside a loop of unknown length, counted once"
-        inner = _CALLED.findall(rest)
-        branches = _BRANCHES.search(rest)
+        inner = CALLED.findall(rest)
+        branches = BRANCHES.search(rest)
         if branches:
             inner += [one.strip().lstrip("%") for one in branches.group(1).split(",")]
         if op in ("while", "call", "conditional", "async-start", "fusion"):
             for called in inner:
-                _walk(called, bodies, times * trips, said, mesh_axes, found, (*path, name))
-
-
-def _trips(rest: str, shapes: dict[str, str], bodies: dict[str, list[tuple[str, str]]]) -> int | None:
-    """How often a while runs: as the compiler notes it, or by its counter, where that starts and ends at constants."""
-    noted = _TRIPS.search(rest)
-    if noted:
-        return int(noted.group(1))
-    condition, body = (re.search(rf"{word}=%?([\w.\-]+)", rest) for word in ("condition", "body"))
-    start = re.search(r"while\(%?([\w.\-]+)\)", rest)
-    if not (condition and body and start):
-        return None
-    inside = dict(bodies.get(condition.group(1), ()))
-    compared = next((_operands(text) for text in inside.values() if " compare(" in text and "direction=LT" in text), [])
-    if len(compared) != 2:
-        return None
-    place = re.search(r"get-tuple-element\(.*index=(\d+)", inside.get(compared[0], ""))
-    end = _constant(inside.get(compared[1], ""))
-    if place is None or end is None:
-        return None
-    index = int(place.group(1))
-    before = _operands(shapes.get(start.group(1), ""))
-    first = _constant(shapes.get(before[index], "")) if index < len(before) else None
-    # The tuple may be copied on its way here; loops that jax and the partitioner make count from 0.
-    return -(-(end - (first or 0)) // _stride(bodies.get(body.group(1), []), index))
-
-
-def _stride(body: list[tuple[str, str]], index: int) -> int:
-    """By how much a trip moves the counter: more than 1 where the compiler has unrolled the loop."""
-    inside = dict(body)
-    made = _operands(body[-1][1]) if body else []
-    added = inside.get(made[index], "") if index < len(made) else ""
-    constants = [_constant(inside.get(name, "")) for name in _operands(added)] if " add(" in added else []
-    return max((one for one in constants if one), default=1)
-
-
-def _operands(text: str) -> list[str]:
-    call = _CALL.search(text)
-    return re.findall(r"%([\w.\-]+)", text[call.end() : text.find(")", call.end())]) if call else []
-
-
-def _constant(text: str) -> int | None:
-    found = re.search(r" constant\((-?\d+)\)", text)
-    return int(found.group(1)) if found else None
-
-
-def _size(text: str) -> list[float]:
-    sizes = []
-    for dtype, dims in _ARRAY.findall(text):
-        bits = _BITS.get(dtype)
-        if bits is None:
-            digits = re.search(r"\d+", dtype)
-            bits = 8 if dtype.startswith("f8") or digits is None else int(digits.group())
-        lengths = [int(one.removeprefix("<=")) for one in dims.split(",") if one]
-        sizes.append(math.prod(lengths) * bits / 8)
-    return sizes
+                _walk(called, bodies, times * again, said, mesh_axes, found, (*path, name))
 
 
 def _bytes(rest: str, call: re.Match[str], kind: str, op: str, shapes: dict[str, str]) -> float:
-    result = sum(_size(rest[: call.start()]))
+    result = array_bytes(rest[: call.start()])
     names = re.findall(r"%?([\w.\-]+)", rest[call.end() : rest.index(")", call.end())])
     operands = 0.0
     for name in names:
         if name in shapes:
             made = shapes[name]
-            inner = _CALL.search(made)
-            operands += sum(_size(made[: inner.start()] if inner else made))
+            inner = CALL.search(made)
+            operands += array_bytes(made[: inner.start()] if inner else made)
     if kind != "all_gather":
         return operands or result
     # The asynchronous form returns its operands beside its result.

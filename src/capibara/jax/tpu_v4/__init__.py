@@ -29,7 +29,15 @@ __all__, __getattr__, __dir__ = exports(
         "capibara.mesh.mesh": "MeshConfig TPUv4MeshConfigurations create_tpu_mesh_config",
     },
     modules=(
-        "autoscaling", "backend", "cost", "inference", "kernels", "monitoring", "optimizations", "recovery", "training",
+        "autoscaling",
+        "backend",
+        "cost",
+        "inference",
+        "kernels",
+        "monitoring",
+        "optimizations",
+        "recovery",
+        "training",
     ),
     missing=to_come.no_attribute,
 )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from capibara.memory.manager import TpuMemoryManager as TpuMemoryManager
     from capibara.memory.monitor import TpuMemoryMonitor as TpuMemoryMonitor
     from capibara.mesh.context import tpu_v4_optimization_context as tpu_v4_optimization_context
+    from capibara.observe.profiler.tpu import TpuPerformanceProfiler as TpuPerformanceProfiler
+    from capibara.observe.profiler.tpu import TpuProfiler as TpuProfiler
     from capibara.plan.sharding.mesh_sharding import create_mesh_sharding as create_mesh_sharding
     from capibara.plan.sharding.strategy import optimize_sharding_strategy as optimize_sharding_strategy
 
@@ -34,6 +36,7 @@ __all__, __getattr__, __dir__ = exports(
         "capibara.memory.manager": "TpuMemoryManager",
         "capibara.memory.monitor": "TpuMemoryMonitor",
         "capibara.mesh.context": "tpu_v4_optimization_context",
+        "capibara.observe.profiler.tpu": "TpuPerformanceProfiler TpuProfiler",
         "capibara.plan.sharding.mesh_sharding": "create_mesh_sharding",
         "capibara.plan.sharding.strategy": "optimize_sharding_strategy",
     },

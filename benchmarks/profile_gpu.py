@@ -1,0 +1,242 @@
+"""What the profiler says, held against measurements that do not use it.
+
+    python benchmarks/profile_gpu.py --out profile.json        # on one H200: all of it, about 15 minutes
+    python benchmarks/profile_gpu.py --tiny --pairs 2          # on a CPU: that it runs; its figures mean little
+    python benchmarks/profile_gpu.py --parts gemm,overhead
+
+gemm      the TFLOP/s of an 8192^3 product by both modes, and by the clock: the time that 40 more calls take
+overhead  what counting costs a product, a training step and a call that does next to nothing, call by call in turns
+step      a training step: whether the rows of its operations add up to the step's wall clock, and whether the three
+          largest products, run alone at the same shapes, take as long
+gate      `capibara profile --against`: quiet on two equal runs, and names the product that was made 10 % longer (a half
+          on a CPU)
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.observe.profiler import profile
+
+sys.path.insert(0, str(Path(__file__).parent))
+import plain_llama
+
+PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+
+size, columns, steps = map(int, sys.argv[1:])
+x = jnp.ones((size, size), jnp.bfloat16)
+w = jnp.ones((size, columns), jnp.bfloat16)
+
+
+@jax.jit
+def step(x, w):
+    with jax.named_scope("body"):
+        x = jnp.tanh(x @ x)
+    with jax.named_scope("head"):
+        return x, x @ w
+
+
+for _ in range(steps):
+    y = step(x, w)
+jax.block_until_ready(y)
+"""
+
+
+def seconds_of(call: Callable[[], Any], few: int = 20, more: int = 40) -> float:
+    """Of one call on the device: what more calls take beyond a few, so that starting and waiting cancel out."""
+
+    def together(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            result = call()
+        jax.block_until_ready(result)
+        return time.perf_counter() - start
+
+    together(3)
+    return statistics.median((together(few + more) - together(few)) / more for _ in range(5))
+
+
+def gemm(tiny: bool) -> dict[str, Any]:
+    size = 256 if tiny else 8192
+    x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    product = jax.jit(jnp.matmul)
+    clock = 2 * size**3 / seconds_of(lambda: product(x, x)) / 1e12
+    found = {"by_the_clock": clock}
+    for mode in ("counting", "tracing"):
+        with profile("gemm", mode) as recording:
+            for _ in range(50):
+                y = product(x, x)
+            del y
+        assert recording.profile is not None
+        found[mode] = recording.profile.tflops
+        found[f"{mode}_off_by"] = found[mode] / clock - 1
+    return {**found, "promise": "within 3 %"}
+
+
+def overhead(tiny: bool) -> dict[str, Any]:
+    size = 256 if tiny else 8192
+    x = jnp.ones((size, size), jnp.bfloat16)
+    product, little = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)
+    small = jnp.ones((8,))
+    update, arguments = training(tiny)
+    held = list(arguments)
+
+    def step() -> Any:
+        held[0], held[1], loss = update(held[0], held[1], held[2])
+        return loss
+
+    found = {}
+    calls = {
+        "product": (lambda: product(x, x), 20),
+        "training_step": (step, 5),
+        "next_to_nothing": (lambda: little(small), 2000),
+    }
+    for name, (call, times) in calls.items():
+        jax.block_until_ready(call())
+
+        def timed(call: Callable[[], Any] = call, times: int = times) -> float:
+            start = time.perf_counter()
+            for _ in range(times):
+                result = call()
+            jax.block_until_ready(result)
+            return (time.perf_counter() - start) / times
+
+        timed()
+        ratios, extra = [], []
+        for _ in range(15):
+            plain = timed()
+            with profile():
+                counted = timed()
+            ratios.append(counted / plain - 1)
+            extra.append(counted - plain)
+        found[name] = {"share": statistics.median(ratios), "microseconds_a_call": 1e6 * statistics.median(extra)}
+    return {**found, "promise": "under 3 % of a product and of a training step"}
+
+
+def training(tiny: bool) -> tuple[Any, tuple[Any, Any, Any]]:
+    config = plain_llama.SHAPES["tiny" if tiny else "1b"]
+    rows, length = (2, 64) if tiny else (8, 2048)
+    params = jax.jit(functools.partial(plain_llama.init, config))(jax.random.key(0))
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), plain_llama.state_shapes(params))
+    ids = jax.random.randint(jax.random.key(1), (rows, length + 1), 0, config.vocab)
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    return jax.jit(functools.partial(plain_llama.step, config=config), donate_argnums=(0, 1)), (params, state, batch)
+
+
+def step(tiny: bool) -> dict[str, Any]:
+    update, (params, state, batch) = training(tiny)
+    params, state, loss = jax.block_until_ready(update(params, state, batch))
+    steps = 5
+    start = time.perf_counter()
+    for _ in range(steps):
+        params, state, loss = update(params, state, batch)
+    jax.block_until_ready(loss)
+    wall = (time.perf_counter() - start) / steps
+    with profile("step", "tracing") as recording:
+        for _ in range(steps):
+            params, state, loss = update(params, state, batch)
+    found = recording.profile
+    assert found is not None
+    rows = sum(op.seconds or 0.0 for op in found.ops) / steps
+    alone = []
+    largest = [op for op in found.ops if op.seconds and len(op.products) == 1][:3]
+    for op in largest:
+        b, m, n, k = op.products[0]
+        left = jnp.ones((b, m, k), op.written_dtype or op.dtype)
+        right = jnp.ones((b, k, n), op.written_dtype or op.dtype)
+        product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
+        inside = op.median_seconds or 0.0
+        by_itself = seconds_of(functools.partial(product, left, right), 5, 10)
+        alone.append(
+            {"op": op.source or op.op, "sizes": op.products[0], "inside": inside, "alone": by_itself,
+             "off_by": inside / by_itself - 1}
+        )  # fmt: skip
+    return {
+        "wall_seconds": wall,
+        "rows_seconds": rows,
+        "off_by": rows / wall - 1,
+        "busy_seconds": (found.busy_seconds or 0.0) / steps,
+        "tflops": found.tflops,
+        "compute_efficiency": found.compute_efficiency,
+        "largest": alone,
+        "notes": list(found.notes),
+        "promise": "rows within 3 % of the wall clock; the three largest within 10 % of themselves alone",
+    }
+
+
+def gate(tiny: bool, pairs: int) -> dict[str, Any]:
+    size, steps = (512, 30) if tiny else (4096, 50)
+    longer = size + size // (2 if tiny else 10)
+    with tempfile.TemporaryDirectory() as folder:
+        script, base = Path(folder) / "steps.py", Path(folder) / "base.json"
+        script.write_text(PROGRAM, encoding="utf-8")
+
+        def run(columns: int, *options: str) -> tuple[int, Any]:
+            command = [sys.executable, "-m", "capibara", "profile", str(script), str(size), str(columns), str(steps)]
+            ended = subprocess.run([*command, "--json", *options], capture_output=True, text=True, check=False)
+            return ended.returncode, json.loads(ended.stdout)
+
+        base.write_text(json.dumps(run(size)[1]), encoding="utf-8")
+        equal = [run(size, "--against", str(base)) for _ in range(pairs)]
+        slowed = [run(longer, "--against", str(base)) for _ in range(max(pairs // 4, 1))]
+    named = [[one["op"] for one in document["against"]["slower"]] for _, document in slowed]
+    return {
+        "equal_runs": pairs,
+        "quiet": sum(code == 0 for code, _ in equal),
+        "said_of_equal_runs": [document["against"]["slower"] for code, document in equal if code],
+        "slowed_runs": len(slowed),
+        "slowed_by": longer / size - 1,
+        "caught": sum(
+            code == 1 and any("head" in op for op in ops) for (code, _), ops in zip(slowed, named, strict=True)
+        ),
+        "promise": "all quiet, all caught",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="gemm,overhead,step,gate")
+    parser.add_argument("--pairs", type=int, default=20, help="equal runs of the gate")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "gemm": lambda: gemm(asked.tiny),
+        "overhead": lambda: overhead(asked.tiny),
+        "step": lambda: step(asked.tiny),
+        "gate": lambda: gate(asked.tiny, asked.pairs),
+    }
+    found = {
+        "date": date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(["python", "benchmarks/profile_gpu.py", *sys.argv[1:]]),
+        **{name: parts[name]() for name in asked.parts.split(",")},
+    }
+    text = json.dumps(found, indent=1)
+    print(text)
+    if asked.out is not None:
+        asked.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""`capibara profile`: what it prints, what it refuses, and its gate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from capibara.cli.main import app
+
+runner = CliRunner()
+
+PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+
+extra = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+assert __name__ == "__main__"
+
+@jax.jit
+def step(x, w):
+    with jax.named_scope("body"):
+        x = x @ w
+    with jax.named_scope("head"):
+        for _ in range(2 + extra):
+            x = x @ w
+    return x
+
+x = w = jnp.eye(256)
+for _ in range(30):
+    x = step(x, w)
+print("the program's own words")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("steps.py").write_text(PROGRAM)
+    return "steps.py"
+
+
+def ran(*arguments: str, code: int = 0) -> Any:
+    answer = runner.invoke(app, ["profile", *arguments])
+    assert answer.exit_code == code, answer.output
+    return answer
+
+
+@pytest.mark.quick
+def test_a_script_its_arguments_and_json(script: str) -> None:
+    before = list(sys.argv), list(sys.path)
+    answer = ran(script, "1", "--json")
+    document = json.loads(answer.stdout)
+    assert "own words" in answer.stderr
+    (program,) = [one for one in document["profile"]["programs"] if one["name"] == "jit_step"]
+    assert (program["runs"], program["flops"]) == (30, 30 * 4 * 2 * 256**3)
+    assert document["profile"]["trace_file"] is None  # not kept
+    assert document["against"] is None
+    assert (sys.argv, sys.path) == before
+
+
+def test_a_table_for_people(script: str, tmp_path: Path) -> None:
+    answer = ran(script, "--trace-dir", "kept", "--top", "1")
+    assert "runs of" in answer.stdout
+    assert "jit(step)/" in answer.stdout
+    assert "... and" in answer.stdout
+    assert list((tmp_path / "kept").rglob("*.xplane.pb"))
+
+
+def test_counting_has_no_times(script: str) -> None:
+    document = json.loads(ran(script, "--counting", "--json").stdout)["profile"]
+    assert document["mode"] == "counting"
+    assert document["metrics"]["comm_overhead_ms"] is None
+    assert document["ops"]
+    assert all(op["seconds"] is None for op in document["ops"])
+
+
+def test_a_module(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(".")
+    document = json.loads(ran("-m", "steps", "--json").stdout)["profile"]
+    assert document["name"] == "-m steps"
+    assert any(program["name"] == "jit_step" for program in document["programs"])
+
+
+@pytest.mark.quick
+def test_an_operation_that_became_slower_is_named(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as much work again in one of two: with times that are made of the work, for a busy machine has its own."""
+    from capibara.observe.profiler import session
+
+    measured = session._op_row
+
+    def by_work(*arguments: Any) -> Any:
+        import dataclasses
+
+        row = measured(*arguments)
+        seconds = row.flops / 1e9 / max(row.count, 1)
+        return dataclasses.replace(row, seconds=seconds * row.count, best_seconds=seconds, median_seconds=seconds)
+
+    monkeypatch.setattr(session, "_op_row", by_work)
+    Path("base.json").write_text(ran(script, "--json").stdout)
+    assert "no operation is slower" in ran(script, "--against", "base.json").stdout
+    answer = ran(script, "1", "--against", "base.json", "--json", code=1)
+    document = json.loads(answer.stdout)
+    (slow,) = document["against"]["slower"]
+    assert slow["op"] == "jit(step)/head/dot_general"
+    assert slow["slower_by"] == pytest.approx(0.5)
+    assert document["against"]["runs"] == 3  # it was run again before it was said
+    assert document["error"]["kind"] == "slower"
+    assert "head" in document["error"]["message"]
+    assert "is slower by 50 %" in ran(script, "1", "--against", "base.json", "--confirm", "0", code=1).stdout
+    assert ran(script, "1", "--against", "base.json", "--tolerance", "0.6").exit_code == 0
+
+
+@pytest.mark.quick
+def test_what_is_refused(script: str, tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('{"profile": {"format": "capibara-prof')
+    (tmp_path / "fails.py").write_text("raise RuntimeError('on purpose')")
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(3)")
+    for arguments, code, said in [
+        (["train.sh"], 2, "Python file"),
+        (["nvidia-smi"], 2, "Python file"),
+        (["nowhere.py"], 2, "not there"),
+        ([], 2, "named"),
+        (["-m", "no_such_module"], 2, "import"),
+        ([script, "--against", "cut.json"], 2, "cut short"),
+        ([script, "--against", "nowhere.json"], 2, "is there"),
+        ([script, "--against", "cut.json", "--counting"], 2, "--counting"),
+        (["fails.py"], 1, "on purpose"),
+        (["ends.py"], 1, "ended with 3"),
+    ]:
+        document = json.loads(ran(*arguments, "--json", code=code).stdout)
+        assert said in document["error"]["message"], document
+        assert document["error"]["exit_code"] == code

@@ -1,0 +1,131 @@
+"""Counting and tracing: what each gives, on one device and on eight."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from capibara.observe.profiler import last_profile, profile
+from capibara.observe.profiler.executions import Executions
+from capibara.observe.profiler.result import Profile
+from capibara.observe.profiler.session import _named
+from capibara.observe.profiler.trace import Row, TraceReading
+
+
+@jax.jit
+def step(x: jax.Array) -> jax.Array:
+    with jax.named_scope("layer"):
+        return jnp.tanh(x @ x)
+
+
+def recorded(mode: str, run: object = None, trace_dir: Path | None = None) -> Profile:
+    x = step(jnp.ones((64, 64)))
+    with profile("here", mode, trace_dir) as recording:
+        for _ in range(3):
+            x = run(x) if callable(run) else step(x)
+    assert recording.profile is not None
+    return recording.profile
+
+
+@pytest.mark.quick
+def test_counting_gives_work_and_rates_and_no_times_of_operations() -> None:
+    found = recorded("counting")
+    assert found.total_flops == 3 * (2 * 64**3 + 64**2)
+    assert found.tflops == pytest.approx(found.total_flops / found.seconds / 1e12)
+    assert 0 < found.seconds <= found.wall_seconds
+    assert math.isnan(found.metrics()["comm_overhead_ms"])
+    assert all(op.seconds is None and op.roofline is None for op in found.ops)
+    assert last_profile() is found
+
+
+@pytest.mark.quick
+def test_tracing_gives_the_time_of_every_operation(tmp_path: Path) -> None:
+    found = recorded("tracing", trace_dir=tmp_path)
+    timed = [op for op in found.ops if op.seconds]
+    assert {op.kind for op in timed} >= {"product"}
+    assert all("layer" in op.source for op in timed)
+    (product,) = [op for op in timed if op.kind == "product"]
+    assert product.count == 3
+    assert product.bound == "compute"
+    assert product.roofline == pytest.approx(product.least_seconds / product.seconds)
+    assert found.busy_seconds == pytest.approx(sum(op.seconds for op in timed), rel=0.05)
+    assert found.metrics()["comm_overhead_ms"] == 0
+    assert found.xplane_file is not None
+    assert Path(found.xplane_file).stat().st_size > 0
+    assert found.trace_file is not None
+    rows = json.loads(gzip.decompress(Path(found.trace_file).read_bytes()))["traceEvents"]
+    assert any(row.get("name") == product.op for row in rows)  # what Perfetto shows
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_communication_takes_time_exactly_where_there_are_collectives(exchanges: bool) -> None:
+    mesh = jax.make_mesh((8,), ("d",), devices=jax.devices()[:8])
+
+    def local(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x.T @ x, "d") if exchanges else x @ x.T
+
+    spec = jax.P() if exchanges else jax.P("d")
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=jax.P("d"), out_specs=spec))
+    x = jax.device_put(jnp.ones((64, 32)), jax.NamedSharding(mesh, jax.P("d")))
+    function(x)
+    with profile(mode="tracing") as recording:
+        function(x)
+    found = recording.profile
+    assert found is not None
+    assert found.programs[0].devices == 8
+    assert (found.metrics()["comm_overhead_ms"] > 0) == exchanges
+    assert ("collective" in {op.kind for op in found.ops}) == exchanges
+    assert found.programs[0].matrix_flops == 8 * 2 * (8 * 32 * 32 if exchanges else 8 * 8 * 32)
+
+
+def test_compiling_is_not_part_of_the_rate() -> None:
+    def fresh(x: jax.Array) -> jax.Array:
+        return jnp.sin(x) @ x
+
+    with profile() as recording:
+        jax.jit(fresh)(jnp.ones((16, 16))).block_until_ready()
+    found = recording.profile
+    assert found is not None
+    assert 0 < found.compile_seconds < found.wall_seconds
+    assert found.seconds < found.wall_seconds - found.compile_seconds / 2
+
+
+def test_peak_memory_is_at_least_what_lies_there() -> None:
+    held = jnp.ones((1 << 18,))
+    found = recorded("counting")
+    assert found.peak_memory_bytes >= held.nbytes
+    assert found.memory_source
+
+
+def test_nothing_ran() -> None:
+    with profile() as recording:
+        pass
+    assert recording.profile is not None
+    assert (recording.profile.runs, recording.profile.tflops, recording.profile.total_flops) == (0, 0, 0)
+
+
+@pytest.mark.quick
+def test_modes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"counting.*tracing"), profile(mode="sampling"):
+        pass
+    with pytest.raises(ValueError, match="mode='tracing'"), profile(trace_dir="somewhere"):
+        pass
+
+
+def test_rows_without_a_programs_number_are_found_by_name() -> None:
+    executions = Executions()
+    executions.start()
+    step(jnp.ones((64, 64)))
+    executions.stop()
+    (program,) = [one for one in executions.programs() if one.name == "jit_step"]
+    op = program.work.ops[0].name
+    row = Row("/device:GPU:0", 0, "jit_step", op, "kernel", 0.0, 1.0)
+    other = Row("/device:GPU:0", 0, "", "", "kernel", 0.0, 1.0)
+    named = _named(TraceReading([row, other]), executions.programs())
+    assert [one.program_id for one in named.rows] == [program.program_id, 0]
