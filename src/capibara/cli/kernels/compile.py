@@ -63,15 +63,17 @@ def compile_(
         def tell(done: int, total: int, report: CompileReport) -> None:
             bar.update(task, completed=done, total=total, description=report.name)
 
-        made: Sequence[KernelRow | LatticeRow]
+        drawn: list[LatticeRow] = []
+        listed: list[KernelRow] = []
         if models:
-            made = compile_lattice(
+            drawn = compile_lattice(
                 wanted.name, rows=rows, seed=seed, families=family, workers=workers, timeout_s=timeout, on_result=tell
             )
         else:
-            made = compile_kernels(
+            listed = compile_kernels(
                 ops_of(op), wanted.name, cases=case, workers=workers, timeout_s=timeout, on_result=tell
             )
+    made: Sequence[KernelRow | LatticeRow] = drawn if models else listed
     problem = _problem(made, compiler)
     if json:
         document = {
@@ -86,9 +88,9 @@ def compile_(
         }
         output.show_json({**document, **problem})
     elif models:
-        lattice.show_compiled(output.console(), made, str(wanted), str(compiler))
+        lattice.show_compiled(output.console(), drawn, str(wanted), str(compiler))
     else:
-        _show(output.console(), made, str(wanted), str(compiler), compiler.available)
+        _show(output.console(), listed, str(wanted), str(compiler), compiler.available)
     if problem:
         raise typer.Exit(problem["error"]["exit_code"])
 
