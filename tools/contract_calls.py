@@ -321,7 +321,7 @@ def profilers() -> None:
     names = ("tflops", "peak_memory_gb", "memory_efficiency", "compute_efficiency", "comm_overhead_ms")
     assert all(metrics[name] >= 0 for name in names)
     profiler = TpuPerformanceProfiler()
-    with profiler.profile_context("forward_pass"):
+    with profiler.profile_context(name="forward_pass"):
         model(inputs)
     assert profiler.get_metrics()["tflops"] > 0
     whole = TpuProfiler(capture_memory=True, capture_flops=True, capture_communication=True)

@@ -200,6 +200,8 @@ class Shown:
         called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if name == "__call__":  # of an object, which has a name of its own
             own = [node for node in called if isinstance(node.func, ast.Name)]
+        elif name in ("__enter__", "__exit__"):
+            return [] if any(isinstance(node, ast.With) for node in ast.walk(tree)) else [name]
         else:
             own = [node for node in called if name in (getattr(node.func, "id", ""), getattr(node.func, "attr", ""))]
             if name not in {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}:
