@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import capibara
-from capibara.compile.persistent import _Keeper, persistent_cache
+from capibara.compile.persistent import _Keeper, _place, persistent_cache
 
 SOURCE = str(Path(capibara.__file__).parents[1])
 
@@ -179,6 +179,15 @@ def test_a_folder_that_is_none_is_said_and_the_program_goes_on(tmp_path: Path) -
     report, err = compiled(tmp_path / "file", 1, 2)
     assert (report["mode"], report["compiled"]) == ("off", 1)
     assert err.count("Compiled programs are not kept on disk") == 1
+
+
+def test_a_folder_that_others_write_to_is_not_read_and_the_program_goes_on(tmp_path: Path) -> None:
+    place = _place(tmp_path)
+    place.mkdir()
+    place.chmod(0o777)
+    report, err = compiled(tmp_path, 1, 2)
+    assert (report["mode"], report["compiled"], list(place.iterdir())) == ("off", 1, [])
+    assert "which others may write to" in err
 
 
 def test_another_version_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, nothing_said_yet: None) -> None:

@@ -93,9 +93,9 @@ def persistent_cache(
     what is given and leaves the rest.
 
     Where that cannot be, because the folder is read-only, full or no folder, it is said once and the program goes on:
-    a folder that can be read is read. A folder that the program chose itself (`jax_compilation_cache_dir`, or the
-    variable JAX_COMPILATION_CACHE_DIR) stays, with its own limits, unless another is given here; and where
-    `jax_enable_compilation_cache` is False, there is none.
+    a folder that can be read is read, but for one that is another user's or that others may write to. A folder that
+    the program chose itself (`jax_compilation_cache_dir`, or the variable JAX_COMPILATION_CACHE_DIR) stays, with its
+    own limits, unless another is given here; and where `jax_enable_compilation_cache` is False, there is none.
 
     Args:
       folder: `$CAPIBARA_CACHE_DIR/xla` or the platform's cache folder by default.
@@ -163,7 +163,9 @@ def _set_up(place: Path, max_bytes: int, max_entries: int) -> PersistentCache:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_folder(place)
         keeper.begin()
-    except OSError as error:
+    except ValueError as error:  # others may write to it: what lies there is not even read
+        mode, why = "off", str(error)
+    except (OSError, NotImplementedError) as error:  # the latter of filelock, where a file system has no locks
         readable = os.path.isdir(place) and os.access(place, os.R_OK | os.X_OK)  # Path.is_dir raises
         mode = "read-only" if readable else "off"
         why = f"{place} cannot be written to ({error})" + ("; what is there is read." if readable else ".")
@@ -212,7 +214,7 @@ class _Keeper:
         try:
             with self._alone():
                 self._sweep(room=1)
-        except OSError as error:  # a lock that another holds for long is one: jax waits for it, too, and then goes on
+        except (OSError, NotImplementedError) as error:  # a lock that another holds for long is one: jax waits for it, too, and then goes on
             say_once(_log, (str(self.folder), "sweep"), "%s is not put in order now: %s", self.folder, error)
 
     @contextlib.contextmanager
