@@ -48,7 +48,7 @@ def wanted() -> bool:
 
 
 def _cache_folder() -> str | None:
-    return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined,no-any-return]
+    return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
 
 
 def program_name(fn: Callable[..., Any], call: Call, prefer: Preference) -> str | None:
