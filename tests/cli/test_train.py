@@ -33,7 +33,12 @@ def _settings(*more: str) -> list[str]:
 
 def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the devices of this one are 32, and were counted long ago."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", "CAPIBARA_CACHE_DIR": str(folder)}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "CAPIBARA_CACHE_DIR": str(folder),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+    }
     return subprocess.run(
         [sys.executable, "-m", "capibara", *words], env=environment, capture_output=True, text=True, check=False
     )
@@ -46,6 +51,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     ran = _run(base, "train", "dev", "--devices", "2", "--out", str(base / "tiny"), "--json", *_settings())
     assert ran.returncode == 0, ran.stderr
     return base / "tiny", json.loads(ran.stdout), ran.stderr
+
+
+def test_a_second_start_compiles_nothing(trained: tuple[Path, dict[str, Any], str]) -> None:
+    folder, first, told = trained
+    assert first["compiled"] > 5
+    assert first["from_disk"] == 0
+    assert f"{first['first_step']['compiled']} programs compiled, 0 from disk" in told
+    again = ("train", "dev", "--devices", "2", "--out", f"{folder}-again", "--json")
+    ran = _run(folder.parent, *again, *_settings("log.elsewhere="))
+    assert ran.returncode == 0, ran.stderr
+    second = json.loads(ran.stdout)
+    assert (second["compiled"], second["from_disk"]) == (0, first["compiled"])
+    assert (second["loss"], second["eval_loss"]) == (first["loss"], first["eval_loss"])
 
 
 @pytest.mark.quick

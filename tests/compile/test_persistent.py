@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import capibara
-from capibara.compile.persistent import _Keeper, persistent_cache
+from capibara.compile.persistent import _Keeper, _place, persistent_cache
 
 SOURCE = str(Path(capibara.__file__).parents[1])
 
@@ -84,6 +84,62 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert (first["mode"], first["compiled"], first["from_disk"]) == ("used", 3, 0)
     second, _ = compiled(tmp_path, 1, 4)
     assert (second["compiled"], second["from_disk"]) == (0, 3)
+
+
+# Kernels that XLA's partitioner splits: two of the same shapes, and one of somebody else's, scaled by a word.
+SPLIT = """
+    import hashlib, json, sys
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.sharding import NamedSharding, PartitionSpec
+    from capibara.compile.events import count_compilations
+    from capibara.compile.persistent import persistent_cache, stable_key
+    from capibara.kernels.core.op import lookup
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    persistent_cache(sys.argv[1])
+    factor, order = float(sys.argv[2]), sys.argv[3].split(",")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+
+    @custom_partitioning
+    def scaled(re, im):
+        return re * factor, im * factor
+
+    scaled.def_partition(
+        partition=lambda mesh, args, out: (mesh, lambda re, im: (re * factor, im * factor), (rows, rows), (rows, rows)),
+        sharding_rule="b n, b n -> b n, b n",
+    )
+    functions = {
+        "fft": lambda re, im: lookup("fft").run((re, im), {}),
+        "ifft": lambda re, im: lookup("fft").run((re, im), {"inverse": True}),
+        "scaled": scaled,
+        "both": lambda re, im: scaled(*lookup("fft").run((re, im), {})),
+    }
+    x = np.random.default_rng(0).standard_normal((2, 2, 4)).astype(np.float32)
+    told = {}
+    for name in order:
+        re, im = (jax.device_put(part, rows) for part in x)
+        lowered = jax.jit(functions[name], donate_argnums=(0, 1), out_shardings=(rows, rows)).lower(re, im)
+        with count_compilations() as counts, stable_key(lowered):
+            program = lowered.compile()
+        results = [np.asarray(part) for part in program(re, im)]
+        value = x[0] + 1j * x[1]
+        expected = {"fft": np.fft.fft(value), "ifft": np.fft.ifft(value), "scaled": factor * value,
+                    "both": factor * np.fft.fft(value)}[name]
+        np.testing.assert_allclose(results[0] + 1j * results[1], expected, rtol=1e-4, atol=1e-5)
+        told[name] = {"compiled": counts.compiled, "donated": [re.is_deleted(), im.is_deleted()],
+                      "bits": hashlib.sha256(b"".join(part.tobytes() for part in results)).hexdigest()}
+    print(json.dumps(told))
+"""
+
+
+def test_split_kernels_are_found_by_name_and_never_taken_for_another(tmp_path: Path) -> None:
+    first, _ = told(start(SPLIT, tmp_path, 2, "fft,scaled,both"))
+    assert [first[name]["compiled"] for name in first] == [1, 1, 1]
+    second, _ = told(start(SPLIT, tmp_path, 3, "ifft,fft,scaled,both"))
+    assert {name: row["compiled"] for name, row in second.items()} == {"ifft": 1, "fft": 0, "scaled": 1, "both": 1}
+    assert second["fft"] == {**first["fft"], "compiled": 0}  # the same bits, and the same arrays donated
 
 
 # Stops in the middle of a write, with the lock held, and waits to be killed.
@@ -179,6 +235,15 @@ def test_a_folder_that_is_none_is_said_and_the_program_goes_on(tmp_path: Path) -
     report, err = compiled(tmp_path / "file", 1, 2)
     assert (report["mode"], report["compiled"]) == ("off", 1)
     assert err.count("Compiled programs are not kept on disk") == 1
+
+
+def test_a_folder_that_others_write_to_is_not_read_and_the_program_goes_on(tmp_path: Path) -> None:
+    place = _place(tmp_path)
+    place.mkdir()
+    place.chmod(0o777)
+    report, err = compiled(tmp_path, 1, 2)
+    assert (report["mode"], report["compiled"], list(place.iterdir())) == ("off", 1, [])
+    assert "which others may write to" in err
 
 
 def test_another_version_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, nothing_said_yet: None) -> None:

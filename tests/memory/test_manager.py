@@ -267,6 +267,20 @@ def test_names_that_are_unknown_donated_or_replaced() -> None:
 
 
 @pytest.mark.quick
+def test_a_donated_tensor_is_told_of_after_room_was_made() -> None:
+    manager = manager_of(2)
+    manager.register("x", jnp.asarray(numbers(0)))
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0)(manager.get("x"))
+    others = [jnp.asarray(numbers(seed)) for seed in range(1, 4)]
+    assert manager.clean() == 0  # past the limit, with nothing that could go
+    assert states(manager)["x"] == "deleted elsewhere"
+    assert not manager.holds_away()
+    with pytest.raises(ValueError, match="donated"):
+        manager.get("x")
+    del donated, others
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

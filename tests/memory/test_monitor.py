@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from capibara.hardware.facts import GiB
 from capibara.memory import TpuMemoryMonitor, create_optimized_cache
 from capibara.memory.live import live_bytes
+from capibara.memory.monitor import Sampler
 
 MiB = 2**20
 DEVICE = 2
@@ -128,3 +129,22 @@ def test_numbers_are_jaxs_own() -> None:
     gone = jnp.ones(1024)
     gone.delete()
     assert sum(live_bytes().values()) - before == 8
+
+
+@pytest.mark.quick
+def test_a_look_that_fails_is_said_and_the_next_one_comes(
+    caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    looks = 0
+    again = threading.Event()
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 2:
+            again.set()
+        raise RuntimeError("Array has been deleted")
+
+    with Sampler(look, every=0.001):
+        assert again.wait(30)
+    assert caplog.text.count("Array has been deleted") == 1

@@ -9,7 +9,6 @@ are: the folder is as trusted as the code is.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.compile.executables import executable_bytes, executable_from_bytes, processor, write_whole
+from capibara.distribution import source_digest
 from capibara.errors import rule_error, say_once
 
 if TYPE_CHECKING:
@@ -156,18 +156,6 @@ def _surroundings() -> str:
             *(f"{device.id} {device.device_kind}" for device in devices),
             *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS),
             *(f"{name}={getattr(jax.config, name, None)}" for name in _CONFIG),
-            _source(),
+            source_digest(),
         ]
     )
-
-
-@functools.lru_cache(maxsize=1)
-def _source() -> str:
-    """A digest of this package's source: programs of another are others."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    for path in sorted((root / "kernels").rglob("*.json")):  # tuned choices and evidence: what dispatch goes by
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

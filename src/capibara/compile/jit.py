@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capibara.compile.options import Level, check_level, compiler_options
-from capibara.compile.persistent import current_persistent_cache, persistent_cache
+from capibara.compile.persistent import current_persistent_cache, persistent_cache, stable_key
 from capibara.errors import rule_error
 from capibara.lru import LRU
 from capibara.precision import policy
@@ -156,7 +156,8 @@ class OptimizedFunction:
         fn = _bound(self.fn, constants) if constants else self.fn
         with self._keeping():
             lowered = jax.jit(self._as_configured(fn)).lower(*args)
-            return lowered.compile(compiler_options=self.config.options(_device_of(jax.tree.leaves(args))))
+            with stable_key(lowered):
+                return lowered.compile(compiler_options=self.config.options(_device_of(jax.tree.leaves(args))))
 
     def _for_device(self, device: Any) -> Any:
         import jax

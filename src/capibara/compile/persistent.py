@@ -34,8 +34,9 @@ from typing import Any, Literal
 from capibara.compile.cache import check_folder
 from capibara.compile.executables import processor
 from capibara.errors import rule_error, say_once
+from capibara.kernels.core.naming import ATTRIBUTE
 
-__all__ = ["MAX_BYTES", "MAX_ENTRIES", "PersistentCache", "current_persistent_cache", "persistent_cache"]
+__all__ = ["MAX_BYTES", "MAX_ENTRIES", "PersistentCache", "current_persistent_cache", "persistent_cache", "stable_key"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ _LOCK_SECONDS = 10.0
 _VERSIONS = "versions.json"
 _VERSIONS_KEPT = 16
 _LEAST_FREE = 64 << 20
+_HOOK = "CustomSPMDPartitioning"  # XLA's name of it
 _BEFORE_WRITE = "/jax/compilation_cache/cache_misses"  # reported right before jax writes an entry
 
 Mode = Literal["used", "read-only", "off", "the program's own"]
@@ -93,9 +95,9 @@ def persistent_cache(
     what is given and leaves the rest.
 
     Where that cannot be, because the folder is read-only, full or no folder, it is said once and the program goes on:
-    a folder that can be read is read. A folder that the program chose itself (`jax_compilation_cache_dir`, or the
-    variable JAX_COMPILATION_CACHE_DIR) stays, with its own limits, unless another is given here; and where
-    `jax_enable_compilation_cache` is False, there is none.
+    a folder that can be read is read, but for one that is another user's or that others may write to. A folder that
+    the program chose itself (`jax_compilation_cache_dir`, or the variable JAX_COMPILATION_CACHE_DIR) stays, with its
+    own limits, unless another is given here; and where `jax_enable_compilation_cache` is False, there is none.
 
     Args:
       folder: `$CAPIBARA_CACHE_DIR/xla` or the platform's cache folder by default.
@@ -139,6 +141,37 @@ def persistent_cache(
         return _current
 
 
+@contextlib.contextmanager
+def stable_key(lowered: Any) -> Iterator[None]:
+    """Inside, what `jax.jit(...).lower(...)` gave is compiled under a key that is the same in the next process, also
+    where XLA's partitioner splits kernels of this package's in it: by their names in place of their addresses.
+
+    A program with a call of the partitioner's hook that has no name, of somebody else's code, keeps the addresses: it
+    is compiled at every start, and never taken for another.
+    """
+    from jax._src.config import remove_custom_partitioning_ptr_from_cache_key as without_addresses
+
+    hooks = _partitioner_hooks(lowered.compiler_ir("stablehlo"))
+    with without_addresses(True) if hooks and all(hooks) else contextlib.nullcontext():
+        yield
+
+
+def _partitioner_hooks(module: Any) -> list[bool]:
+    """Of each call of the partitioner's hook in a module, whether it is named."""
+    from jax.extend.mlir import ir
+
+    hooks = []
+
+    def look(op: Any) -> Any:
+        if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == _HOOK:
+            named = "mhlo.frontend_attributes" in op.attributes
+            hooks.append(named and ATTRIBUTE in op.attributes["mhlo.frontend_attributes"])
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return hooks
+
+
 def _place(root: Path | None) -> Path:
     from capibara.kernels.core.tables import cache_directory
 
@@ -163,7 +196,9 @@ def _set_up(place: Path, max_bytes: int, max_entries: int) -> PersistentCache:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_folder(place)
         keeper.begin()
-    except OSError as error:
+    except ValueError as error:  # others may write to it: what lies there is not even read
+        mode, why = "off", str(error)
+    except (OSError, NotImplementedError) as error:  # the latter of filelock, where a file system has no locks
         readable = os.path.isdir(place) and os.access(place, os.R_OK | os.X_OK)  # Path.is_dir raises
         mode = "read-only" if readable else "off"
         why = f"{place} cannot be written to ({error})" + ("; what is there is read." if readable else ".")
@@ -212,7 +247,10 @@ class _Keeper:
         try:
             with self._alone():
                 self._sweep(room=1)
-        except OSError as error:  # a lock that another holds for long is one: jax waits for it, too, and then goes on
+        except (
+            OSError,
+            NotImplementedError,
+        ) as error:  # a lock that another holds for long is one: jax waits for it, too, and then goes on
             say_once(_log, (str(self.folder), "sweep"), "%s is not put in order now: %s", self.folder, error)
 
     @contextlib.contextmanager

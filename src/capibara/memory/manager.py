@@ -57,7 +57,15 @@ class _Tensor:
         return self.policy.removeprefix("compress_") if self.policy.startswith("compress_") else None
 
     @property
+    def lost(self) -> bool:
+        """Whether its array was deleted by somebody else, a donation for one, and there is no other form of it."""
+        deleted = self.array is not None and self.array.is_deleted()
+        return deleted and self.host is None and self.packed is None
+
+    @property
     def state(self) -> str:
+        if self.lost:
+            return "deleted elsewhere"
         if self.array is not None:
             return "device"
         if self.packed is not None:
@@ -256,15 +264,15 @@ class TpuMemoryManager:
             raise rule_error(
                 "A tensor is registered before it is used", repr(name), f"use one of {list(self._tensors)}"
             )
+        if tensor.lost:
+            self.release(name)
+            raise rule_error(
+                "A registered tensor is deleted by its manager alone",
+                f"{name!r}, which was donated or deleted elsewhere",
+                "register what the computation gave in its place",
+            )
         if tensor.array is not None and tensor.array.is_deleted():
-            tensor.array = None  # by whoever had it: a donation, for one
-            if tensor.host is None and tensor.packed is None:
-                self.release(name)
-                raise rule_error(
-                    "A registered tensor is deleted by its manager alone",
-                    f"{name!r}, which was donated or deleted elsewhere",
-                    "register what the computation gave in its place",
-                )
+            tensor.array = None  # the host has what was registered
         return tensor
 
     # Room.
@@ -332,7 +340,8 @@ class TpuMemoryManager:
         )
 
     def _can_go(self, tensor: _Tensor, whole: bool) -> bool:
-        if tensor.policy == "keep" or self._in_use(tensor):
+        # One that is lost has nothing to give back: whoever asks for it is told.
+        if tensor.policy == "keep" or tensor.lost or self._in_use(tensor):
             return False
         packed = tensor.array is None and tensor.packed is not None and not tensor.packed_on_host
         return tensor.array is not None if whole else packed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 
+from capibara.errors import say_once
 from capibara.hardware.facts import GiB
 from capibara.memory import active
 from capibara.memory.limits import checked_share, checked_size, limit_in_force
@@ -19,6 +21,7 @@ from capibara.memory.live import live_bytes, used_bytes
 
 __all__ = ["Sampler", "TpuMemoryMonitor"]
 
+_log = logging.getLogger(__name__)
 _LOOK_EVERY = 0.05
 
 
@@ -33,7 +36,12 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):
-            self._look()
+            try:
+                self._look()
+            # An array that its owner deletes while it is copied, a device that has no room to compress in: the next
+            # look may do, and without the thread nobody would see to the limit.
+            except Exception as error:  # noqa: BLE001
+                say_once(_log, (type(error), str(error)), "The devices' memory was not seen to this time: %s", error)
 
     def stop(self) -> None:
         self._stop.set()

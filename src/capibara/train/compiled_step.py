@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from capibara.axes import mesh_axes_of
+from capibara.compile.persistent import stable_key
 from capibara.errors import rule_error, unsaid
 from capibara.hardware.topology import Slice
 from capibara.kernels.core.dispatch import recording
@@ -127,7 +128,8 @@ class StepMaker:
         program = layouts_run.laid_out(job, layout, devices)
         with recording() as decisions:
             lowered = layouts_run.lower_program(program)
-        executable = lowered.compile(compiler_options=self._compiler_options(options, devices))
+        with stable_key(lowered):
+            executable = lowered.compile(compiler_options=self._compiler_options(options, devices))
         seconds = time.perf_counter() - started
         self.tell(f"compiled in {seconds:.1f} s")
         return CompiledStep(chosen, program, executable, seconds, decisions)

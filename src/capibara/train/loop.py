@@ -22,7 +22,9 @@ import jax
 import numpy as np
 
 from capibara.checkpoints.store import Checkpoints
+from capibara.compile.persistent import stable_key
 from capibara.errors import CapibaraError, rule_error
+from capibara.lru import LRU
 from capibara.memory.autopsy import Autopsy, autopsy
 from capibara.models import step_hooks
 from capibara.models.preset import OptimizerSettings, TrainSettings
@@ -136,7 +138,7 @@ class Loop:
         self.state: Any = None
         self._maker = StepMaker(trainable, settings, self.optimizer, self.step_options, self.tell)
         self._compiled: CompiledStep | None = None
-        self._evaluate: Any = None
+        self._evaluations: LRU[Any, Any] = LRU(8)  # programs by the shapes of their batch
         self._positions: dict[int, dict[str, Any]] = {}
         self._share = (0, 1)
         self._share_of_peak: tuple[int, float | None] | None = None
@@ -354,7 +356,7 @@ class Loop:
         self.tell(f"{len(self.devices)} devices became {len(devices)}: planning anew")
         self.devices = list(devices)
         self.options = dataclasses.replace(self.options, axes=None, devices=devices)
-        self._evaluate = None
+        self._evaluations.clear()
         self._compile(batch)
         params, state, _ = self.compiled.program.arguments
         trained = {name: x for name, x in self.state.items() if name != FROZEN}
@@ -546,11 +548,20 @@ class Loop:
     def _loss_params(self) -> Any:
         return (self.params, self.state[FROZEN]) if FROZEN in self.state else self.params
 
+    def _evaluation(self, batch: Any) -> Any:
+        """The program that gives the loss of such a batch, and how many of its targets count."""
+        shapes = tuple((x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(batch))
+        program = self._evaluations.get(shapes)
+        if program is None:
+            loss = self.trainable.loss(1)
+            jitted = jax.jit(lambda p, b: (loss(p, b, None)[1]["loss"], counted_targets(b)))
+            lowered = jitted.lower(self._loss_params(), batch)
+            with stable_key(lowered):
+                program = self._evaluations[shapes] = lowered.compile()
+        return program
+
     def evaluate(self, evaluation: Callable[[], Batches], log: MetricsLog, share: tuple[int, int] = (0, 1)) -> float:
         """The mean loss over the held-out part, by the targets that count."""
-        if self._evaluate is None:
-            loss = self.trainable.loss(1)
-            self._evaluate = jax.jit(lambda p, b: (loss(p, b, None)[1]["loss"], counted_targets(b)))
         total = weight = 0.0
         program = self.compiled.program
         with self._phase("evaluation"), evaluation() as batches:
@@ -558,7 +569,8 @@ class Loop:
                 if number == self.settings.eval_batches:
                     break
                 with layouts_run.surroundings(program.layout, program.mesh):
-                    value, counted = map(float, self._evaluate(self._loss_params(), self.place(batch, share)))
+                    placed = self.place(batch, share)
+                    value, counted = map(float, self._evaluation(placed)(self._loss_params(), placed))
                 total, weight = total + value * counted, weight + counted
         if not weight:
             raise rule_error("Evaluation has a batch or more", "none", "use a smaller batch or more held-out data")

@@ -16,7 +16,7 @@ import numpy as np
 
 from capibara.errors import rule_error, unknown_name
 from capibara.hardware.facts import Chip
-from capibara.kernels.core import context, dispatch, families, outside
+from capibara.kernels.core import context, dispatch, families, naming, outside
 from capibara.kernels.core.context import Target, current_target
 from capibara.kernels.core.counting import traced_cost
 from capibara.kernels.core.spec import (
@@ -188,6 +188,7 @@ class Op:
                     "choose another name",
                 )
             self.implementations[implementation.name] = implementation
+            naming.from_outside(implementation.fn)
         self.runners.clear()
 
     def implementation(self, name: str) -> Implementation:

@@ -8,14 +8,18 @@ kernel is put in a shard_map whose layout is known before XLA runs: from `capiba
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax._src.config import trace_context  # every setting of jax that a trace hangs on
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from capibara.kernels.core import naming
 from capibara.kernels.core.placement import Placement, Split
 from capibara.kernels.core.spec import Call, Preference
 from capibara.kernels.core.varying import vary_like
@@ -26,7 +30,12 @@ Terms = list[list[tuple[str, ...]]]  # the factors of each axis of each array
 def by_partitioner(fn: Callable[..., Any], call: Call, prefer: Preference) -> Callable[..., Any]:
     """`fn` of the present operands, split as XLA's partitioner lays them out."""
     read = _MeshRule.of(fn, call)
-    wrapped = custom_partitioning(fn)
+
+    def unnamed(*arrays: Any) -> Any:
+        with set_xla_metadata(**{naming.ATTRIBUTE: None}):  # the call alone has the name, and not what it is made of
+            return fn(*arrays)
+
+    wrapped = custom_partitioning(unnamed)
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         leaves, tree = jax.tree.flatten(result_shape)
@@ -43,7 +52,20 @@ def by_partitioner(fn: Callable[..., Any], call: Call, prefer: Preference) -> Ca
         need_replication_factors=read.whole,
         **read.sizes,
     )
-    return wrapped
+
+    @functools.lru_cache(maxsize=16)
+    def name_under(settings: Any) -> str | None:
+        del settings  # of the key alone: a trace is another one under others
+        return naming.program_name(fn, call, prefer)
+
+    def named(*arrays: Any) -> Any:
+        name = name_under(trace_context()) if naming.wanted() else None
+        if name is None:
+            return wrapped(*arrays)
+        with set_xla_metadata(**{naming.ATTRIBUTE: name}):
+            return wrapped(*arrays)
+
+    return named
 
 
 def by_shard_map(fn: Callable[..., Any], call: Call, prefer: Preference, placement: Placement) -> Callable[..., Any]:
