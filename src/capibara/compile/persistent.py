@@ -247,10 +247,8 @@ class _Keeper:
         try:
             with self._alone():
                 self._sweep(room=1)
-        except (
-            OSError,
-            NotImplementedError,
-        ) as error:  # a lock that another holds for long is one: jax waits for it, too, and then goes on
+        except (OSError, NotImplementedError) as error:
+            # A lock that another holds for long is one: jax waits for it, too, and then goes on.
             say_once(_log, (str(self.folder), "sweep"), "%s is not put in order now: %s", self.folder, error)
 
     @contextlib.contextmanager
