@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,17 +38,23 @@ def test_a_missing_host_as_json() -> None:
     assert told["error"]["fix"] == told["findings"][0]["fix"]
 
 
-def test_a_machine_that_is_well_and_one_with_fewer_devices_than_it_should_have() -> None:
-    shown = runner.invoke(app, ["doctor", "--memory-share", "0.0001", "--json"])
-    assert shown.exit_code == 0, shown.output
-    told = json.loads(shown.stdout)
-    assert told["healthy"] is told["interconnect_ok"] is True
-    assert told["findings"] == []
-    assert "error" not in told
-    shown = runner.invoke(app, ["doctor", "--expected-devices", "64"])
-    assert shown.exit_code == 1
-    assert "WRONG: 32 devices are there and 64 should be" in shown.output
-    assert "memory keeps what is written" in shown.output
+def test_its_options_reach_the_check(as_a_reader: dict[str, str], tmp_path: Path) -> None:
+    """In a process of its own, whose devices are as many as it says."""
+    words = ["--devices", "2", "--expected-devices", "3", "--memory-share", "0.000001", "--json"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "capibara", "doctor", *words],
+        env={**as_a_reader, "JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1, ran.stderr
+    told = json.loads(ran.stdout)
+    assert [one["text"] for one in told["findings"]] == ["2 devices are there and 3 should be"]
+    assert told["memory_healthy"] is told["interconnect_ok"] is told["host_ok"] is True
+    assert len(told["details"]["devices"]) == 2
+    assert max(told["details"]["memory_bytes"].values()) < 1 << 20
 
 
 @pytest.mark.quick
@@ -58,7 +66,7 @@ def test_the_story_of_a_run(tmp_path: Path) -> None:
     shown = runner.invoke(app, ["doctor", str(tmp_path)])
     assert shown.exit_code == 1
     assert "the last finished step is 41" in shown.output
-    assert "after step 41 in 'step': was cut off" in shown.output
+    assert "after step 41 in 'step': nothing says that it ended" in shown.output
     assert "missing: process 1 left no recording here" in shown.output
     shown = runner.invoke(app, ["doctor", str(recorder.file), "--json"])
     assert shown.exit_code == 1

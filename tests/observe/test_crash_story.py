@@ -108,7 +108,19 @@ def test_the_stack_is_the_main_threads_also_from_another_thread(tmp_path: Path) 
     thread.join()
     [one] = read_crash_story(tmp_path).processes
     assert one.reason == "no progress; Missing: process 1 is behind"
+    assert "watchdog" in one.all_stacks, "every thread's"
     assert any(frame.endswith("in _wait_here") for frame in one.stack), one.stack
+
+
+@pytest.mark.quick
+def test_stacks_of_an_earlier_start_are_not_told(tmp_path: Path) -> None:
+    _program(tmp_path, [(1, ["step"])])
+    (tmp_path / "process_0.stacks.txt").write_text(
+        "== 2026-01-02 03:04:05 process 0, pid 1: it hung\n"
+        "thread 'MainThread' (1):\n  File \"old.py\", line 3, in wait\n"
+    )
+    [one] = read_crash_story(tmp_path).processes
+    assert (one.reason, one.stack, one.stacks_file) == (None, (), None)
 
 
 def _wait_here(written: threading.Event) -> None:

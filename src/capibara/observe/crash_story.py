@@ -47,6 +47,8 @@ class ProcessStory:
     stack: tuple[str, ...]
     """Where its main thread was then, the innermost last."""
     stacks_file: str | None
+    all_stacks: str
+    """Those of all of its threads, as they were written down."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -111,7 +113,7 @@ class CrashStory:
         if self.ended_in_order:
             return "\n".join([*lines, "all ended in order"])
         for one in self.processes:
-            how = "ended in order" if one.ended else "was cut off"
+            how = "ended in order" if one.ended else "nothing says that it ended"
             started = f", started {one.starts} times" if one.starts > 1 else ""
             lines.append(f"{one}: {how}; its last sign is of {_clock(one.last_time)}{started}")
             if one.reason is not None:
@@ -168,7 +170,8 @@ def _process(recording: Recording, file: Path) -> ProcessStory:
     phases = [event for event in events if event.kind == "phase"]
     stacks = file.with_suffix(".stacks.txt")
     text = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
-    reason, stack = _stack(text)
+    started = max((event.time for event in events if event.kind == "start"), default=0.0)
+    reason, stack, text = _stack(text, started)
     return ProcessStory(
         process=recording.process,
         host=recording.host,
@@ -184,20 +187,24 @@ def _process(recording: Recording, file: Path) -> ProcessStory:
         reason=reason,
         stack=stack,
         stacks_file=str(stacks) if text else None,
+        all_stacks=text,
     )
 
 
-def _stack(text: str) -> tuple[str | None, tuple[str, ...]]:
-    """The reason of the last dump, and the innermost frames of its main thread."""
+def _stack(text: str, started: float) -> tuple[str | None, tuple[str, ...], str]:
+    """Of the last dump since the process started: its reason, the innermost frames of its main thread, all of it."""
     sections = list(_SECTION.finditer(text))
     if not sections:
         # Only Python's own backstop wrote, when the process hung with its lock held; the innermost frame is its first.
         frames = _frames(text.partition("most recent call first")[2].partition("\n\n")[0])
-        return ("Python's own timeout" if text.strip() else None), tuple(reversed(frames[:_FRAMES]))
+        return ("Python's own timeout" if text.strip() else None), tuple(reversed(frames[:_FRAMES])), text
     last = sections[-1]
+    if datetime.fromisoformat(f"{last['clock']}+00:00").timestamp() + 1 < started:
+        return None, (), ""  # of an earlier start: what it waited for is over
     body = text[last.end() :]
     main = body.partition(_MAIN)[2].partition("\n\n")[0]
-    return last["reason"], tuple(_frames(main or body.partition("\n\n")[0])[-_FRAMES:])
+    frames = _frames(main or body.partition("\n\n")[0])
+    return last["reason"], tuple(frames[-_FRAMES:]), text[last.start() :]
 
 
 def _frames(text: str) -> list[str]:

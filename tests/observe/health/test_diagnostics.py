@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from tests.observe.stand_ins import Chips
 
+from capibara.hardware.topology import slice_by_name
 from capibara.observe.health import HostFiles, TpuDiagnostics, arithmetic, links, memory
 from capibara.observe.health.report import HealthReport
 
@@ -221,6 +222,20 @@ def test_on_a_tpu_links_are_those_of_the_grid_and_held_against_the_table() -> No
     assert asked == [4, 4, 6, 6], "both ways of each axis, and no link alone"
     assert axes == {"x": pytest.approx(40e9), "y": pytest.approx(40e9)}
     assert {one.bandwidth for one in measured} == {None}
+
+
+@pytest.mark.quick
+def test_the_ends_of_a_slice_that_wraps_are_beside_each_other() -> None:
+    grid = np.empty((4, 4, 4), object)
+    for number, place in enumerate(np.ndindex(4, 4, 4)):
+        grid[place] = _Chip(number, place)
+
+    class Cube:
+        devices, axis_names = grid, ("x", "y", "z")
+
+    mesh: Any = Cube()
+    assert len(links.links_of(mesh, slice_by_name("v4-128"))) == 3 * 64
+    assert len(links.links_of(mesh)) == 3 * 48, "without a slice that says so, nothing goes round"
 
 
 @pytest.mark.quick

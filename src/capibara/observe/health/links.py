@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara.hardware.chips import chip_for
 from capibara.hardware.devices import slice_attached
 from capibara.hardware.facts import MiB
+from capibara.hardware.topology import Slice
 from capibara.observe.health.report import Finding, NoAnswer, device_name, within
 from capibara.processes import gather
 
@@ -46,7 +47,8 @@ Reduce = Callable[[Mesh, str, np.ndarray], Any]
 # 0.45 (`Efficiency.links`).
 _OF_THE_OTHERS = 0.6
 _OF_THE_TABLE = 0.5
-_CONFIRMATIONS = 4
+_CONFIRMATIONS = 6
+_PAUSE_S = 0.05
 _TIMINGS = 5
 _BYTES = {"cpu": MiB}
 _BYTES_OF_A_CHIP = 64 * MiB
@@ -84,8 +86,10 @@ def whole_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(grid[..., 0], names) if grid.shape[-1] == 1 else Mesh(grid, (*names, "core"))
 
 
-def links_of(mesh: Mesh) -> list[Link]:
-    """The links along each axis of a mesh."""
+def links_of(mesh: Mesh, where: Slice | None = None) -> list[Link]:
+    """The links along each axis of a mesh; `where` is the TPU slice that it lies on, the attached one by default."""
+    if where is None and mesh.devices.flat[0].platform == "tpu":
+        where = slice_attached()
     found = []
     for axis, name in enumerate(mesh.axis_names):
         lines = np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis])
@@ -93,24 +97,22 @@ def links_of(mesh: Mesh) -> list[Link]:
             ring = [*itertools.pairwise(line)]
             if len(line) > 2:
                 ring.append((line[-1], line[0]))
-            found += [Link(str(name), a, b, _table(a, b)) for a, b in ring if _beside(a, b)]
+            found += [Link(str(name), a, b, _table(a, b)) for a, b in ring if _beside(a, b, where)]
     return found
 
 
-def _beside(a: Any, b: Any) -> bool:
+def _beside(a: Any, b: Any, where: Slice | None) -> bool:
     """Whether two chips have a link: off TPUs every two have one, or none, or a switch."""
     if a.platform != "tpu" or getattr(a, "coords", None) is None:
         return True
     if getattr(a, "slice_index", 0) != getattr(b, "slice_index", 0):
         return False
-    where = slice_attached()
-    apart = [abs(x - y) for x, y in zip(a.coords, b.coords, strict=True)]
-    away = [(dim, distance) for dim, distance in enumerate(apart) if distance]
-    if len(away) != 1:
+    apart = {dim: abs(x - y) for dim, (x, y) in enumerate(zip(a.coords, b.coords, strict=True)) if x != y}
+    if len(apart) != 1:
         return False
-    [(dim, distance)] = away
-    round_the_end = where is not None and dim < len(where.grid) and where.wrap[dim] and distance == where.grid[dim] - 1
-    return distance == 1 or round_the_end
+    [(dim, distance)] = apart.items()
+    wraps = where is not None and dim < len(where.grid) and where.wrap[dim]
+    return distance == 1 or (wraps and where is not None and distance == where.grid[dim] - 1)
 
 
 def _table(a: Any, b: Any) -> float | None:
@@ -245,10 +247,11 @@ def check_links(
             enough = all(link.table is not None and axes[name] >= _OF_THE_OTHERS * link.table for link in along)
             measured += along if enough else [timer.link(link) for link in along]
         # A machine that does something else now and then makes any link slow once.
-        for _ in range(_CONFIRMATIONS):
+        for again in range(_CONFIRMATIONS):
             slow = {id(link) for link, *_ in _slow(measured)}
             if not slow:
                 break
+            time.sleep(_PAUSE_S * again)
             measured = [timer.link(link) if id(link) in slow else link for link in measured]
     except NoAnswer as silent:
         return [_stuck(timer.now, f"{timer.now} gave {silent}: data sent over it did not arrive")], measured, axes
@@ -257,8 +260,12 @@ def check_links(
 
 def _slow(links: Sequence[Link]) -> Iterator[tuple[Link, float, str]]:
     """Links that are slow, what they are held against, and in words what that is."""
-    for table in {link.table for link in links}:
-        alike = [link for link in links if link.table == table]
+    kinds: dict[tuple[float | None, bool], list[Link]] = {}
+    for link in links:
+        # Without a row to hold them against, what stays inside of a host is another kind than what leaves it.
+        leaves = link.table is None and link.first.process_index != link.second.process_index
+        kinds.setdefault((link.table, leaves), []).append(link)
+    for (table, _), alike in kinds.items():
         timed = [link.bandwidth for link in alike if link.bandwidth is not None]
         if not timed:
             continue
