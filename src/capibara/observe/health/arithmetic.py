@@ -62,9 +62,10 @@ def check_products(devices: Sequence[Any], product: Multiply = multiply, deadlin
         try:
             finding = within(deadline_s, functools.partial(_check, device, product))
         except NoAnswer as silent:
-            finding = _silent(device, f"gave {silent} to a matrix product")
+            finding = _silent(device, f"gave {silent} to a matrix product", answered=False)
         except Exception as error:  # noqa: BLE001  # whatever a device raises at a product, it is not well
-            finding = _silent(device, f"failed at a matrix product: {type(error).__name__}: {_short(error)}")
+            text = f"failed at a matrix product: {type(error).__name__}: {_short(error)}"
+            finding = _silent(device, text, answered=True)
         if finding is not None:
             found.append(finding)
     return found
@@ -91,12 +92,13 @@ def _check(device: Any, product: Multiply) -> Finding | None:
     return None
 
 
-def _silent(device: Any, what: str) -> Finding:
+def _silent(device: Any, what: str, *, answered: bool) -> Finding:
     return Finding(
         "matmul",
         f"device {device.id}",
         f"{device_name(device)} {what}",
         "end other processes that hold it; if that changes nothing, restart or replace its host",
+        evidence={"answered": answered},
     )
 
 
