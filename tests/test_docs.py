@@ -27,7 +27,7 @@ WITH_PYTHON = [page for page, text in TEXT.items() if "\n```python\n" in text]
 COMMANDS = typer.main.get_command(app)
 # They measure, search for long, compile, keep something, or go on until they are stopped.
 SLOW = (
-    "train", "generate", "serve", "monitor", "demo", "tour", "bench", "tune", "compile", "--train", "--serve",
+    "train", "generate", "serve", "monitor", "doctor", "demo", "tour", "bench", "tune", "compile", "--train", "--serve",
     "--measured",
     "--calibrate", "examples/plan/small.toml",
 )  # fmt: skip

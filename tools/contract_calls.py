@@ -48,7 +48,7 @@ MODULES = (
     ".experimental.array_serialization", ".experimental.checkpoint", ".experimental.mesh_utils",
     ".experimental.pallas", ".experimental.pjit", ".sharding", ".profiler", ".diagnostics", "._src.core", ".tpu_v4",
     ".tpu_v4.kernels", ".tpu_v4.backend", ".tpu_v4.optimizations", ".tpu_v4.recovery", ".tpu_v4.training",
-    ".tpu_v4.inference", ".tpu_v4.monitoring", ".tpu_v4.cost", ".tpu_v4.autoscaling",
+    ".tpu_v4.inference", ".tpu_v4.monitoring", ".tpu_v4.cost", ".tpu_v4.autoscaling", ".tpu_v4.diagnostics",
 )  # fmt: skip
 
 
@@ -77,6 +77,7 @@ def modules_by_dotted_imports() -> None:
     import capibara.jax.tpu_v4.autoscaling
     import capibara.jax.tpu_v4.backend
     import capibara.jax.tpu_v4.cost
+    import capibara.jax.tpu_v4.diagnostics
     import capibara.jax.tpu_v4.inference
     import capibara.jax.tpu_v4.kernels
     import capibara.jax.tpu_v4.monitoring
@@ -673,6 +674,26 @@ def layers() -> None:
     params = init_moe(key, 32, 16, 4)
     made, _ = ops.moe_layer(params=params, x=ROWS, top_k=2, precision="bfloat16", mesh=None)
     assert made.shape == ROWS.shape
+
+
+# Health.
+
+
+@shows(
+    ":TpuDiagnostics", ":TpuDiagnostics.run_full_health_check", ":TpuDiagnostics.analyze_performance_bottlenecks",
+    of="capibara.jax.tpu_v4.diagnostics",
+)  # fmt: skip
+def health_of_the_devices() -> None:
+    from capibara.jax.tpu_v4.diagnostics import TpuDiagnostics
+
+    diagnostics = TpuDiagnostics()
+    health_report = diagnostics.run_full_health_check()
+    for name in ("all_chips_online", "temperature_normal", "memory_healthy", "interconnect_ok"):
+        assert health_report[name] in (True, False, None)
+    perf_analysis = diagnostics.analyze_performance_bottlenecks()
+    for bottleneck in perf_analysis.bottlenecks if perf_analysis.has_bottlenecks else ():
+        assert bottleneck.description
+        assert bottleneck.suggestion
 
 
 # Recovery.

@@ -16,7 +16,6 @@ __all__ = ["TO_COME", "announce", "no_attribute"]
 
 TO_COME: dict[str, tuple[str, ...]] = {
     "capibara.jax": ("utils",),
-    "capibara.jax.tpu_v4": ("diagnostics",),
 }
 """Module -> its names, and modules below it, that are documented and not there yet."""
 

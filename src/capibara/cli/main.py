@@ -7,7 +7,21 @@ from typing import Annotated
 import typer
 
 from capibara._version import __version__
-from capibara.cli import bench, cost, demo, generate, kernels, launch, monitor, plan, profile, serve, tour, train
+from capibara.cli import (
+    bench,
+    cost,
+    demo,
+    doctor,
+    generate,
+    kernels,
+    launch,
+    monitor,
+    plan,
+    profile,
+    serve,
+    tour,
+    train,
+)
 from capibara.cli.failures import CODES, Application
 
 app = typer.Typer(
@@ -28,6 +42,7 @@ app.command(name="launch")(launch.launch)
 app.command(name="generate")(generate.generate)
 app.command(name="serve")(serve.serve)
 app.command(name="monitor")(monitor.monitor)
+app.command(name="doctor")(doctor.doctor)
 app.command(name="demo")(demo.demo)
 app.command(name="tour")(tour.tour)
 

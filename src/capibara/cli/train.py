@@ -13,6 +13,7 @@ import typer
 
 from capibara.cli import failures, output
 from capibara.cli.failures import Code
+from capibara.cli.simulated import simulate_devices
 from capibara.errors import rule_error
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def train(
     from capibara.processes import PROCESS_COUNT, join_from_environment
     from capibara.train.supervisor import RESTARTS
 
-    _simulate(devices, int(os.environ.get(PROCESS_COUNT, "1")))
+    simulate_devices(devices, int(os.environ.get(PROCESS_COUNT, "1")))
     join_from_environment()
     # Started again by the supervisor: from what is there.
     resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
@@ -154,15 +155,6 @@ def _preempted(text: str, json: bool, loud: bool) -> None:
         output.show_json(failures.error(Code.PREEMPTED, text, fix="start it again with --resume"))
     else:
         typer.echo(f"capibara: {text}; go on with --resume", err=True)
-
-
-def _simulate(devices: int | None, processes: int) -> None:
-    if devices is None:
-        return
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices // processes)
 
 
 def _in_processes(

@@ -43,6 +43,7 @@ _COMBINE: Mapping[str, Callable[[list[float]], float]] = {
     "memory_usage": max,
     "temperature": max,
     "power": sum,
+    "clock": min,
 }
 
 
@@ -250,8 +251,9 @@ class TpuRealTimeMonitor:
         """The last sample, or one taken now where there is none.
 
         Every name of `capibara.observe.sensors.METRICS` is a key: devices together (utilization is their mean,
-        memory_usage and temperature are of the fullest and the hottest, memory and power are sums), None where nothing
-        tells it. "sources" has the figures of each, "sensors" how each sensor is, "alerts" what is beyond a threshold.
+        memory_usage, temperature and clock are of the fullest, hottest and slowest, memory and power are sums), None
+        where nothing tells it. "sources" has the figures of each, "sensors" how each sensor is, "alerts" what is beyond
+        a threshold.
         """
         current = self._current
         return copy.deepcopy(self.sample() if current is None else current)  # the caller's own, to do with as it likes

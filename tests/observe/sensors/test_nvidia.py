@@ -26,6 +26,7 @@ class Nvml:
     NVML_ERROR_NOT_SUPPORTED = 3
     NVML_ERROR_GPU_IS_LOST = 15
     NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM = 1
 
     def __init__(self) -> None:
         self.opened = self.closed = 0
@@ -58,6 +59,10 @@ class Nvml:
         assert kind == self.NVML_TEMPERATURE_GPU
         return 54
 
+    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
+        assert kind == self.NVML_CLOCK_SM
+        return 1980  # MHz
+
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         if handle == 1:
             raise _Error(self.NVML_ERROR_NOT_SUPPORTED)
@@ -72,6 +77,7 @@ def test_what_it_tells() -> None:
     assert (first.source, first.kind, first.chip) == ("gpu:0", "gpu", "NVIDIA H200")
     assert first.values == {
         "memory_used": 75e9, "memory_total": 150e9, "utilization": 0.87, "temperature": 54.0, "power": 612.345,
+        "clock": 1.98e9,
     }  # fmt: skip
     assert second.chip == "NVIDIA H200"
     assert "power" not in second.values, "what it does not tell is left out"
@@ -106,4 +112,5 @@ def test_the_installed_module_has_the_names() -> None:
     pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install '.[monitor]'")
     for name in vars(Nvml):
         assert name.startswith("_") or hasattr(pynvml, name), name
+    assert pynvml.NVML_CLOCK_SM == Nvml.NVML_CLOCK_SM
     assert pynvml.NVML_ERROR_NOT_SUPPORTED == Nvml.NVML_ERROR_NOT_SUPPORTED

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from capibara.jax.tpu_v4 import autoscaling as autoscaling
     from capibara.jax.tpu_v4 import backend as backend
     from capibara.jax.tpu_v4 import cost as cost
+    from capibara.jax.tpu_v4 import diagnostics as diagnostics
     from capibara.jax.tpu_v4 import inference as inference
     from capibara.jax.tpu_v4 import kernels as kernels
     from capibara.jax.tpu_v4 import monitoring as monitoring
@@ -32,6 +33,7 @@ __all__, __getattr__, __dir__ = exports(
         "autoscaling",
         "backend",
         "cost",
+        "diagnostics",
         "inference",
         "kernels",
         "monitoring",

@@ -74,6 +74,7 @@ class NvidiaSensor:
         ask(lambda: {"utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100})
         ask(lambda: {"temperature": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))})
         ask(lambda: {"power": nvml.nvmlDeviceGetPowerUsage(handle) / 1000})  # it says milliwatts
+        ask(lambda: {"clock": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6})
         return Reading(source, "gpu", values, chip)
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ METRICS: Mapping[str, Metric] = {
     "memory_usage": Metric("Memory in use, of what there is.", "ratio", 1.0),
     "temperature": Metric("The hottest place that tells its temperature.", "celsius", 200.0),
     "power": Metric("What the device draws.", "watts", 100_000.0),
+    "clock": Metric("Of the compute units.", "hertz", 1e11),
     "step": Metric("The last step that was finished."),
     "loss": Metric("Of the last step.", least=-math.inf),
     "step_time": Metric("Of the last step; of a server, between a request's tokens.", "seconds"),
