@@ -116,6 +116,8 @@ def test_modes_are_named() -> None:
         pass
     with pytest.raises(ValueError, match="mode='tracing'"), profile(trace_dir="somewhere"):
         pass
+    with pytest.raises(ValueError, match=r"memory.*flops"), profile(captures=("flop",)):
+        pass
 
 
 def test_rows_without_a_programs_number_are_found_by_name() -> None:

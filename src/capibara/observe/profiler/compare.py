@@ -1,23 +1,36 @@
-"""Two profiles of one program: which operation became slower, and by how much."""
+"""Two profiles of one program: which operation became slower, and by how much.
+
+Both are taken alike: the program runs once to warm the process, then a number of times that count, and the base's number
+is the comparison's too. A first run in a process is slower than those after it, so that a base of one first run would
+hide what became slower since.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from capibara.errors import rule_error
-from capibara.observe.profiler.result import OpRow, Profile
+from capibara.observe.profiler.result import OpRow, OpTimes, Profile
 
-__all__ = ["TOLERANCE", "Change", "slower", "steadier"]
+__all__ = ["FEWEST_REPEATS", "TOLERANCE", "Change", "Comparison", "compare", "repeated"]
 
-TOLERANCE = {"cpu": 0.35, "gpu": 0.05, "tpu": 0.05}
+TOLERANCE = {"cpu": 0.25, "gpu": 0.05, "tpu": 0.05}
 """By how much an operation may be slower before it counts, by platform. A CPU's cores are shared with others."""
+FEWEST_REPEATS = 3
+"""Of fewer nobody knows how far the repeats are apart."""
 # An operation that takes less of the profile than this is not looked at, nor one whose run is shorter than a clock and
 # a scheduler can tell apart.
 _SHARE = 0.01
 # Of fewer runs of its program nobody knows how long an operation takes.
 _RUNS = 5
 _SHORTEST = {"cpu": 20e-6, "gpu": 2e-6, "tpu": 1e-6}
+# Of two operations nobody can tell whether one became slower or the machine did and the other faster.
+_FEWEST_OPS = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class Change:
     """jax's name stack, or the instruction where it has none."""
     before: float
     after: float
+    """Where the device is shared with others: at the speed that it had when the base was taken."""
 
     @property
     def slower_by(self) -> float:
@@ -36,11 +50,35 @@ class Change:
         return self.after / self.before - 1 if self.before else float("inf")
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What two profiles say of each other."""
+
+    slower: tuple[Change, ...]
+    """The operations that take longer than they may, the one that costs most first."""
+    judged: int
+    """How many operations of both were long enough to be looked at."""
+    pace: float
+    """How many times as long as in the base the operations took as a whole; on a CPU that is put down to the machine,
+    elsewhere it is 1."""
+    new: tuple[str, ...]
+    """Operations that the base has not, and that take more than a hundredth of the time."""
+
+
+def repeated(profiles: Sequence[Profile]) -> Profile:
+    """The last of several profiles of one program, with the times that its operations had in each."""
+    found = [_by_source(one) for one in profiles]
+    everywhere = [key for key in found[-1] if all(key in one for one in found)]
+    times = tuple(OpTimes(*key, tuple(one[key] for one in found)) for key in everywhere)
+    return dataclasses.replace(profiles[-1], repeats=len(profiles), op_times=times)
+
+
 def _by_source(found: Profile) -> dict[tuple[str, str], float]:
     """Seconds of a run of a program in each operation, by where it comes from.
 
     Instructions are renamed when anything around them changes; the place in the user's program is not. A run counts at
-    its best: what others take of the machine makes it longer, never shorter. What ran only a few times is left out.
+    its tenth percentile: what others take of the machine makes it longer, never shorter. What ran only a few times is
+    left out.
     """
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for op in found.ops:
@@ -53,48 +91,3 @@ def _stem(op: OpRow) -> str:
     """The instruction without its number."""
     head, _, tail = op.op.rpartition(".")
     return head if head and tail.isdigit() else op.op
-
-
-def slower(before: Profile, after: Profile, tolerance: float | None = None) -> list[Change]:
-    """The operations that take longer than before by more than the tolerance, the worst first.
-
-    Args:
-        before: What it is held against.
-        after: The same program, profiled again.
-        tolerance: As a fraction; by default the platform's, `TOLERANCE`.
-    """
-    for one, which in ((before, "the first"), (after, "the second")):
-        if one.mode != "tracing":
-            raise rule_error(
-                "Times of operations are compared, which a trace has",
-                f"{which} profile by {one.mode}",
-                "profile with mode='tracing', as `capibara profile` does",
-            )
-    if before.device_kind != after.device_kind:
-        raise rule_error(
-            "Profiles are compared on one kind of device",
-            f"{before.device_kind!r} and {after.device_kind!r}",
-            "profile both on the same",
-        )
-    allowed = TOLERANCE.get(after.platform, 0.05) if tolerance is None else tolerance
-    if allowed < 0:
-        raise rule_error("A tolerance is a fraction of 0 or more", repr(tolerance), "write 0.1 for 10 %")
-    old, new = _by_source(before), _by_source(after)
-    whole = sum(new.values())
-    shortest = _SHORTEST.get(after.platform, 1e-6)
-    changes = [
-        Change(program, op, old[program, op], seconds)
-        for (program, op), seconds in new.items()
-        if (program, op) in old and seconds >= max(_SHARE * whole, shortest)
-    ]
-    return sorted((one for one in changes if one.slower_by > allowed), key=lambda one: one.before - one.after)
-
-
-def steadier(first: list[Change], again: list[Change]) -> list[Change]:
-    """Of two comparisons with the same base, what both found, each at its better time."""
-    found = {(one.program, one.op): one for one in again}
-    return [
-        Change(one.program, one.op, one.before, min(one.after, found[one.program, one.op].after))
-        for one in first
-        if (one.program, one.op) in found
-    ]

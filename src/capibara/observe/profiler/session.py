@@ -78,6 +78,9 @@ def profile(
         raise unknown_name("profiling mode", mode, MODES)
     if trace_dir is not None and mode != "tracing":
         raise rule_error("A trace is written when tracing", f"trace_dir with mode={mode!r}", "pass mode='tracing'")
+    for capture in captures or ():
+        if capture not in CAPTURES:
+            raise unknown_name("figure to capture", capture, CAPTURES)
     if captures is None:
         captures = CAPTURES if mode == "tracing" else CAPTURES[:2]
     recording = Recording()
