@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -45,6 +46,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "steps.py"
 
 
+@pytest.fixture
+def times_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that are made of the work: a busy machine has its own."""
+    from capibara.observe.profiler import session
+
+    measured = session._op_row
+
+    def by_work(*arguments: Any) -> Any:
+        row = measured(*arguments)
+        seconds = row.flops / 1e9 / max(row.count, 1)
+        return dataclasses.replace(row, seconds=seconds * row.count, best_seconds=seconds, median_seconds=seconds)
+
+    monkeypatch.setattr(session, "_op_row", by_work)
+
+
 def ran(*arguments: str, code: int = 0) -> Any:
     answer = runner.invoke(app, ["profile", *arguments])
     assert answer.exit_code == code, answer.output
@@ -64,7 +80,7 @@ def test_a_script_its_arguments_and_json(script: str) -> None:
     assert (sys.argv, sys.path) == before
 
 
-def test_a_table_for_people(script: str, tmp_path: Path) -> None:
+def test_a_table_for_people(script: str, tmp_path: Path, times_of_work: None) -> None:
     answer = ran(script, "--trace-dir", "kept", "--top", "1")
     assert "runs of" in answer.stdout
     assert "jit(step)/" in answer.stdout
@@ -88,37 +104,55 @@ def test_a_module(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.quick
-def test_an_operation_that_became_slower_is_named(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as much work again in one of two: with times that are made of the work, for a busy machine has its own."""
-    from capibara.observe.profiler import session
-
-    measured = session._op_row
-
-    def by_work(*arguments: Any) -> Any:
-        import dataclasses
-
-        row = measured(*arguments)
-        seconds = row.flops / 1e9 / max(row.count, 1)
-        return dataclasses.replace(row, seconds=seconds * row.count, best_seconds=seconds, median_seconds=seconds)
-
-    monkeypatch.setattr(session, "_op_row", by_work)
-    Path("base.json").write_text(ran(script, "--json").stdout)
-    assert "no operation is slower" in ran(script, "--against", "base.json").stdout
+def test_an_operation_that_became_slower_is_named(script: str, times_of_work: None) -> None:
+    """Half as much work again in one of two."""
+    Path("base.json").write_text(ran(script, "--repeats", "3", "--json").stdout)
+    kept = json.loads(Path("base.json").read_text())["profile"]
+    assert kept["repeats"] == 3
+    assert all(len(one["seconds"]) == 3 for one in kept["op_times"])
+    answer = ran(script, "--against", "base.json", "--trace-dir", "kept")
+    assert "none of 2 operations is slower" in answer.stdout
+    assert answer.stdout.count("own words") == 1  # the repeats' go to stderr
+    assert answer.stderr.count("own words") == 3
+    assert len(list(Path("kept").rglob("*.xplane.pb"))) == 1
     answer = ran(script, "1", "--against", "base.json", "--json", code=1)
     document = json.loads(answer.stdout)
     (slow,) = document["against"]["slower"]
     assert slow["op"] == "jit(step)/head/dot_general"
     assert slow["slower_by"] == pytest.approx(0.5)
-    assert document["against"]["runs"] == 3  # it was run again before it was said
+    assert document["against"]["repeats"] == 3  # as the base was taken
     assert document["error"]["kind"] == "slower"
     assert "head" in document["error"]["message"]
-    assert "is slower by 50 %" in ran(script, "1", "--against", "base.json", "--confirm", "0", code=1).stdout
     assert ran(script, "1", "--against", "base.json", "--tolerance", "0.6").exit_code == 0
+
+
+def test_a_first_run_in_a_process_does_not_count(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from capibara.observe.profiler import session
+
+    runs: list[int] = []
+    read = session.read_trace
+
+    def slow_first(file: Path) -> Any:
+        runs.append(len(runs))
+        found = read(file)
+        longer = 10.0 if len(runs) == 1 else 1.0
+        rows = [dataclasses.replace(row, start=0.0, end=longer * 1e-3) for row in found.rows]
+        return dataclasses.replace(found, rows=rows)
+
+    monkeypatch.setattr(session, "read_trace", slow_first)
+    document = json.loads(ran(script, "--repeats", "3", "--json").stdout)["profile"]
+    assert len(runs) == 4
+    assert {tuple(one["seconds"]) for one in document["op_times"] if "body" in one["op"]} == {(1e-3,) * 3}
 
 
 @pytest.mark.quick
 def test_what_is_refused(script: str, tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"profile": {"format": "capibara-prof')
+    once = json.loads(ran(script, "--counting", "--json").stdout)
+    (tmp_path / "once.json").write_text(json.dumps(once))
+    once["profile"].update(mode="tracing", repeats=3)
+    (tmp_path / "base.json").write_text(json.dumps(once))
+    (tmp_path / "once.py").write_text("open('there', 'x')")
     (tmp_path / "fails.py").write_text("raise RuntimeError('on purpose')")
     (tmp_path / "ends.py").write_text("import sys; sys.exit(3)")
     for arguments, code, said in [
@@ -128,6 +162,11 @@ def test_what_is_refused(script: str, tmp_path: Path) -> None:
         ([], 2, "named"),
         (["-m", "no_such_module"], 2, "import"),
         ([script, "--against", "cut.json"], 2, "cut short"),
+        ([script, "--against", "once.json"], 2, "--repeats 8"),
+        ([script, "--against", "base.json", "--repeats", "4"], 2, "taken alike"),
+        ([script, "--repeats", "2"], 2, "3 repeats or more"),
+        ([script, "--repeats", "3", "--counting"], 2, "--counting"),
+        (["once.py", "--repeats", "3"], 1, "repeat 1 of 3"),
         ([script, "--against", "nowhere.json"], 2, "is there"),
         ([script, "--against", "cut.json", "--counting"], 2, "--counting"),
         (["fails.py"], 1, "on purpose"),
