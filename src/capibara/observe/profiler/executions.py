@@ -187,11 +187,11 @@ class Executions:
                 executable = caller["args"][0].executable
             else:
                 executable = self._lowered(caller, caller["args"])
+            self._count(self._hold(executable))
             self._note_arguments(caller["args"], {})
         except Exception as problem:  # noqa: BLE001 - as above
             self.problems[f"{type(problem).__name__}: {problem}"[:200]] += 1
             return
-        self._count(self._hold(executable))
         self._listen_here()
 
     def _listen_here(self) -> None:
