@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import capibara
 from capibara.cli.main import app
 
 runner = CliRunner()
@@ -86,6 +89,24 @@ def test_a_table_for_people(script: str, tmp_path: Path, times_of_work: None) ->
     assert "jit(step)/" in answer.stdout
     assert "... and" in answer.stdout
     assert list((tmp_path / "kept").rglob("*.xplane.pb"))
+
+
+def test_a_program_may_ask_for_devices_first(tmp_path: Path) -> None:
+    """Which jax takes before its backends are up only; in a process of its own, for in this one they are."""
+    script = tmp_path / "devices.py"
+    script.write_text(f"import jax\njax.config.update('jax_num_cpu_devices', 2)\n{PROGRAM}print(len(jax.devices()))")
+    command = [sys.executable, "-m", "capibara", "profile", str(script), "--json"]
+    source = str(Path(capibara.__file__).parents[1])
+    variables = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    answer = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**variables, "PYTHONPATH": source}, timeout=300
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.strip().endswith("2")
+    found = json.loads(answer.stdout)["profile"]
+    assert [one["runs"] for one in found["programs"] if one["name"] == "jit_step"] == [30]
+    # The trace began with the first call.
+    assert [one["median_seconds"] > 0 for one in found["ops"] if one["source"].endswith("body/dot_general")] == [True]
 
 
 def test_counting_has_no_times(script: str) -> None:

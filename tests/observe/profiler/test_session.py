@@ -54,7 +54,9 @@ def test_tracing_gives_the_time_of_every_operation(tmp_path: Path) -> None:
     assert all("layer" in op.source for op in timed)
     (product,) = [op for op in timed if op.kind == "product"]
     assert product.count == 3
-    assert product.bound == "compute"
+    # What a busy CPU's peaks were measured to be decides.
+    moved = product.bytes / found.memory_bandwidth
+    assert product.bound == ("compute" if product.matrix_flops / found.peak_flops["float32"] >= moved else "memory")
     assert product.roofline == pytest.approx(product.least_seconds / product.seconds)
     assert found.busy_seconds == pytest.approx(sum(op.seconds for op in timed), rel=0.05)
     assert found.metrics()["comm_overhead_ms"] == 0
