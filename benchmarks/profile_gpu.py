@@ -8,8 +8,8 @@ gemm      the TFLOP/s of an 8192^3 product by both modes, and by the clock: the 
 overhead  what counting costs a product, a training step and a call that does next to nothing, call by call in turns
 step      a training step: whether the rows of its operations add up to the step's wall clock, and whether the three
           largest products, run alone at the same shapes, take as long
-gate      `capibara profile --against`: quiet on two equal runs, and names the product that was made 10 % longer (a half
-          on a CPU)
+gate      `capibara profile --against`, by benchmarks/profile_gate.py: quiet on two equal runs, and names the operation
+          that was made 10 % longer (a half on a CPU)
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import functools
 import json
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -35,29 +33,7 @@ from capibara.observe.profiler import profile
 
 sys.path.insert(0, str(Path(__file__).parent))
 import plain_llama
-
-PROGRAM = """
-import sys
-import jax
-import jax.numpy as jnp
-
-size, columns, steps = map(int, sys.argv[1:])
-x = jnp.ones((size, size), jnp.bfloat16)
-w = jnp.ones((size, columns), jnp.bfloat16)
-
-
-@jax.jit
-def step(x, w):
-    with jax.named_scope("body"):
-        x = jnp.tanh(x @ x)
-    with jax.named_scope("head"):
-        return x, x @ w
-
-
-for _ in range(steps):
-    y = step(x, w)
-jax.block_until_ready(y)
-"""
+import profile_gate
 
 
 def seconds_of(call: Callable[[], Any], few: int = 20, more: int = 40) -> float:
@@ -182,39 +158,10 @@ def step(tiny: bool) -> dict[str, Any]:
     }
 
 
-def gate(tiny: bool, pairs: int) -> dict[str, Any]:
-    size, steps = (512, 30) if tiny else (4096, 50)
-    longer = size + size // (2 if tiny else 10)
-    with tempfile.TemporaryDirectory() as folder:
-        script, base = Path(folder) / "steps.py", Path(folder) / "base.json"
-        script.write_text(PROGRAM, encoding="utf-8")
-
-        def run(columns: int, *options: str) -> tuple[int, Any]:
-            command = [sys.executable, "-m", "capibara", "profile", str(script), str(size), str(columns), str(steps)]
-            ended = subprocess.run([*command, "--json", *options], capture_output=True, text=True, check=False)
-            return ended.returncode, json.loads(ended.stdout)
-
-        base.write_text(json.dumps(run(size)[1]), encoding="utf-8")
-        equal = [run(size, "--against", str(base)) for _ in range(pairs)]
-        slowed = [run(longer, "--against", str(base)) for _ in range(max(pairs // 4, 1))]
-    named = [[one["op"] for one in document["against"]["slower"]] for _, document in slowed]
-    return {
-        "equal_runs": pairs,
-        "quiet": sum(code == 0 for code, _ in equal),
-        "said_of_equal_runs": [document["against"]["slower"] for code, document in equal if code],
-        "slowed_runs": len(slowed),
-        "slowed_by": longer / size - 1,
-        "caught": sum(
-            code == 1 and any("head" in op for op in ops) for (code, _), ops in zip(slowed, named, strict=True)
-        ),
-        "promise": "all quiet, all caught",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="gemm,overhead,step,gate")
-    parser.add_argument("--pairs", type=int, default=20, help="equal runs of the gate")
+    parser.add_argument("--pairs", type=int, default=20, help="equal runs of the gate, and slowed ones")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -222,7 +169,7 @@ def main() -> None:
         "gemm": lambda: gemm(asked.tiny),
         "overhead": lambda: overhead(asked.tiny),
         "step": lambda: step(asked.tiny),
-        "gate": lambda: gate(asked.tiny, asked.pairs),
+        "gate": lambda: profile_gate.gate(asked.tiny, bases=max(asked.pairs // 5, 1), pairs=min(asked.pairs, 5)),
     }
     found = {
         "date": date.today().isoformat(),

@@ -75,6 +75,7 @@ def test_prices_and_how_long_an_alert_has_to_last(run: Path) -> None:
         (["--alert", "utilization=-0.3"], "above 0"),
         (["nowhere"], "a run's folder, a server's http address, or a process's number"),
         (["--webhook", "example.com"], "A webhook is an http address"),
+        (["--on-alert", "notify 'open"], "close its quotes"),
         (["--web", "--once"], "leave one out"),
         (["--web", "--host", "0.0.0.0"], "needs a token"),
         (["--price-kind", "free"], "kind of price"),

@@ -131,3 +131,14 @@ def test_nested_the_inner_one_keeps_what_it_had() -> None:
         model(jnp.ones((8, 64)))
     assert inner.generate_report()["runs"] == before
     assert outer.generate_report()["runs"] >= 1
+
+
+def test_a_name_a_step_does_not_fill_the_memory() -> None:
+    profiler = TpuPerformanceProfiler()
+    for step in range(70):
+        with profiler.profile_context(f"step {step}"):
+            pass
+    assert list(profiler.profiles) == [f"step {step}" for step in range(6, 70)]
+    with profiler.profile_context("step 6"):
+        pass
+    assert list(profiler.profiles)[-1] == "step 6"

@@ -169,3 +169,63 @@ def _module(call: str) -> str:
             "}",
         ]
     )
+
+
+# As the compilers for accelerators write it, which leave the conditions of loops unfused.
+LOOP = """HloModule jit_loop, is_scheduled=true
+
+%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %p = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(2)
+  %next = s32[] add(%i, %one)
+  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%next, %y)
+  %late = f32[8,8]{1,0} copy(%y)
+}
+
+%cond (p: (s32[], f32[8,8])) -> pred[] {
+  %p = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(10)
+  %far = pred[] custom-call(%p), custom_call_target="far"
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (a: s32[], x: f32[8,8]) -> f32[8,8] {
+  %a = s32[] parameter(0)
+  %zero = s32[] constant(0)
+  %start = s32[] copy(%zero)
+  %x = f32[8,8]{1,0} parameter(1)
+  %init = (s32[], f32[8,8]{1,0}) tuple(%start, %x)
+  %w = (s32[], f32[8,8]{1,0}) while(%init), condition=%cond, body=%body
+  ROOT %r = f32[8,8]{1,0} get-tuple-element(%w), index=1
+}
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("written", "instead", "trips"),
+    [
+        ("", "", 5),
+        ("tuple(%start", "tuple(%a", None),  # it starts anywhere
+        ("%less = pred[]", "%less.1 = pred[]", 5),
+        ("add(%i, %one)", "multiply(%i, %one)", None),
+        ("add(%i, %one)", "add(%i, %i)", None),
+        ("constant(0)", "constant(20)", 0),
+        # It ends when either does: at the tenth at the latest.
+        (
+            "  ROOT %less = pred[] compare(%i, %n), direction=LT",
+            "  %less = pred[] compare(%i, %n), direction=LT\n  ROOT %both = pred[] and(%less, %far)",
+            None,
+        ),
+    ],
+    ids=["by twos", "any start", "renamed", "doubled", "by itself", "never", "or earlier"],
+)
+def test_a_counter_alone_tells_how_long_a_loop_is(written: str, instead: str, trips: int | None) -> None:
+    assert written in LOOP
+    found = hlo_work(LOOP.replace(written, instead) if written else LOOP)
+    assert found.matrix_flops == 2 * 8**3 * (1 if trips is None else trips)
+    assert found.loops_of_unknown_length == (trips is None)

@@ -116,10 +116,20 @@ def _thresholds(texts: list[str]) -> dict[str, float]:
 
 def _callbacks(urls: list[str], commands: list[str], *, log: bool) -> list[Callback]:
     """`log`: on standard error, where nothing else on the terminal shows alerts."""
+    from capibara.errors import rule_error
     from capibara.observe.notify import command, log_alerts, webhook
 
-    logged = [log_alerts()] if log else []
-    return [*logged, *(webhook(url) for url in urls), *(command(shlex.split(text)) for text in commands)]
+    told: list[Callback] = [log_alerts()] if log else []
+    told += [webhook(url) for url in urls]
+    for text in commands:
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise rule_error(
+                "A command is written as on a shell's line", f"{text!r} ({error})", "close its quotes"
+            ) from error
+        told.append(command(words))
+    return told
 
 
 def _once(watching: TpuRealTimeMonitor, json: bool) -> None:

@@ -57,8 +57,8 @@ def _walk(
         again, said = 1, why
         if op == "while":
             known = trips(rest, shapes, bodies)
-            again = known or 1
-            said = why if known else "inside a loop of unknown length, counted once"
+            again = 1 if known is None else known
+            said = why if known is not None else "inside a loop of unknown length, counted once"
         inner = CALLED.findall(rest)
         branches = BRANCHES.search(rest)
         if branches:

@@ -8,7 +8,7 @@ import re
 __all__ = ["BRANCHES", "CALL", "CALLED", "array_bytes", "arrays", "computations", "operands", "trips"]
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 CALL = re.compile(r"([a-z][a-z\-]*)\(")
 """An instruction's opcode, before its operands."""
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
@@ -19,8 +19,10 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "c64": 64, "c128": 128, 
 
 
 def computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
-    """The instructions of each computation, as a name and the rest of its line, in order; and the entry's name."""
+    """The instructions of each computation, as a name and the rest of its line, in order and its result last; and the
+    entry's name."""
     bodies: dict[str, list[tuple[str, str]]] = {}
+    results: dict[str, tuple[str, str]] = {}
     current, entry = "", ""
     for line in text.splitlines():
         header = _COMPUTATION.match(line)
@@ -31,12 +33,19 @@ def computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
             continue
         instruction = _INSTRUCTION.match(line)
         if instruction and current:
-            bodies[current].append((instruction.group(1), instruction.group(2)))
+            one = (instruction.group(2), instruction.group(3))
+            bodies[current].append(one)
+            if instruction.group(1):
+                results[current] = one
+    for name, result in results.items():  # in the order of a schedule it may be anywhere
+        bodies[name].remove(result)
+        bodies[name].append(result)
     return bodies, entry
 
 
 def trips(rest: str, shapes: dict[str, str], bodies: dict[str, list[tuple[str, str]]]) -> int | None:
-    """How often a while runs: as the compiler notes it, or by its counter, where that starts and ends at constants."""
+    """How often a while runs: as the compiler notes it, or by its counter, where that starts, steps and ends at
+    constants and nothing else ends the loop; None where it is neither."""
     noted = _TRIPS.search(rest)
     if noted:
         return int(noted.group(1))
@@ -44,28 +53,42 @@ def trips(rest: str, shapes: dict[str, str], bodies: dict[str, list[tuple[str, s
     start = re.search(r"while\(%?([\w.\-]+)\)", rest)
     if not (condition and body and start):
         return None
-    inside = dict(bodies.get(condition.group(1), ()))
-    compared = next((operands(text) for text in inside.values() if " compare(" in text and "direction=LT" in text), [])
-    if len(compared) != 2:
+    # The last instruction of a computation is its result: a comparison that is one of two conditions is not.
+    ended = bodies.get(condition.group(1), [])
+    inside, compared = dict(ended), ended[-1][1] if ended else ""
+    if " compare(" not in compared or "direction=LT" not in compared:
         return None
-    place = re.search(r"get-tuple-element\(.*index=(\d+)", inside.get(compared[0], ""))
-    end = _constant(inside.get(compared[1], ""))
-    if place is None or end is None:
+    counter, limit = (_uncopied(name, inside) for name in operands(compared))
+    index, end = _element(counter), _constant(limit)
+    before = operands(_uncopied(start.group(1), shapes))
+    if index is None or end is None or index >= len(before):
         return None
-    index = int(place.group(1))
-    before = operands(shapes.get(start.group(1), ""))
-    first = _constant(shapes.get(before[index], "")) if index < len(before) else None
-    # The tuple may be copied on its way here; loops that jax and the partitioner make count from 0.
-    return -(-(end - (first or 0)) // _stride(bodies.get(body.group(1), []), index))
+    first = _constant(_uncopied(before[index], shapes))
+    stride = _stride(bodies.get(body.group(1), []), index)
+    return None if first is None or stride is None else max(-(-(end - first) // stride), 0)
 
 
-def _stride(body: list[tuple[str, str]], index: int) -> int:
+def _stride(body: list[tuple[str, str]], index: int) -> int | None:
     """By how much a trip moves the counter: more than 1 where the compiler has unrolled the loop."""
     inside = dict(body)
     made = operands(body[-1][1]) if body else []
-    added = inside.get(made[index], "") if index < len(made) else ""
-    constants = [_constant(inside.get(name, "")) for name in operands(added)] if " add(" in added else []
-    return max((one for one in constants if one), default=1)
+    added = _uncopied(made[index], inside) if index < len(made) else ""
+    parts = [_uncopied(name, inside) for name in operands(added)] if " add(" in added else []
+    steps = [_constant(part) for part in parts if _element(part) != index]
+    return steps[0] if len(parts) == 2 and len(steps) == 1 and (steps[0] or 0) > 0 else None
+
+
+def _uncopied(name: str, inside: dict[str, str]) -> str:
+    """The instruction that made an array, before it was copied on its way."""
+    rest = inside.get(name, "")
+    while " copy(" in rest and operands(rest) and operands(rest)[0] in inside:
+        rest = inside[operands(rest)[0]]
+    return rest
+
+
+def _element(text: str) -> int | None:
+    found = re.search(r"get-tuple-element\(.*index=(\d+)", text)
+    return int(found.group(1)) if found else None
 
 
 def operands(text: str) -> list[str]:

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from capibara.hardware import chip_for
 from capibara.observe.profiler import last_profile, profile
-from capibara.observe.profiler.executions import Executions
+from capibara.observe.profiler.executions import Executions, ProgramRuns
 from capibara.observe.profiler.result import Profile
-from capibara.observe.profiler.session import _named
+from capibara.observe.profiler.session import _named, _ops
 from capibara.observe.profiler.trace import Row, TraceReading
+from capibara.program.hlo_work import HloWork
 
 
 @jax.jit
@@ -52,7 +54,9 @@ def test_tracing_gives_the_time_of_every_operation(tmp_path: Path) -> None:
     assert all("layer" in op.source for op in timed)
     (product,) = [op for op in timed if op.kind == "product"]
     assert product.count == 3
-    assert product.bound == "compute"
+    # What a busy CPU's peaks were measured to be decides.
+    moved = product.bytes / found.memory_bandwidth
+    assert product.bound == ("compute" if product.matrix_flops / found.peak_flops["float32"] >= moved else "memory")
     assert product.roofline == pytest.approx(product.least_seconds / product.seconds)
     assert found.busy_seconds == pytest.approx(sum(op.seconds for op in timed), rel=0.05)
     assert found.metrics()["comm_overhead_ms"] == 0
@@ -116,6 +120,8 @@ def test_modes_are_named() -> None:
         pass
     with pytest.raises(ValueError, match="mode='tracing'"), profile(trace_dir="somewhere"):
         pass
+    with pytest.raises(ValueError, match=r"memory.*flops"), profile(captures=("flop",)):
+        pass
 
 
 def test_rows_without_a_programs_number_are_found_by_name() -> None:
@@ -129,3 +135,14 @@ def test_rows_without_a_programs_number_are_found_by_name() -> None:
     other = Row("/device:GPU:0", 0, "", "", "kernel", 0.0, 1.0)
     named = _named(TraceReading([row, other]), executions.programs())
     assert [one.program_id for one in named.rows] == [program.program_id, 0]
+
+
+@pytest.mark.quick
+def test_kernels_without_an_instruction_are_of_the_program_that_runs_most() -> None:
+    """As in command buffers: else nothing there could be held against another profile."""
+    programs = [ProgramRuns(name, runs, 1, HloWork(name, (), 0, ()), runs, 0.0) for name, runs in (("a", 1), ("b", 30))]
+    rows = [Row("/device:GPU:0", 0, "", "", "loop_add_fusion", float(i), i + 1e-3) for i in range(60)]
+    chip = chip_for("NVIDIA H200")
+    assert chip is not None
+    (op,) = _ops(programs, TraceReading(rows), chip, 1)
+    assert (op.op, op.count, op.runs) == ("loop_add_fusion", 60, 30)

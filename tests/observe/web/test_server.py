@@ -72,6 +72,17 @@ def test_a_token_is_needed_where_others_reach_it(monitor: TpuRealTimeMonitor) ->
         assert _get(server, "/", Cookie=headers["set-cookie"].partition(";")[0])[0] == 200
 
 
+def test_a_token_of_any_letters_and_one_that_is_empty(monitor: TpuRealTimeMonitor) -> None:
+    with MonitorServer(monitor, port=0, token="sécret") as server:
+        sent = "Bearer sécret".encode().decode("latin-1")  # how UTF-8 goes over the wire
+        assert _get(server, "/api/now", Authorization=sent)[0] == 200
+        assert _get(server, "/?token=s%C3%A9cret")[0] == 303
+    with MonitorServer(monitor, port=0, token="") as server:  # of a variable that is set to nothing
+        assert _get(server, "/api/now")[0] == 200
+    with pytest.raises(ValueError, match="needs a token"):
+        MonitorServer(monitor, "0.0.0.0", 0, token="")
+
+
 @pytest.mark.quick
 def test_a_name_that_was_made_to_lead_here_is_refused(monitor: TpuRealTimeMonitor) -> None:
     with MonitorServer(monitor, port=0) as server:

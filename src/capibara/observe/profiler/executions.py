@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,15 @@ class _Held:
 
 
 class Executions:
-    """Counts programs between `start` and `stop`."""
+    """Counts programs between `start` and `stop`.
 
-    def __init__(self) -> None:
+    Args:
+        before_first_call: Called once, in the thread that makes it, before the first call that jax runs in Python: of a
+            process in which nothing has run yet, before anything does.
+    """
+
+    def __init__(self, before_first_call: Callable[[], None] | None = None) -> None:
+        self._before_first_call = before_first_call
         self.compilations: Counter[str] = Counter()
         """Function, with the file and line that it is at where jax knows -> how many programs were compiled for it."""
         self.host_arguments = 0
@@ -181,17 +188,21 @@ class Executions:
             self._listener_before(name, *args)
         if name not in ("jit_cpp_cache_miss", "stages_compiled_call") or getattr(self._own, "asking", False):
             return
+        with self._lock:
+            first, self._before_first_call = self._before_first_call, None
+        if first is not None:
+            first()
         caller = sys._getframe(2).f_locals
         try:
             if name == "stages_compiled_call":
                 executable = caller["args"][0].executable
             else:
                 executable = self._lowered(caller, caller["args"])
+            self._count(self._hold(executable))
             self._note_arguments(caller["args"], {})
         except Exception as problem:  # noqa: BLE001 - as above
             self.problems[f"{type(problem).__name__}: {problem}"[:200]] += 1
             return
-        self._count(self._hold(executable))
         self._listen_here()
 
     def _listen_here(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from capibara.errors import rule_error
 
-__all__ = ["OpRow", "Profile", "ProgramRow", "last_profile", "read_profile"]
+__all__ = ["OpRow", "OpTimes", "Profile", "ProgramRow", "last_profile", "read_profile"]
 
 _FORMAT = "capibara-profile"
 _VERSION = 1
@@ -79,6 +79,17 @@ class OpRow:
 
 
 @dataclass(frozen=True)
+class OpTimes:
+    """One operation over repeats of the whole program: what `capibara profile --against` compares."""
+
+    program: str
+    op: str
+    """jax's name stack, or the instruction without its number where it has none."""
+    seconds: tuple[float, ...]
+    """Of one run of its program, a figure a repeat: the tenth percentile of the runs in it."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """A stretch of a program.
 
@@ -128,6 +139,10 @@ class Profile:
     xplane_file: str | None = None
     """For XProf and TensorBoard."""
     notes: tuple[str, ...] = ()
+    repeats: int = 0
+    """How often the whole program was run and profiled after a first time that did not count; 0: once, cold."""
+    op_times: tuple[OpTimes, ...] = ()
+    """With repeats: what each operation took in each of them; all else here is of the last."""
 
     @property
     def total_flops(self) -> float:
@@ -207,6 +222,9 @@ def read_profile(file: Path) -> Profile:
     try:
         values["programs"] = tuple(ProgramRow(**row) for row in values["programs"])
         values["ops"] = tuple(OpRow(**{**row, "products": tuple(map(tuple, row["products"]))}) for row in values["ops"])
+        values["op_times"] = tuple(
+            OpTimes(row["program"], row["op"], tuple(row["seconds"])) for row in values.get("op_times", ())
+        )
         for key in ("captures", "notes"):
             values[key] = tuple(values[key])
         return Profile(**values)

@@ -78,6 +78,9 @@ def profile(
         raise unknown_name("profiling mode", mode, MODES)
     if trace_dir is not None and mode != "tracing":
         raise rule_error("A trace is written when tracing", f"trace_dir with mode={mode!r}", "pass mode='tracing'")
+    for capture in captures or ():
+        if capture not in CAPTURES:
+            raise unknown_name("figure to capture", capture, CAPTURES)
     if captures is None:
         captures = CAPTURES if mode == "tracing" else CAPTURES[:2]
     recording = Recording()
@@ -100,12 +103,17 @@ def profile(
 def _recorded(
     recording: Recording, name: str, mode: str, trace_dir: str | Path | None, captures: tuple[str, ...]
 ) -> Iterator[Recording]:
+    from jax._src import xla_bridge
+
     notes: list[str] = []
-    memory_before = _memory()
-    folder = None
-    if mode == "tracing":
-        folder = _start_trace(recording, trace_dir, notes)
-    executions = Executions()
+    # Looking at devices, and tracing, starts jax's backends, after which a program can no longer say how many devices
+    # it wants, or join others (jax.distributed): where they are not up yet, nothing lies there and the trace waits.
+    up = xla_bridge.backends_are_initialized()
+    memory_before = _memory() if up else {"in_use": 0.0}
+    trace = _Trace(recording, trace_dir, notes)
+    if up and mode == "tracing":
+        trace.start()
+    executions = Executions(trace.start if mode == "tracing" and not up else None)
     started = time.perf_counter()
     try:
         executions.start()
@@ -113,12 +121,12 @@ def _recorded(
         executions.stop()
         executions.wait()
         ended = time.perf_counter()
+        if mode == "tracing":
+            trace.start()  # nothing ran: an empty one
     finally:
         executions.stop()
-        if folder is not None:
-            import jax
-
-            jax.profiler.stop_trace()
+        trace.stop()
+    folder = trace.folder
     xplane = _newest(folder, "*.xplane.pb")
     reading = None if xplane is None else _named(read_trace(xplane), executions.programs())
     recording.profile = _result(
@@ -129,24 +137,44 @@ def _recorded(
     keep_last(recording.profile)
 
 
-def _start_trace(recording: Recording, trace_dir: str | Path | None, notes: list[str]) -> Path | None:
-    import jax
+class _Trace:
+    """jax's trace of a recording, which begins once and ends once."""
 
-    if trace_dir is None:
-        folder = Path(tempfile.mkdtemp(prefix="capibara-trace-"))
-        weakref.finalize(recording, shutil.rmtree, folder, ignore_errors=True)
-    else:
-        folder = Path(trace_dir)
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # a row for every Python call would be most of the trace, and of its cost
-    try:
-        jax.profiler.start_trace(str(folder), profiler_options=options)
-    except RuntimeError as problem:
-        text = f"jax is tracing already, so there are no times of operations here ({problem})"
-        warnings.warn(f"{text}. Fix: end that trace first.", RuntimeWarning, stacklevel=5)
-        notes.append(text)
-        return None
-    return folder
+    def __init__(self, recording: Recording, trace_dir: str | Path | None, notes: list[str]) -> None:
+        self.folder: Path | None = None
+        """Where its files are; None where there is no trace."""
+        self._recording, self._trace_dir, self._notes = recording, trace_dir, notes
+        self._begun = False
+
+    def start(self) -> None:
+        """Begin it, unless it has."""
+        if self._begun:
+            return
+        self._begun = True
+        import jax
+
+        if self._trace_dir is None:
+            folder = Path(tempfile.mkdtemp(prefix="capibara-trace-"))
+            weakref.finalize(self._recording, shutil.rmtree, folder, ignore_errors=True)
+        else:
+            folder = Path(self._trace_dir)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # a row for every Python call would be most of the trace, and of its cost
+        try:
+            jax.profiler.start_trace(str(folder), profiler_options=options)
+        except RuntimeError as problem:
+            text = f"jax is tracing already, so there are no times of operations here ({problem})"
+            warnings.warn(f"{text}. Fix: end that trace first.", RuntimeWarning, stacklevel=6)
+            self._notes.append(text)
+        else:
+            self.folder = folder
+
+    def stop(self) -> None:
+        """End it, where it runs."""
+        if self.folder is not None:
+            import jax
+
+            jax.profiler.stop_trace()
 
 
 def _named(reading: TraceReading, programs: list[ProgramRuns]) -> TraceReading:
@@ -315,7 +343,8 @@ def _ops(programs: list[ProgramRuns], reading: TraceReading | None, chip: Chip, 
                 dtype="",
                 bound="unknown",
                 least_seconds=0.0,
-                runs=1,
+                # Which program it is of, nobody says: of the one that runs most, as a loop's does.
+                runs=max((program.runs for program in programs), default=1),
                 seconds=sum(seconds) / devices,
                 best_seconds=_best(seconds),
                 median_seconds=statistics.median(seconds),

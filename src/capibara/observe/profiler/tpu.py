@@ -14,6 +14,8 @@ from capibara.observe.profiler.session import CAPTURES, Recording, profile
 __all__ = ["TpuPerformanceProfiler", "TpuProfiler"]
 
 _PERCENT = ("memory_efficiency", "compute_efficiency")
+# A program may name each of its steps; a profile has rows and, traced, files.
+_KEPT = 64
 
 
 def _captures(memory: bool, flops: bool, communication: bool, kernel_details: bool) -> tuple[str, ...]:
@@ -59,7 +61,7 @@ class TpuPerformanceProfiler:
         self.captures = _captures(capture_memory, capture_flops, capture_communication, capture_kernel_details)
         self.trace_dir = trace_dir
         self.profiles: dict[str, Profile] = {}
-        """The last profile of each name."""
+        """The last profile of each name, of the 64 names that were used last."""
         self._recordings: dict[str, Recording] = {}
 
     @contextlib.contextmanager
@@ -73,6 +75,9 @@ class TpuPerformanceProfiler:
             self.profiles.pop(name, None)
             self.profiles[name] = recording.profile
             self._recordings[name] = recording
+            while len(self.profiles) > _KEPT:
+                oldest = next(iter(self.profiles))
+                del self.profiles[oldest], self._recordings[oldest]
 
     def get_detailed_metrics(self, name: str | None = None) -> dict[str, Any]:
         """The figures of one context, the last by default: efficiencies as fractions, and the rows of `kernels`."""

@@ -71,10 +71,10 @@ class MonitorServer:
                 f"{host!r} without one",
                 "add --token SECRET, or listen on 127.0.0.1",
             )
-        self.host, self.token = host, token
+        self.host, self.token = host, token or None  # a variable that is set to nothing is no token
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            self._server = _Server((host, port), _Handler, family, monitor, token)
+            self._server = _Server((host, port), _Handler, family, monitor, self.token)
         except OSError as error:
             raise rule_error(
                 "A monitor listens on an address of this machine, at a port that nobody else has",
@@ -124,7 +124,7 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         self.address_family = family
         self.monitor = monitor
-        self.digest = None if token is None else _digest(token)
+        self.digest = None if token is None else _digest(token.encode())
         self.closing = threading.Event()
         self.room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self.prometheus: PrometheusText | None = None
@@ -195,7 +195,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.digest is None:
             return True
         scheme, _, sent = self.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(sent.strip()), self.server.digest):
+        # Headers are read as latin-1, whatever the bytes are.
+        if scheme.lower() == "bearer" and hmac.compare_digest(
+            _digest(sent.strip().encode("latin-1")), self.server.digest
+        ):
             return True
         try:
             cookie = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
@@ -207,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         """A token in the address becomes a cookie, so that it does not stay in the history of the browser."""
         headers = {"Location": "/"}
         if self.server.digest is not None:
-            if not hmac.compare_digest(_digest(sent), self.server.digest):
+            if not hmac.compare_digest(_digest(sent.encode()), self.server.digest):
                 self._answer(HTTPStatus.UNAUTHORIZED, b"That is not the token of this monitor.\n")
                 return
             headers["Set-Cookie"] = f"{_COOKIE}={self.server.digest}; HttpOnly; SameSite=Strict; Path=/"
@@ -263,8 +266,8 @@ def _json(document: Any) -> bytes:
     return json.dumps(document, allow_nan=False).encode()
 
 
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+def _digest(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()
 
 
 def _is_exposed(host: str) -> bool:
