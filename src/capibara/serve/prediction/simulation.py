@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,6 +115,20 @@ class _PredictedLatency(LatencyController):
         if shape not in self._times:
             self._times[shape] = cast(Any, self.engine).times.of_shape(shape)
         return super()._milliseconds(shape)
+
+    def _within(self, sizes: Iterable[int], shape_of: Callable[[int], Shape], budget: float) -> list[int]:
+        # Predicted times rise with the size: past one that is over the budget, no program is traced to be told so.
+        fit: list[int] = []
+        over = False
+        for size in sizes:
+            shape = shape_of(size)
+            if over and shape not in self._times:
+                continue
+            if self._milliseconds(shape) <= budget:
+                fit.append(size)
+            else:
+                over = True
+        return fit
 
 
 @dataclass
