@@ -211,6 +211,15 @@ def test_bad_calls() -> None:
             optimizer.choose(a_job(0), deadline)
     with pytest.raises(ValueError, match="one or more at a time"):
         optimizer.rent(0)
+    with pytest.raises(ValueError, match=r"h200, of h200.*h200_pricing"):
+        optimizer.rent("h200")  # a v4's price is not an H200's
+    offer = optimizer.choose(a_job(0)).best
+    assert offer is not None
+    with pytest.raises(ValueError, match="An offer says how it is paid"):
+        optimizer.rent(offer, "spot")
+    for length in ({"steps": 5}, {"tokens": 5.0}, {"on": ["v4-8"]}):
+        with pytest.raises(ValueError, match="A PlannedJob has its length"):
+            optimizer.choose(a_job(0), **length)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="wait_hours"):
         FlexStart(wait_hours=-1)
     with pytest.raises(ValueError, match="pays for the smallest slice"):

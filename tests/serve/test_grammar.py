@@ -147,6 +147,25 @@ def test_a_request_is_cancelled_while_its_grammar_is_read(programs: Path, monkey
     assert len(set(reading.begun)) == 1
 
 
+def test_grammars_that_nobody_waits_for_any_more_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends large ones and goes away holds up nobody: they were never read."""
+    reading = _SlowReading(monkeypatch)
+    grammars = grammar.Grammars(ByteTokenizer())
+    asked = [grammars.start(SamplingParams(regex=f"{number}+")) for number in range(40)]
+    again = grammars.start(SamplingParams(regex="39+"))  # one of them somebody else wants too
+    for brought in asked:
+        assert isinstance(brought, Future)
+        brought.cancel()
+    last = grammars.start(SamplingParams(regex="[a-z]"))
+    reading.go.set()
+    for brought in (again, last):
+        assert isinstance(brought, Future)
+        assert not brought.result(30).complete
+    assert len(reading.begun) <= grammar._READERS + 2
+    assert not grammars._reading
+    grammars.close()
+
+
 def test_requests_whose_grammars_are_read_count_as_waiting(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading = _SlowReading(monkeypatch)
     engine = engine_of(model_of("attention"), programs, max_sequences=1, max_queue=2)

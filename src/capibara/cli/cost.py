@@ -142,5 +142,8 @@ def _show(choice: Choice, json: bool) -> None:
                 output.figure(offer.hours), f"{offer.usd_per_hour:.2f}", f"{offer.dollars:,.2f}",
             )  # fmt: skip
         screen.print(made)
+        if any(offer.kind.startswith("committed") for offer in choice.offers[:_SHOWN]):
+            note = "committed prices are by the hour of this job, as if the rest of the commitment were used too"
+            screen.print(f"note: {note}", markup=False, soft_wrap=True)
     for what, why in choice.refused[:_SHOWN]:
         screen.print(f"not {what}: {why}", markup=False, soft_wrap=True)

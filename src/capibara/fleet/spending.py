@@ -293,6 +293,10 @@ class TpuCostOptimizer:
           time_limit: seconds that the search for layouts has on each of them.
         """
         hours = _hours(deadline)
+        if isinstance(job, PlannedJob):
+            for name, value in (("steps", steps), ("tokens", tokens), ("on", on)):
+                if value is not None:
+                    raise rule_error("A PlannedJob has its length and its slices", f"{name}={value!r}", "leave it out")
         made = job if isinstance(job, PlannedJob) else self._planned(job, steps, tokens, on, time_limit)
         offers, refused = [], []
         for placement in made.placements:
@@ -393,9 +397,11 @@ class TpuCostOptimizer:
     def rent(self, what: Offer | Slice | str | int, kind: str | None = None) -> _Rental:
         """From now on, chips are paid for: of an offer, of a slice by name, or so many of the cost model's."""
         if isinstance(what, Offer):
+            if kind is not None:
+                raise rule_error("An offer says how it is paid", f"kind={kind!r}", "leave it out")
             chips, usd = what.placement.where.chips, what.price.usd
         else:
-            chips = what if isinstance(what, int) else place(what).chips
+            chips = what if isinstance(what, int) else self._of_model(place(what)).chips
             usd = self.model.price(kind).usd
         if isinstance(chips, bool) or chips < 1:
             raise rule_error("Chips are rented one or more at a time", repr(chips), "use 4")
@@ -405,12 +411,22 @@ class TpuCostOptimizer:
         self._look(now)
         return rental
 
+    def _of_model(self, where: Slice) -> Slice:
+        if where.chip.name != self.model.chip.name:
+            raise rule_error(
+                f"What is rented has a price in {self.model.name}",
+                f"{where.name}, of {where.chip.name}",
+                f'use TpuCostOptimizer(cost_model="{where.chip.name}_pricing")',
+            )
+        return where
+
     def give_back(self, rental: _Rental) -> None:
         """From now on, these chips are not paid for."""
         if rental in self._rentals:
             rental.ended = self._clock()
             self._settled += rental.dollars(rental.ended)
             self._rentals.remove(rental)
+            self._look(rental.ended)
 
     def spent(self) -> Spending:
         """What was spent so far, against the budget; alerts that are due are given."""

@@ -28,6 +28,7 @@ def trace(
     device_kind: str | None = None,
     layout: Layout | None = None,
     share_repeats: bool = False,
+    closed: frozenset[str] = frozenset(),
 ) -> Program:
     """What `fn(*args)` computes. Nothing runs; an error that `fn` raises is its own.
 
@@ -40,6 +41,9 @@ def trace(
 
     With `share_repeats`, what the program writes several times of the same operands is counted once, as compilers
     compute it: of layers that are written one after another, say, each of which finds the same pages and rotations.
+
+    Kernels of the ops in `closed` are not traced into, which takes as long as all else of a small program: a kernel is
+    read as its op's call and cost anyway. Such a program is not differentiated.
 
     Examples:
         >>> import jax
@@ -74,7 +78,7 @@ def trace(
                 "`donate` numbers arguments", f"{index} of {len(args)} arguments", f"use 0 to {len(args) - 1}"
             )
     labels = _labels(fn, len(args))
-    closed, found, platform, asking = _jaxpr(fn, args, device_kind, layout)
+    jaxprs, found, platform, asking = _jaxpr(fn, args, device_kind, layout, closed)
 
     arguments: list[tuple[str, str, bool]] = []
     for index, arg in enumerate(args):
@@ -82,14 +86,14 @@ def trace(
             arguments.append((labels[index] + jax.tree_util.keystr(path), roles[index], index in donate))
 
     build = Builder(found, platform, share_repeats)
-    jaxpr = closed.jaxpr
+    jaxpr = jaxprs.jaxpr
     env: dict[Any, int | None] = {}
     flat: list[Argument] = []
     for (label, role, donated), var in zip(arguments, jaxpr.invars, strict=True):
         value = build.value(var.aval, label, from_batch=role == "batch")
         env[var] = value.id
         flat.append(Argument(value.id, label, value.shape, value.dtype, role, donated))
-    for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+    for var, const in zip(jaxpr.constvars, jaxprs.consts, strict=True):
         env[var] = build.constant(var.aval, const)
     nodes = build.nodes(jaxpr, env, "")
     outputs = tuple(build.array(env, atom) for atom in jaxpr.outvars)
@@ -103,7 +107,11 @@ def trace(
 
 
 def _jaxpr(
-    fn: Callable[..., Any], args: tuple[Any, ...], device_kind: str | None, layout: Layout | None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    device_kind: str | None,
+    layout: Layout | None,
+    closed: frozenset[str],
 ) -> tuple[Any, list[Any], str, TracedFor]:
     import contextlib
 
@@ -127,14 +135,14 @@ def _jaxpr(
             # Planned for a chip, it will run on that chip in an optimisation context (`parallel.run`).
             stack.enter_context(trusting.optimising(True))
         platform = context.current_target().platform
-        found = stack.enter_context(dispatch.marking())
+        found = stack.enter_context(dispatch.marking(closed))
         stack.enter_context(recording_axes())
         asking = stack.enter_context(traced_for(None if layout is None else layout.mesh.axes))
         if layout is not None:
             stack.enter_context(use_rules(layout.rules_in_force()))
         # A fresh function each time: jit's cache would hand back a trace without the markers.
-        closed = jax.make_jaxpr(functools.partial(fn))(*shapes)
-        return closed, found, platform, asking
+        jaxpr = jax.make_jaxpr(functools.partial(fn))(*shapes)
+        return jaxpr, found, platform, asking
 
 
 def _checked_roles(roles: Sequence[str] | None, count: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +61,14 @@ class Grammar:
         return _first_part(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
+@dataclass
+class _Reading:
+    """A grammar that is being read, or waits for a reader."""
+
+    wanted_by: list[Future[Grammar]]
+    done: Future[Any] | None = None
+
+
 class Grammars:
     """Grammars over one tokenizer, whose words are laid out for them once."""
 
@@ -68,7 +77,7 @@ class Grammars:
         self._words: Any = None
         self._begun: LRU[str, Any] = LRU(_KEPT)
         """By their text."""
-        self._reading: dict[str, Future[Any]] = {}
+        self._reading: dict[str, _Reading] = {}
         self._lock = threading.Lock()
         self._words_lock = threading.Lock()  # apart: laying out a large vocabulary takes a second
         self._readers: ThreadPoolExecutor | None = None
@@ -91,15 +100,33 @@ class Grammars:
             if reading is None:
                 if self._readers is None:
                     self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="grammar")
-                reading = self._reading[text] = self._readers.submit(self._begin, library, text, kind)
-                reading.add_done_callback(lambda _: self._reading.pop(text, None))
-        reading.add_done_callback(lambda done: _hand_over(done, brought))
+                reading = self._reading[text] = _Reading([])
+                reading.done = self._readers.submit(self._read, reading, library, text, kind)
+            reading.wanted_by.append(brought)
+            done = reading.done
+        assert done is not None
+        done.add_done_callback(lambda done: _hand_over(done, brought))
         return brought
+
+    def _read(self, reading: _Reading, library: Any, text: str, kind: str) -> Any:
+        """What a reader does; nothing where all who asked are gone: their grammars hold up nobody else's."""
+        with self._lock:
+            wanted = any(not brought.cancelled() for brought in reading.wanted_by)
+            if not wanted:
+                self._reading.pop(text, None)  # whoever asks from now on is read for
+        if not wanted:
+            return None
+        try:
+            return self._begin(library, text, kind)
+        finally:
+            with self._lock:
+                self._reading.pop(text, None)
 
     def close(self) -> None:
         """Read nothing more; what waits is cancelled."""
         with self._lock:
             readers, self._readers = self._readers, None
+            self._reading = {text: one for text, one in self._reading.items() if one.done and one.done.running()}
         if readers is not None:
             readers.shutdown(wait=False, cancel_futures=True)
 

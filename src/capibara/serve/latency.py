@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -178,20 +178,22 @@ class LatencyController:
 
     def _most_sequences(self, budget: float) -> int:
         shapes, config = self.engine.runner.shapes, self.engine.config
-        sizes: Iterable[int] = shapes.sequences if self._decodes_alone() else (config.max_sequences,)
-        fit = [n for n in sizes if self._decodes_alone() and self._milliseconds(self._decode(n)) <= budget]
         if self._decodes_alone():
-            return max(fit, default=1)
+            return max(self._within(shapes.sequences, self._decode, budget), default=1)
         # Every step is ragged: as many as the longest one within the budget has tokens for.
-        whole = [shapes.ragged(n, 1) for n in shapes.tokens]
-        tokens = [shape.tokens for shape in whole if self._milliseconds(shape) <= budget]
-        return max(1, min(config.max_sequences, max(tokens, default=1) // (1 + config.speculative_tokens)))
+        fit = self._within(shapes.tokens, lambda n: shapes.ragged(n, 1), budget)
+        tokens = max((shapes.ragged(n, 1).tokens for n in fit), default=1)
+        return max(1, min(config.max_sequences, tokens // (1 + config.speculative_tokens)))
+
+    def _within(self, sizes: Iterable[int], shape_of: Callable[[int], Shape], budget: float) -> list[int]:
+        """Of sizes in rising order, those whose steps are within the budget: by measurement not only the first ones."""
+        return [n for n in sizes if self._milliseconds(shape_of(n)) <= budget]
 
     def _prompt_tokens(self, budget: float, decoding: int) -> int:
         """Of prompts, beside so many sequences that draw; none where that takes too long and was allowed just now."""
         shapes, most = self.engine.runner.shapes, self.engine.config.max_sequences
         sizes = [n for n in shapes.tokens if n > decoding]
-        fit = [n for n in sizes if self._milliseconds(shapes.ragged(n, min(decoding + 1, most))) <= budget]
+        fit = self._within(sizes, lambda n: shapes.ragged(n, min(decoding + 1, most)), budget)
         if fit:
             return max(fit) - decoding
         if self._since_long < _SELDOM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from capibara.fleet.scaling.trace import Trace
 from capibara.mesh import training_mesh_config
 from capibara.models import step_hooks
 from capibara.models.preset import OptimizerSettings
+from capibara.observe.sensors.host import HostSensor
+from capibara.observe.sensors.reading import Reading
 from capibara.train.recovery import TpuRecoveryManager
 from capibara.train.trainer import TpuDistributedTrainer
 
@@ -258,3 +261,45 @@ def test_what_is_asked_between_steps(caplog: pytest.LogCaptureFixture, nothing_s
             None
         }
     assert "min_chips is 64 and 32 chips are attached: scaling is over what is there" in caplog.text
+
+
+class _Gpus:
+    """Eight of them, of which four work."""
+
+    name, accelerators = "gpus", True
+
+    def read(self) -> list[Reading]:
+        return [Reading(f"gpu:{n}", "gpu", {"utilization": 0.6 if n < 4 else 0.0}) for n in range(8)]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.quick
+def test_without_metrics_the_monitor_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    def wanted(devices: Any, sensors: list[Any]) -> int:
+        monkeypatch.setattr("capibara.observe.monitor.default_sensors", lambda: sensors)
+        scaler = TpuAutoScaler(2, 8, scaling_policy="utilization", clock=itertools.count(0, 6000).__next__)
+        with scaler.managed_scaling():
+            return len(step_hooks.devices_wanted(devices) or devices)
+
+    # Chips that were let go idle, which does not make those in use any less busy.
+    assert wanted(jax.devices()[:4], [_Gpus()]) == 4
+    assert wanted(jax.devices()[:8], [_Gpus()]) == 4
+    # What a host does says nothing of chips.
+    assert wanted(jax.devices()[:4], [HostSensor()]) == 4
+    assert "nobody tells their utilization" in caplog.text
+    assert not [thread for thread in threading.enumerate() if thread.name == "monitor"]
+
+
+def test_loads_far_above_what_chips_do_are_decided_on_as_quickly() -> None:
+    """Sizes without a common divisor, a load that nobody can do, a backlog from a sensor that is out of its mind."""
+    crushed = Trace("crushed", arrivals=(10**7 + 1, 0, 0), prices=(1.0, 1.0, 1.0), patience_minutes=10)
+    with pytest.raises(ValueError, match="gone through in time"):
+        a_scaler(sizes=(4, 7)).simulate(crushed)
+    scaler = TpuAutoScaler(
+        1, 8, metrics=lambda: {"utilization": 1.0, "backlog": 1e18}, clock=itertools.count(0, 600).__next__
+    )
+    with scaler.managed_scaling():
+        assert len(step_hooks.devices_wanted(jax.devices()[:2]) or []) == 8

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from tests.serve.http.wire import ask, post
 from tests.serve.stand_in import served
 
+from capibara.errors import CapibaraError
 from capibara.models.tokenizer import ByteTokenizer
 from capibara.serve.http.prompts import check_template
 from capibara.serve.http.templates import TemplateProcesses
@@ -50,6 +52,30 @@ def test_what_takes_too_long_or_grows_too_large_is_ended(processes: TemplateProc
             processes.render(_turns(text), True, {})
         assert processes.render(_turns(f"after {len(text)}"), True, {}) == f"after {len(text)}"
     assert len(processes._alive) <= 2
+
+
+def test_a_process_that_dies_is_started_anew_and_many_ask_at_once(processes: TemplateProcesses) -> None:
+    def rendered(number: int) -> str:
+        return processes.render(_turns(f"turn {number}"), True, {})
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(rendered, range(24))) == [f"turn {number}" for number in range(24)]
+    assert len(processes._alive) <= 2
+    for process in list(processes._alive):
+        process.kill()
+        process.wait()
+    assert rendered(1) == "turn 1"
+
+
+def test_a_process_that_cannot_start_is_the_servers_fault_and_leaves_none_behind(
+    processes: TemplateProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    for _ in range(3):
+        with pytest.raises(CapibaraError, match="ends before it is asked anything") as caught:
+            processes.render(_turns("hello"), True, {})
+        assert not isinstance(caught.value, ValueError)  # no 400
+    assert not processes._alive
 
 
 def test_the_server_goes_on_after_a_template_that_does_not_end() -> None:

@@ -92,6 +92,7 @@ def test_engines_of_several_chips() -> None:
         ({"traffic": Traffic([Lengths(100, 100)])}, "context of 128 tokens"),
         ({"target_latency_ms": 0.0}, "above 0"),
         ({"form": "full"}, "form of drawing"),
+        ({"users": (0, 4)}, "1 or more"),
         ({"memory_limit_gb": 1000.0}, "at most the 141 GiB"),
         ({"region": "nowhere"}, "region with a price"),
     ],

@@ -11,6 +11,7 @@ from tests.serve.engines import CONFIG, GREEDY, engine_of, model_of, prompts_of,
 from capibara.serve import EngineConfig, Request, SamplingParams
 from capibara.serve.cache_size import CacheSize
 from capibara.serve.load.trace import Lengths
+from capibara.serve.prediction import simulation
 from capibara.serve.prediction.simulation import SimulatedEngine, Traffic, all_at_once, steady
 from capibara.serve.programs import Shape
 
@@ -107,5 +108,23 @@ def test_a_target_is_kept_by_the_engines_own_rules() -> None:
 def test_traffic_has_requests_and_nobody_thinks_for_less_than_no_time() -> None:
     with pytest.raises(ValueError, match="Traffic has a request"):
         Traffic([])
-    with pytest.raises(ValueError, match="0 or more seconds"):
-        Traffic([Lengths(1, 1)], think_s=-1)
+    for seconds in (-1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="0 or more seconds"):
+            Traffic([Lengths(1, 1)], think_s=seconds)
+    with pytest.raises(ValueError, match="asks for one"):
+        Traffic([Lengths(8, 8), Lengths(8, 0)])
+
+
+@pytest.mark.quick
+def test_answers_of_one_token_end_and_have_no_gaps() -> None:
+    seen = steady(simulated(), Traffic([Lengths(8, 1)]), 2)
+    assert seen.p95_ms == 0
+    assert seen.first_p95_ms > 0
+    assert seen.prompt_tokens_per_second == pytest.approx(8 * seen.output_tokens_per_second)
+
+
+def test_prompts_count_while_long_answers_are_still_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "_MOST_STEPS", 20)
+    seen = steady(simulated(), Traffic([Lengths(8, 40)]), 1)
+    assert seen.prompt_tokens_per_second > 0
+    assert seen.output_tokens_per_second > 0

@@ -134,3 +134,16 @@ def test_the_1b_llama_on_an_h200_is_below_what_its_bandwidth_allows_and_near_it(
     assert 0.53e-3 < step < 2e-3
     # Keys and values of 256 contexts are 9.7 GB more: 2 ms at the least.
     assert 256 / times.seconds(times.decode_shape(256), [Tokens(1, 576)] * 256) < 83_000
+
+
+@pytest.mark.quick
+def test_attention_is_not_traced_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel would take as long as all else of a program, and nothing of it would be read."""
+
+    def entered(*args: Any, **options: Any) -> None:
+        raise AssertionError("the kernel is traced")
+
+    monkeypatch.setattr("capibara.kernels.ops.attention.paged.hopper.forward._kernel", entered)
+    times = times_of(served_model("llama-1b"), pages=517)
+    shape = times.decode_shape(4)
+    assert times.anatomy(shape, [Tokens(1, 100)] * 4)["paged_attention"] > 0

@@ -148,7 +148,9 @@ def cheapest(trace: Trace, sizes: Sequence[int], limit: float = math.inf) -> Out
     trace_end = len(trace) + trace.patience  # all is done by then, or something is late
     minutes = (trace.interval_minutes, trace.startup_minutes, trace.checkpoint_minutes, trace.redo_minutes)
     unit = math.gcd(math.gcd(*trace.arrivals), math.gcd(*sizes) * math.gcd(*minutes))
-    room = tuple(trace.may_wait(interval) // unit for interval in range(trace_end))
+    # What waits is in time only where the most chips do it within patience: more is not looked at, whatever arrives.
+    doable = sizes[-1] * trace.patience_minutes
+    room = tuple(min(trace.may_wait(interval), doable) // unit for interval in range(trace_end))
     problem = Problem(trace, tuple(sizes), limit, unit, max(room) + 2, room)
     last = np.full((len(problem.starting), len(sizes), problem.cells), np.inf)
     last[:, :, 0] = 0.0

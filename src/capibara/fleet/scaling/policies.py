@@ -68,7 +68,9 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
         return seen.chips
     interval = facts.interval_minutes
     count = max(facts.patience + 1, bounds.horizon_minutes // interval)
-    load = _recent_load(seen.arrivals, interval) / bounds.target_utilization
+    # Beyond what the most chips do, more work changes nothing but the size of the forecast.
+    most = bounds.sizes[-1] * interval
+    load = min(_recent_load(seen.arrivals, interval) / bounds.target_utilization, _BEYOND * most)
     usual = _usual_price(seen)
     unit = max(1, math.gcd(*bounds.sizes) * math.gcd(interval, facts.startup_minutes, facts.checkpoint_minutes))
     forecast = Trace(
@@ -91,7 +93,7 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
         unit,
         seen.chips,
         seen.starting_minutes,
-        seen.backlog,
+        min(seen.backlog, _BEYOND * most * count),
         lambda _: room,
         late_dollars=_LATE * usual / 60,
         waiting_dollars=_WAITING * usual / 60,
@@ -104,6 +106,8 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
     return best
 
 
+_BEYOND = 2
+"""A forecast's load is at most so many times what the most chips do."""
 _LATE = 4.0
 """A chip-minute that waits too long costs so many chip-minutes in each interval."""
 _WAITING = 0.01

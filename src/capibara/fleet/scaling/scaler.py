@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import logging
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capibara.errors import rule_error, say_once, unknown_name
 from capibara.fleet import cost_models
@@ -22,14 +21,17 @@ from capibara.fleet.scaling.account import Outcome, Seen, replay
 from capibara.fleet.scaling.oracle import cheapest
 from capibara.fleet.scaling.policies import POLICIES, Bounds
 from capibara.fleet.scaling.trace import Trace, read_trace
+from capibara.observe.sensors.reading import ACCELERATORS
 from capibara.prices.table import PriceTable
+
+if TYPE_CHECKING:
+    from capibara.observe.monitor import TpuRealTimeMonitor
 
 __all__ = ["Scaled", "Simulation", "TpuAutoScaler"]
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
-_MONITOR = (".monitor", "capibara.observe")  # to come: it is read where it is there
 
 
 class Scaled(NamedTuple):
@@ -128,7 +130,7 @@ class TpuAutoScaler:
       pricing: a table, or a TOML file laid over the shipped one.
       region: the chip's first in the table by default.
       metrics: live: gives a mapping with "utilization" (a share), and "backlog" (chip-minutes that wait) where
-        something waits; by default the monitor's of this machine.
+        something waits; by default what this machine's monitor saw of its TPUs or GPUs since the last decision.
       interval_minutes: live: from one decision to the next.
       startup_minutes: live: what planning and compiling for other chips is assumed to take.
       checkpoint_minutes: live: the same of saving.
@@ -272,9 +274,12 @@ class TpuAutoScaler:
         rents them (`on_change`) gives them back. A model's own `train_step` is counted and stays where it is.
         """
         from capibara.models import step_hooks
+        from capibara.observe.monitor import TpuRealTimeMonitor
 
         with ExitStack() as stack:
-            live = _Live(self, self.metrics or _monitor(stack))
+            live = _Live(self, self.metrics)
+            if live.metrics is None and self.scaling_policy != "fixed":
+                live.metrics = _MonitorMetrics(stack.enter_context(TpuRealTimeMonitor()), lambda: len(live.placed))
             stack.enter_context(step_hooks.listening(live.listen))
             stack.enter_context(step_hooks.placing(live.place))
             yield self
@@ -378,10 +383,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _monitor(stack: ExitStack) -> Callable[[], Mapping[str, Any]] | None:
-    """This machine's monitor, for as long as the stack is open; None where there is none."""
-    if importlib.util.find_spec(*_MONITOR) is None:
-        return None
-    monitor = stack.enter_context(importlib.import_module(*_MONITOR).TpuRealTimeMonitor())
-    read: Callable[[], Mapping[str, Any]] = monitor.get_current_metrics
-    return read
+class _MonitorMetrics:
+    """What this machine's monitor saw of its TPUs or GPUs since it was last asked; nothing where there are none.
+
+    A host's own utilization is none of its chips', and is not taken for it.
+    """
+
+    def __init__(self, monitor: TpuRealTimeMonitor, in_use: Callable[[], int]) -> None:
+        self.monitor, self.in_use = monitor, in_use
+        self.samples = 0
+
+    def __call__(self) -> Mapping[str, Any]:
+        sources = self.monitor.get_current_metrics()["sources"]
+        before, self.samples = self.samples, self.monitor.wait_for_sample()
+        curves = self.monitor.curves(max(1, self.samples - before))
+        chips = [source for source, told in sources.items() if told["kind"] in ACCELERATORS]
+        told = [curve for source in chips if (curve := curves.get(source, {}).get("utilization"))]
+        if not told:
+            return {}
+        mean = statistics.fmean(statistics.fmean(value for _, value in curve) for curve in told)
+        # Of all chips of the machine; those that were let go are idle, and the work is that of the others.
+        return {"utilization": min(1.0, mean * len(chips) / self.in_use())}

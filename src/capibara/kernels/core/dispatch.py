@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from capibara.errors import ImplementationRefused, rule_error, say_once
 from capibara.kernels.core import context, evidence, placement, tables, times, transforms, trusting, varying
@@ -213,12 +215,27 @@ class _Runner:
     eager: Callable[..., Any]
     traced: Callable[..., Any]
 
+    @property
+    def is_kernel(self) -> bool:
+        selection = self.selection
+        return selection.call.op.implementations[selection.implementation].kernel
+
+    def shaped(self, *arrays: Any) -> Any:
+        """What stands for the call in a trace that is read for its shapes alone."""
+        return jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), self._results)
+
+    @functools.cached_property
+    def _results(self) -> Any:
+        call = self.selection.call
+        return jax.eval_shape(functools.partial(call.op.reference, **call.specified), *call.args)
+
 
 _recorder: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar("recorder", default=None)
 # Its value changes with every explain(), so that functions already traced by jit are traced again and recorded.
 _explain_context = jax.make_user_context(0)
 _explain_count = itertools.count(1)
 _marking: contextvars.ContextVar[bool] = contextvars.ContextVar("marking", default=False)
+_closed: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("closed", default=frozenset())
 MARK = "capibara_op_"
 """Under `marking`, an op's call is in the trace a jit of this name and the number of its decision."""
 
@@ -293,7 +310,9 @@ def run(
     if manual and not local:
         arrays = varying.vary_alike(arrays)
     if record is not None and _marking.get():
-        return _marked(runner.traced, len(record) - 1)(*arrays)
+        decision = len(record) - 1
+        body = runner.shaped if op.name in _closed.get() and runner.is_kernel else runner.traced
+        return _marked(body, decision)(*arrays)
     return runner.traced(*arrays)
 
 
@@ -351,14 +370,18 @@ def recording() -> Iterator[list[Selection]]:
 
 
 @contextlib.contextmanager
-def marking() -> Iterator[list[Selection]]:
-    """As `recording`, and the trace shows where each op is called: a jit named `MARK` and the decision's place."""
+def marking(closed: frozenset[str] = frozenset()) -> Iterator[list[Selection]]:
+    """As `recording`, and the trace shows where each op is called: a jit named `MARK` and the decision's place.
+
+    Kernels of the ops in `closed` are not traced: their calls have results of the right shapes, and no body.
+    """
     with recording() as found:
-        token = _marking.set(True)
+        tokens = _marking.set(True), _closed.set(closed)
         try:
             yield found
         finally:
-            _marking.reset(token)
+            _marking.reset(tokens[0])
+            _closed.reset(tokens[1])
 
 
 def note(decision: Any) -> None:

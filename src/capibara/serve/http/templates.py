@@ -109,8 +109,11 @@ class TemplateProcesses:
         )
         with self._lock:
             self._alive.add(process)
-        if _asked(process, b"null", _START_S) is None:
-            raise CapibaraError(f"The process for chat templates is not there within {_START_S:g} s")
+        answer = _asked(process, b"null", _START_S)
+        if answer is None or "ended" in answer:
+            self._end(process)
+            why = f"is not there within {_START_S:g} s" if answer is None else "ends before it is asked anything"
+            raise CapibaraError(f"The process for chat templates {why}")
         return process
 
     def _end(self, process: subprocess.Popen[bytes] | None) -> None:

@@ -97,6 +97,8 @@ def predict_serving(
     traffic = traffic or Traffic([Lengths(512, 128)])
     _check_config(config)
     _check_targets(target_latency_ms, target_first_ms)
+    if any(count < 1 for count in users):
+        raise rule_error("Each count of users is 1 or more", tuple(users), "leave it out for the table's own")
     if form not in FORMS:
         raise unknown_name("form of drawing", form, FORMS)
     max_length = min(config.max_length or served.config.max_length, served.config.max_length)

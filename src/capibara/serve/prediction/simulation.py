@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,8 +49,11 @@ class Traffic:
     def __post_init__(self) -> None:
         if not self.lengths:
             raise rule_error("Traffic has a request", "no lengths", "pass [Lengths(512, 128)]")
-        if not self.think_s >= 0:
+        if not 0 <= self.think_s < math.inf:
             raise rule_error("think_s is 0 or more seconds", self.think_s, "use 0 for users who ask again at once")
+        for one in self.lengths:
+            if min(one.prompt, one.output) < 1:
+                raise rule_error("A request has a token and asks for one", one, "use Lengths(512, 128)")
 
     @property
     def longest(self) -> int:
@@ -72,7 +76,7 @@ class Outcome:
     first_p95_ms: float
     """From a request to its first token."""
     prompt_tokens_per_second: float
-    """Of requests that were answered."""
+    """Of prompts that were read to their ends: those whose first token came."""
     output_tokens_per_second: float
     prompt_share: float
     """Of the time: what steps take more for the pieces of prompts in them."""
@@ -111,6 +115,20 @@ class _PredictedLatency(LatencyController):
         if shape not in self._times:
             self._times[shape] = cast(Any, self.engine).times.of_shape(shape)
         return super()._milliseconds(shape)
+
+    def _within(self, sizes: Iterable[int], shape_of: Callable[[int], Shape], budget: float) -> list[int]:
+        # Predicted times rise with the size: past one that is over the budget, no program is traced to be told so.
+        fit: list[int] = []
+        over = False
+        for size in sizes:
+            shape = shape_of(size)
+            if over and shape not in self._times:
+                continue
+            if self._milliseconds(shape) <= budget:
+                fit.append(size)
+            else:
+                over = True
+        return fit
 
 
 @dataclass
@@ -189,12 +207,11 @@ class _Clock:
             if not tokens:
                 continue
             id = sequence.request.id
-            self._heard(id, len(tokens))
+            self._heard(id, sequence.prompt_length, len(tokens))
             done = len(sequence.tokens) >= sequence.last_token_number
             if done:
                 engine.scheduler.remove(sequence)
                 self.answered += 1
-                self.prompt_tokens += sequence.prompt_length
                 ended.append(id)
             usage = Usage(sequence.prompt_length, sequence.generated, 0)
             outputs.append(RequestOutput(id, tuple(tokens), "", usage, finish_reason="length" if done else None))
@@ -203,9 +220,10 @@ class _Clock:
             engine.latency.took(sent.shape, sent.seconds)
         return ended
 
-    def _heard(self, id: str, tokens: int) -> None:
+    def _heard(self, id: str, prompt: int, tokens: int) -> None:
         before = self.last.get(id)
         if before is None:
+            self.prompt_tokens += prompt
             self.firsts.append(self.now - self.began[id])
         else:
             self.gaps += [self.now - before, *[0.0] * (tokens - 1)]
@@ -253,6 +271,7 @@ def steady(engine: SimulatedEngine, traffic: Traffic, users: int) -> Outcome:
         one, part = next(lengths), min(number + 1, first)
         clock.ask(str(next(numbers)), Lengths(one.prompt, max(1, one.output * part // first)))
     measuring = False
+    streams = any(one.output > 1 for one in traffic.lengths)  # answers of one token have no gaps to wait for
     while True:
         while arrivals and arrivals[0][0] <= clock.now:
             heapq.heappop(arrivals)
@@ -266,7 +285,7 @@ def steady(engine: SimulatedEngine, traffic: Traffic, users: int) -> Outcome:
             measuring = True
             clock.forget()
         enough = clock.answered >= max(_FEWEST, first) or clock.steps >= _MOST_STEPS
-        if measuring and enough and clock.gaps and clock.firsts:
+        if measuring and enough and clock.firsts and (clock.gaps or not streams):
             return clock.outcome(users)
 
 

@@ -229,6 +229,7 @@ class StepTimes:
             device_kind=where.chip.device_kinds[0],
             layout=layout if self.tensor_parallel > 1 else None,
             share_repeats=True,
+            closed=frozenset({_ATTENTION}),
         )
         chip_program, calls = _without_attention(spread(traced, layout))
         found = estimate(chip_program, layout.mesh, where)
