@@ -149,12 +149,12 @@ def test_internals_are_jax_s_own_with_the_documented_names() -> None:
     assert capibara.jax._src.core is core
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [("tpu_v4", "monitoring"), ("tpu_v4.optimizations", "TpuMemoryManager")],
-)
-def test_what_is_not_there_yet_says_so(module: str, name: str) -> None:
+def test_what_is_not_there_yet_says_so() -> None:
     with pytest.raises(AttributeError, match="not implemented yet in this version"):
-        getattr(importlib.import_module(f"capibara.jax.{module}"), name)
+        _ = importlib.import_module("capibara.jax").utils
+
+
+@pytest.mark.parametrize("module", ["tpu_v4", "tpu_v4.optimizations"])
+def test_what_is_not_documented_is_not_there(module: str) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'never'"):
         _ = importlib.import_module(f"capibara.jax.{module}").never

@@ -211,7 +211,8 @@ def test_compressed_tensors_go_to_the_host_when_that_is_not_enough() -> None:
     expected = {str(number): numbers(number) for number in range(12)}
     for name, values in expected.items():
         manager.register(name, jnp.asarray(values), policy="compress_int8")
-    assert {"compressed", "compressed on the host"} <= set(states(manager).values())
+    # How many stay on the device hangs on what else of this process lies there.
+    assert "compressed on the host" in states(manager).values()
     for name, values in expected.items():
         array = manager.get(name)
         bound = manager.stats()["tensors"][name]["error_bound"]

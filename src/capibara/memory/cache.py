@@ -124,34 +124,41 @@ class ArrayCache(MutableMapping[Hashable, jax.Array]):
             return entry
 
     def __getitem__(self, key: Hashable) -> jax.Array:
-        self._await(key)
         made = None
-        if self._load is not None and key not in self:
-            made = self._load(key)  # without the lock: it may take long, and read other keys
-        with self._lock:
-            self._open()
-            entry = self._there(key)
-            if entry is None:
-                self._counts["misses"] += 1
-                if made is None:
-                    raise KeyError(key)
-                self._counts["loads"] += 1
-                entry = self._put(key, made)
-            elif entry.array is not None or not self.use_hbm:
-                self._counts["hits"] += 1
-                self._counts["prefetch_hits"] += entry.prefetched
-            else:
-                self._counts["misses"] += 1
-            array = entry.array
-            if array is None:
-                array = self._bring(key, entry, keep=self.use_hbm)
-            entry.prefetched = False
-            for order in (self._on_device, self._on_host):
-                if key in order:
-                    order.use(key)
-            if not self.use_hbm:
-                self._leave_device(key, entry)  # a copy that was brought ahead is for one read; the host has the array
-            return array
+        while True:
+            self._await(key)
+            if self._load is not None and made is None and key not in self:
+                made = self._load(key)  # without the lock: it may take long, and read other keys
+            with self._lock:
+                self._open()
+                if self._there(key) is None and made is None and self._load is not None:
+                    continue  # other threads' entries took its place since it was looked for
+                return self._read(key, made)
+
+    def _read(self, key: Hashable, made: Any) -> jax.Array:
+        """The entry's array, or what was made of it where there is none; under the lock."""
+        entry = self._there(key)
+        if entry is None:
+            self._counts["misses"] += 1
+            if made is None:
+                raise KeyError(key)
+            self._counts["loads"] += 1
+            entry = self._put(key, made)
+        elif entry.array is not None or not self.use_hbm:
+            self._counts["hits"] += 1
+            self._counts["prefetch_hits"] += entry.prefetched
+        else:
+            self._counts["misses"] += 1
+        array = entry.array
+        if array is None:
+            array = self._bring(key, entry, keep=self.use_hbm)
+        entry.prefetched = False
+        for order in (self._on_device, self._on_host):
+            if key in order:
+                order.use(key)
+        if not self.use_hbm:
+            self._leave_device(key, entry)  # a copy that was brought ahead is for one read; the host has the array
+        return array
 
     def _there(self, key: Hashable) -> _Entry | None:
         """The entry; none where its array was deleted by whoever read it, a donation for one, and the host has none."""
