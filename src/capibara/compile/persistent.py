@@ -34,7 +34,6 @@ from typing import Any, Literal
 from capibara.compile.cache import check_folder
 from capibara.compile.executables import processor
 from capibara.errors import rule_error, say_once
-from capibara.kernels.core.naming import ATTRIBUTE
 
 __all__ = ["MAX_BYTES", "MAX_ENTRIES", "PersistentCache", "current_persistent_cache", "persistent_cache", "stable_key"]
 
@@ -159,6 +158,8 @@ def stable_key(lowered: Any) -> Iterator[None]:
 def _partitioner_hooks(module: Any) -> list[bool]:
     """Of each call of the partitioner's hook in a module, whether it is named."""
     from jax.extend.mlir import ir
+
+    from capibara.kernels.core.naming import ATTRIBUTE
 
     hooks = []
 
