@@ -35,7 +35,9 @@ def by_partitioner(fn: Callable[..., Any], call: Call, prefer: Preference) -> Ca
         with set_xla_metadata(**{naming.ATTRIBUTE: None}):  # the call alone has the name, and not what it is made of
             return fn(*arrays)
 
-    wrapped = custom_partitioning(unnamed)
+    # Asked when a call is first made: one that was made before a cache was set up has no name, and is not found there.
+    names = naming.wanted()
+    wrapped = custom_partitioning(unnamed if names else fn)
 
     def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
         leaves, tree = jax.tree.flatten(result_shape)
@@ -52,6 +54,8 @@ def by_partitioner(fn: Callable[..., Any], call: Call, prefer: Preference) -> Ca
         need_replication_factors=read.whole,
         **read.sizes,
     )
+    if not names:
+        return wrapped
 
     @functools.lru_cache(maxsize=16)
     def name_under(settings: Any) -> str | None:
