@@ -207,12 +207,13 @@ def test_compression_is_within_its_bound_and_only_where_it_is_enabled(policy: st
 
 
 def test_compressed_tensors_go_to_the_host_when_that_is_not_enough() -> None:
-    manager = manager_of(6, compression_enabled=True, cleanup_threshold=0.5)
+    there = max(live_bytes().values())  # what other tests left is no part of what may be freed
+    half = (there + 3 * TENSOR) / (there + 6 * TENSOR)
+    manager = manager_of(6, compression_enabled=True, cleanup_threshold=half)
     expected = {str(number): numbers(number) for number in range(12)}
     for name, values in expected.items():
         manager.register(name, jnp.asarray(values), policy="compress_int8")
-    # How many stay on the device hangs on what else of this process lies there.
-    assert "compressed on the host" in states(manager).values()
+    assert {"compressed", "compressed on the host"} <= set(states(manager).values())
     for name, values in expected.items():
         array = manager.get(name)
         bound = manager.stats()["tensors"][name]["error_bound"]
@@ -351,3 +352,18 @@ def test_an_interpreter_ends_inside_of_a_context() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_prefetch_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    manager = manager_of(4, prefetch_enabled=True)
+    for name in "ab":
+        manager.register(name, numbers(0), policy="offload")
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the link is down")
+
+    monkeypatch.setattr(manager, "_prefetch", broken)
+    manager.get("a")
+    assert manager._worker is not None
+    manager._worker.shutdown(wait=True)
+    assert "the link is down" in caplog.text

@@ -200,6 +200,8 @@ def test_out_of_memory_leaves_an_autopsy(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(layouts_run, "lower_program", fails)
     else:
         monkeypatch.setattr(Loop, "_one_step", fails)
+    # All of the process's buffers: beside what other tests left, the loop's own are not among the largest.
+    monkeypatch.setattr("capibara.memory.autopsy._LISTED", 1_000_000)
     batches, loop = _batches(), _loop(folder=tmp_path)
 
     def runs() -> None:
@@ -217,9 +219,7 @@ def test_out_of_memory_leaves_an_autopsy(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.prediction.arguments >= 3 * 8 * 4 * 4  # the weights and two moments of each
     assert any("float32[8,4]" in name for name, _ in found.prediction.largest)
     if where == "step":
-        # The largest of the process, whoever made them: beside other tests' the loop's own may not be among them.
-        assert found.buffers
-        assert found.devices[0].used >= 3 * 8 * 4 * 4 // 2
+        assert any("float32[8,4]" in row.arrays for row in found.buffers)
     written = json.loads((tmp_path / AUTOPSY).read_text(encoding="utf-8"))
     assert written["error"] == found.error
     assert "predicted for" in caught.value.__notes__[0]

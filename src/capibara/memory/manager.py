@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.memory import active
 from capibara.memory.autopsy import autopsy, examine
 from capibara.memory.compress import Packed, check_code, pack, packed_bytes, packing_bytes, unpack, unpack_on_host
@@ -26,6 +27,8 @@ from capibara.memory.monitor import Sampler, TpuMemoryMonitor
 from capibara.memory.offload import HostCopy, put
 
 __all__ = ["POLICIES", "TpuMemoryManager"]
+
+_log = logging.getLogger(__name__)
 
 POLICIES = ("keep", "offload", "compress_int8", "compress_bfloat16")
 """What may be done with a registered tensor to make room: nothing; moved to the host's memory, bit for bit; kept on
@@ -458,6 +461,7 @@ class TpuMemoryManager:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="capibara-memory-prefetch")
         self._pending = self._worker.submit(self._prefetch, then, name)
+        self._pending.add_done_callback(_tell_failure)
 
     def _prefetch(self, name: str, before: str) -> None:
         with self._lock:
@@ -514,6 +518,12 @@ class TpuMemoryManager:
 def _larger_limit(count: int) -> str:
     """The beginning of a fix: the limit that would do, where the devices have that much."""
     return f"set memory_limit_gb={gib_for(count)} or more, " if limit_in_force(count) >= count else ""
+
+
+def _tell_failure(prefetch: Future[None]) -> None:
+    """Nobody waits for a prefetch: `get` brings the tensor itself, and raises what is wrong with it."""
+    if not prefetch.cancelled() and (error := prefetch.exception()) is not None:
+        say_once(_log, type(error), "A tensor could not be brought ahead of its use: %s", error)
 
 
 def _with_autopsy(error: MemoryLimitError) -> MemoryLimitError:
