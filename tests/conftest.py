@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 # Read by XLA when jax first starts a backend, so it is set before anything imports jax.
 # Tests compile thousands of small programs and run each once or twice: optimised machine code would cost more than it
@@ -177,3 +180,17 @@ def _mappings() -> int:
             return sum(1 for _ in maps)
     except OSError:  # no Linux
         return 0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium, for the pages that the library serves."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("needs Chromium: apt install chromium")
+    with playwright.sync_playwright() as driver:
+        # Without a sandbox of its own, which containers do not let it have; it sees this server alone.
+        running = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield running
+        running.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,20 +9,7 @@ import pytest
 from tests.serve.http.wire import call
 from tests.serve.stand_in import StandIn, served
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PHONE = {"width": 360, "height": 640}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt install chromium")
-    with playwright.sync_playwright() as driver:
-        # Without a sandbox of its own, which containers do not let it have; it sees this server alone.
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture
