@@ -523,7 +523,7 @@ def _larger_limit(count: int) -> str:
 def _tell_failure(prefetch: Future[None]) -> None:
     """Nobody waits for a prefetch: `get` brings the tensor itself, and raises what is wrong with it."""
     if not prefetch.cancelled() and (error := prefetch.exception()) is not None:
-        say_once(_log, type(error), "A tensor could not be brought ahead of its use: %s", error)
+        say_once(_log, type(error).__name__, "A tensor could not be brought ahead of its use: %s", error)
 
 
 def _with_autopsy(error: MemoryLimitError) -> MemoryLimitError:
