@@ -25,11 +25,11 @@ TEXT = {
 }
 WITH_PYTHON = [page for page, text in TEXT.items() if "\n```python\n" in text]
 COMMANDS = typer.main.get_command(app)
-# They measure, search for long, compile, keep something, or go on until they are stopped.
+# They measure, search for long, compile, keep something, go on until they are stopped, or run the reader's own program.
 SLOW = (
     "train", "generate", "serve", "monitor", "doctor", "demo", "tour", "bench", "tune", "compile", "--train", "--serve",
     "--measured",
-    "--calibrate", "examples/plan/small.toml",
+    "--calibrate", "examples/plan/small.toml", "my_package.train", "train.py",
 )  # fmt: skip
 
 
