@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.models import decoder
-from capibara.models.blocks.spec import QUANTIZED_SCALE, Weight, joint_name
+from capibara.models.blocks.spec import BY_OUTPUT, QUANTIZED_SCALE, Weight, joint_name
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -28,6 +28,11 @@ def quantized(weight: jax.Array, inputs: int = 1) -> tuple[jax.Array, jax.Array]
     return jnp.round(wide / scale).astype(jnp.int8), scale
 
 
+def _by_output(weight: jax.Array, inputs: int) -> jax.Array:
+    flat = weight.reshape(-1, *weight.shape[inputs:])
+    return jnp.moveaxis(flat, 0, -1)
+
+
 def _layer(model: ModularModelConfig, names: tuple[str, ...], layer: Any, *, joint: bool, int8: bool) -> Any:
     made = {}
     for number, name in enumerate(names):
@@ -39,6 +44,8 @@ def _layer(model: ModularModelConfig, names: tuple[str, ...], layer: Any, *, joi
             products = {**{n: i for n, i in products.items() if n not in group}, joint_name(group): 1}
         for weight, inputs in products.items() if int8 else ():
             own[weight], own[weight + QUANTIZED_SCALE] = quantized(own[weight], inputs)
+        for weight, inputs in products.items() if joint else ():
+            own[weight + BY_OUTPUT] = _by_output(own.pop(weight), inputs)
         made[slot] = own
     return made
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
 
 __all__ = [
+    "BY_OUTPUT",
     "LORA_DOWN",
     "LORA_SCALE",
     "LORA_UP",
@@ -120,6 +121,11 @@ QUANTIZED_SCALE = "_quantized_scale"
 """What a weight's name is followed by for the scales of its outputs, where the weight is held in 8-bit numbers."""
 
 
+BY_OUTPUT = "_by_output"
+"""What a weight's name is followed by where it is held [*outputs, inputs], its inputs as one axis: an output's weights
+lie together. A product of a few rows reads every weight once and is done, and reads them in the order they lie in."""
+
+
 def joint_name(names: Sequence[str]) -> str:
     """The name of several weights of one input side by side, as one product takes them."""
     return "+".join(names)
@@ -133,7 +139,7 @@ def product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: in
 def products(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]], x: jax.Array) -> list[jax.Array]:
     """x times several weights, whose outputs have these shapes: as one product where they are held side by side."""
     joint = joint_name(tuple(shapes))
-    if joint not in params:
+    if joint not in params and joint + BY_OUTPUT not in params:
         return [product(params, name, x) for name in shapes]
     ends = list(itertools.accumulate(math.prod(shape) for shape in shapes.values()))
     parts = jnp.split(_plain_product(params, joint, x, 1), ends[:-1], axis=-1)
@@ -144,7 +150,12 @@ def products(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ..
 
 
 def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int) -> jax.Array:
-    y = jnp.tensordot(x, params[name].astype(x.dtype), inputs)
+    by_output = params.get(name + BY_OUTPUT)
+    if by_output is None:
+        y = jnp.tensordot(x, params[name].astype(x.dtype), inputs)
+    else:
+        rows = x.reshape(*x.shape[: x.ndim - inputs], -1)
+        y = jnp.tensordot(rows, by_output.astype(x.dtype), ((rows.ndim - 1,), (by_output.ndim - 1,)))
     scale = params.get(name + QUANTIZED_SCALE)
     return y if scale is None else y * scale.astype(y.dtype)
 
