@@ -10,14 +10,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import capibara.compile.aot as aot
-from capibara.compile import CompileReport, KernelSchedule, TpuCompiler, compile_for, topology_mesh
+from capibara.compile import ChipCompiler, CompileReport, KernelSchedule, compile_for, topology_mesh
 from capibara.compile.selfcheck import stock_pallas_matmul, xla_matmul
 from capibara.errors import UnknownNameError
 
 MIB = 2**20
 SQUARE = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-ABSENT = TpuCompiler(False, "libtpu is not installed.", None)
-PRESENT = TpuCompiler(True, "libtpu 9.9 is installed.", "9.9")
+ABSENT = ChipCompiler(False, "libtpu is not installed.", None)
+PRESENT = ChipCompiler(True, "libtpu 9.9 is installed.", "9.9")
 
 
 @pytest.fixture

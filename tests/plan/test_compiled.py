@@ -157,7 +157,8 @@ def test_levels_are_checked_before_anything_is_done() -> None:
         ("exact", None, tpu, "'analytic', 'xla', 'tpu'"),
         ("analytic", 2, tpu, "add --level xla"),
         ("xla", 0, tpu, "from 1 up"),
-        ("tpu", None, gpu, "Level 'tpu' is for TPU slices"),
+        ("tpu", None, gpu, "Level 'tpu' is for TPU slices. Got h200. Fix: use level 'gpu'"),
+        ("gpu", None, tpu, "Level 'gpu' is for GPUs. Got v4-32. Fix: use level 'tpu'"),
     ):
         with pytest.raises(ValueError, match=said):
             checked_level(level, confirm, where)

@@ -51,7 +51,7 @@ def test_every_layout_that_was_tried_is_refused_and_none_is_offered_again(monkey
         return Compiled("tpu", "by hand", temporaries=48 * GiB, error="Used 48.00G of 30.75G hbm", error_kind="hbm_oom")
 
     monkeypatch.setattr("capibara.plan.evidence.compile_layout", compiler)
-    monkeypatch.setattr("capibara.plan.evidence.tpu_compiler", lambda: SimpleNamespace(available=True))
+    monkeypatch.setattr("capibara.plan.evidence.chip_compiler", lambda level: SimpleNamespace(available=True))
     plan = _plan(2**17, mesh="data=4")
     assert not plan.fits
     assert [one.layout for one in plan.refused_by_compiler] == asked
@@ -77,7 +77,7 @@ def test_the_next_best_is_compiled_in_its_place(monkeypatch: pytest.MonkeyPatch)
         return Compiled("tpu", "by hand", 1.0 * GiB, 0.0, 23.0 * GiB, 0.0, peak=24.0 * GiB)
 
     monkeypatch.setattr("capibara.plan.evidence.compile_layout", compiler)
-    monkeypatch.setattr("capibara.plan.evidence.tpu_compiler", lambda: SimpleNamespace(available=True))
+    monkeypatch.setattr("capibara.plan.evidence.chip_compiler", lambda level: SimpleNamespace(available=True))
     plan = _plan(2**17)
     assert plan.fits
     assert plan.level == "tpu"

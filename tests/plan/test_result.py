@@ -249,7 +249,9 @@ def test_the_models_margin_is_part_of_the_verdict(make_plan: Make) -> None:
     assert "may be 8.0 % low, 32.40 GiB, so it may or may not fit: --level tpu settles it" in text
     asked = str(replace(plan, fits=False, candidates=(near,), asked_level="tpu"))
     assert "so it may or may not fit: the TPU compiler was asked and gave no answer" in asked
-    assert "may not fit: a run tells" in str(replace(plan, fits=False, candidates=(near,), where=place("h200")))
+    assert "may not fit: --level gpu settles it" in str(
+        replace(plan, fits=False, candidates=(near,), where=place("h200"))
+    )
     sure = replace(near, compiled=Compiled("tpu", "", 12.0 * GiB, 0.0, 18.5 * GiB, 0.0))
     assert sure.fits, "what the compiler says needs no margin"
 

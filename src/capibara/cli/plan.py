@@ -68,7 +68,7 @@ def plan(
     memory_limit: Annotated[float | None, typer.Option(metavar="GIB", help="GiB of a chip to plan with.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts are shown.")] = 3,
     level: Annotated[
-        str, typer.Option(help="Evidence: analytic, xla (CPU compile) or tpu (TPU compiler).")
+        str, typer.Option(help="Evidence: analytic, xla (CPU compile), tpu or gpu (the chip's compiler).")
     ] = "analytic",
     confirm: Annotated[int | None, typer.Option(min=1, metavar="K", help="Compile the best K at that level.")] = None,
     time_limit: Annotated[

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capibara.compile.availability import TpuCompiler, tpu_compiler
+from capibara.compile.availability import ChipCompiler, tpu_compiler
 from capibara.compile.dump import dump_files
 from capibara.compile.environment import dump_dir_in
 from capibara.compile.failures import classify, over_limit, thrown_by_compilers, useful_lines
@@ -152,7 +152,7 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-def _named(compiler: TpuCompiler) -> str:
+def _named(compiler: ChipCompiler) -> str:
     return f"the TPU compiler libtpu {compiler.version}" if compiler.version else "the TPU compiler libtpu"
 
 

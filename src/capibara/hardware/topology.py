@@ -20,21 +20,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from capibara.distribution import install_command
-from capibara.errors import TPUError, rule_error, unknown_name
+from capibara.errors import CapibaraError, TPUError, rule_error, unknown_name
 from capibara.hardware import chips as table
 from capibara.hardware.facts import Chip, SliceFamily
 
-__all__ = ["Slice", "abstract_devices", "slice_by_grid", "slice_by_name", "slice_for", "slice_names"]
+__all__ = ["Slice", "abstract_devices", "place", "slice_by_grid", "slice_by_name", "slice_for", "slice_names"]
 
 
 # An axis longer than this is offered by no public table.
 _LONGEST_AXIS = 256
 _CUBE = 4
+_MOST_GPUS = 8
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A TPU slice: so many chips of one kind, wired as a grid."""
+    """A TPU slice: so many chips of one kind, wired as a grid; or the GPUs of one host (`place`)."""
 
     name: str
     """Google's name ("v4-32") for the default grid of a size, "v4:4x4x16" for any other."""
@@ -259,9 +260,50 @@ def _family_for_chip(which: str | Chip) -> SliceFamily:
     return found.slices
 
 
+def place(on: str | Slice) -> Slice:
+    """The slice called "v4-32" or "v4:2x2x4", or so many GPUs of a host: "h200", "h200x8".
+
+    Examples:
+        >>> place("v4-64").chips, place("h200x8").chips
+        (32, 8)
+    """
+    if isinstance(on, Slice):
+        return on
+    text = on.strip()
+    match = re.fullmatch(r"(?P<kind>.+?)(?:x(?P<count>\d+))?", text)
+    gpus = [one for one in table.CHIPS if one.platform == "gpu"]
+    if match is not None and ":" not in text:
+        try:
+            found = table.chip(match["kind"])
+        except ValueError:
+            found = None
+        if found is not None and found.platform == "gpu":
+            count = int(match["count"] or 1)
+            if count & (count - 1) or not 1 <= count <= _MOST_GPUS:
+                rule = f"A host has 1, 2, 4 or {_MOST_GPUS} GPUs"
+                raise rule_error(rule, repr(on), f"use {match['kind']}x{_MOST_GPUS}")
+            return Slice(text, found, (count,))
+        if found is not None and found.platform == "cpu":
+            raise rule_error("A plan is for a TPU slice or GPUs", repr(on), "name a slice such as v4-32, or h200")
+    try:
+        return slice_by_name(text)
+    except ValueError as error:
+        if str(error).startswith("Unknown TPU slice"):
+            # The cubes of 128 cores up to v4-8192 would bury the rest.
+            usual = [name for name in slice_names("v4") if slice_by_name(name).chips.bit_count() == 1]
+            names = [*usual, *(one.name for one in gpus), *("v5e-16", "v5p-32", "v6e-16")]
+            raise unknown_name("slice or GPU", on, names) from None
+        raise
+
+
 def abstract_devices(name: str | Slice) -> list[Any]:
-    """Devices of a slice to lower and compile for, with no TPU attached; needs libtpu (x86-64 Linux)."""
-    wanted = slice_by_name(name)
+    """Devices of a slice, or the GPUs of a host, to lower and compile for, with none attached.
+
+    A TPU's need libtpu (x86-64 Linux), a GPU's jax's plugin for CUDA, which needs no driver.
+    """
+    wanted = place(name)
+    if wanted.chip.platform == "gpu":
+        return _abstract_gpus(wanted)
     if importlib.util.find_spec("libtpu") is None:
         raise TPUError(
             f"Compiling for {wanted} needs the TPU compiler, and libtpu is not installed. "
@@ -272,3 +314,26 @@ def abstract_devices(name: str | Slice) -> list[Any]:
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(**wanted.topology_args).devices)
+
+
+def _abstract_gpus(wanted: Slice) -> list[Any]:
+    # Read by the plugin when jax looks for plugins: else it asks the driver, which is not there, for its version.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from jax.experimental import topologies
+
+    from capibara.hardware.gpu_target import target_config
+
+    try:
+        found = topologies.get_topology_desc(
+            wanted.chip.name,
+            platform="cuda",
+            target_config=target_config(wanted.chip),
+            topology=f"1x1x{wanted.chips}",  # partitions, hosts of each, GPUs of each
+        )
+    except NotImplementedError as error:
+        raise CapibaraError(
+            f"Compiling for {wanted.name} needs jax's plugin for CUDA, which this process has not loaded "
+            f"({error}). Install it with: {install_command('cuda')} (no GPU is needed); where it is installed and "
+            "jax has started already, set JAX_PLATFORMS=cpu or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before Python starts."
+        ) from error
+    return list(found.devices)

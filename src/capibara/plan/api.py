@@ -81,7 +81,8 @@ def plan(
       target: "throughput", "latency" or "memory": what the best layout is best at.
       memory_limit_gb: GiB of a chip to plan with; what programs can have of it by default.
       top: how many layouts are ranked.
-      level: of evidence: "analytic", "xla" (compiled for virtual CPU devices) or "tpu" (by the TPU compiler).
+      level: of evidence: "analytic", "xla" (compiled for virtual CPU devices), "tpu" or "gpu" (by the chip's own
+        compiler, with no chip attached).
       confirm: how many of the best layouts are compiled at that level; one by default.
       region: whose prices are taken; the chip's first one by default.
       pricing: a table, or a TOML file laid over the shipped one.

@@ -1,7 +1,8 @@
 """One layout of a job, compiled: what a compiler says of its bytes and its exchanges.
 
-Two compilers can be asked. `compile_layout` asks the TPU's for a slice that is not attached (libtpu, x86-64 Linux);
-`partition_layout` asks XLA for the CPU, whose partitioner puts in the same collectives, over virtual devices.
+`compile_layout` asks the chip's own compiler, with no chip attached: the TPU's (libtpu, x86-64 Linux), or XLA's for
+GPUs (jax's plugin for CUDA). `partition_layout` asks XLA for the CPU, whose partitioner puts in the same collectives,
+over virtual devices.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from capibara.compile.availability import tpu_compiler
+from capibara.compile.availability import ChipCompiler, gpu_compiler, tpu_compiler
 from capibara.compile.failures import classify, over_limit, thrown_by_compilers, useful_lines
 from capibara.errors import rule_error
-from capibara.hardware.topology import Slice, abstract_devices, slice_by_name
+from capibara.hardware.topology import Slice, abstract_devices, place
 from capibara.parallel.run import lower_layout
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from capibara.program.chip import Collective
 
 __all__ = [
+    "CHIP_LEVELS",
     "LEVELS",
     "NOT_A_VERDICT",
     "Compiled",
+    "chip_compiler",
     "compile_layout",
     "partition_layout",
 ]
@@ -36,8 +39,12 @@ LEVELS = {
     "analytic": "analytic: predicted from the program, nothing compiled",
     "xla": "XLA-partitioned: compiled for virtual CPU devices by XLA's partitioner",
     "tpu": "TPU-compiled: by the real TPU compiler, not run on a chip",
+    "gpu": "GPU-compiled: by XLA's compiler for this GPU, not run on one",
 }
 """The levels of evidence, and the words that label them."""
+
+CHIP_LEVELS = {"tpu": "the TPU compiler", "gpu": "the GPU compiler"}
+"""Levels at which the chip's own compiler speaks, whose bytes are the chip's; and what it is called."""
 
 NOT_A_VERDICT = ("timeout", "crash", "no_compiler")
 """Kinds of errors with which a compiler could not be asked, which says nothing against the layout."""
@@ -113,14 +120,25 @@ class Compiled:
         return cls(**{**kept, "collectives": tuple(exchanges)})
 
 
+def chip_compiler(level: str) -> ChipCompiler:
+    """The compiler of a level of `CHIP_LEVELS`, whether it is here or not."""
+    return gpu_compiler() if level == "gpu" else tpu_compiler()
+
+
 def compile_layout(job: Job, layout: Layout, on: str | Slice) -> Compiled:
-    """The layout compiled for a TPU slice, in this process. A failure is in `.error`, not thrown."""
-    where = slice_by_name(on)
-    compiler = tpu_compiler()
-    evidence = f"compiled by the TPU compiler libtpu {compiler.version or ''} for {where.name}; not run on a chip"
+    """The layout compiled for a TPU slice or a host's GPUs, in this process. A failure is in `.error`, not thrown."""
+    where = place(on)
+    level = where.chip.platform
+    compiler = chip_compiler(level)
     if not compiler.available:
-        return Compiled("tpu", "not compiled", error=str(compiler), error_kind="no_compiler")
-    return _compiled("tpu", evidence, job, layout, lambda: abstract_devices(where))
+        return Compiled(level, "not compiled", error=str(compiler), error_kind="no_compiler")
+    version = compiler.version or ""
+    if level == "tpu":
+        evidence = f"compiled by the TPU compiler libtpu {version} for {where.name}; not run on a chip"
+    else:
+        # Without a GPU nothing is timed: a product may get other tiles, and other workspace, than where it runs.
+        evidence = f"compiled by XLA for GPUs {version} for {where.name}, products not tuned; not run on a chip"
+    return _compiled(level, evidence, job, layout, lambda: abstract_devices(where))
 
 
 def partition_layout(job: Job, layout: Layout) -> Compiled:
@@ -174,7 +192,7 @@ def _compiled(level: str, evidence: str, job: Job, layout: Layout, devices: Call
         temporaries=_size(stats, "temp_size_in_bytes"),
         aliased=_size(stats, "alias_size_in_bytes"),
         # XLA for the CPU names one too, of a backend that keeps other temporaries.
-        peak=_peak(stats) if level == "tpu" else None,
+        peak=_peak(stats) if level in CHIP_LEVELS else None,
         collectives=tuple(collectives_in(compiled.as_text(), layout.mesh.axes)),
         seconds=seconds,
     )

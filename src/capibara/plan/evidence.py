@@ -6,10 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from capibara.compile.availability import tpu_compiler
 from capibara.errors import rule_error, unknown_name
 from capibara.hardware.topology import Slice
-from capibara.plan.compiled import LEVELS, NOT_A_VERDICT, Compiled, compile_layout, partition_layout
+from capibara.plan.compiled import (
+    CHIP_LEVELS,
+    LEVELS,
+    NOT_A_VERDICT,
+    Compiled,
+    chip_compiler,
+    compile_layout,
+    partition_layout,
+)
 
 if TYPE_CHECKING:
     from capibara.mesh.layout import Layout
@@ -26,19 +33,22 @@ def checked_level(level: str, confirm: int | None, where: Slice) -> int:
     if level == "analytic":
         if confirm:
             raise rule_error(
-                "Confirming compiles the best layouts, which is level 'xla' or 'tpu'",
+                "Confirming compiles the best layouts, which is level 'xla', 'tpu' or 'gpu'",
                 f"confirm={confirm} at level 'analytic'",
-                "add --level xla, or --level tpu where the TPU compiler is",
+                "add --level xla, or --level tpu or gpu where the chip's compiler is",
             )
         return 0
     if confirm is not None and confirm < 1:
         raise rule_error("confirm is how many layouts are compiled, from 1 up", repr(confirm), "use 1")
-    if level == "tpu":
-        if where.chip.platform != "tpu":
-            raise rule_error("Level 'tpu' is for TPU slices", where.name, "use level 'xla'")
-        compiler = tpu_compiler()
+    if level in CHIP_LEVELS:
+        own = where.chip.platform
+        if own != level:
+            what = {"tpu": "TPU slices", "gpu": "GPUs"}[level]
+            raise rule_error(f"Level {level!r} is for {what}", where.name, f"use level {own!r} or 'xla'")
+        compiler = chip_compiler(level)
         if not compiler.available:
-            raise rule_error("Level 'tpu' needs the TPU compiler", str(compiler), "use level 'xla' on this machine")
+            rule = f"Level {level!r} needs {CHIP_LEVELS[level]}"
+            raise rule_error(rule, str(compiler), "use level 'xla' on this machine")
     return confirm or 1
 
 
@@ -78,12 +88,12 @@ class Witness:
         if verdict is None:
             # A compiler that did not answer has confirmed nothing, and the next may take as long.
             return Said() if compiled.ok else None
-        return Said(verdict, compiled.total_bytes if compiled.level == "tpu" else None)
+        return Said(verdict, compiled.total_bytes if compiled.level in CHIP_LEVELS else None)
 
     @property
     def settles(self) -> bool:
         """Whether what the compiler takes fits: XLA's for the CPU knows no chip's memory."""
-        return self.level == "tpu"
+        return self.level in CHIP_LEVELS
 
     def about(self, layout: Layout) -> Compiled | None:
         return next((compiled for one, compiled in self.said if one == layout), None)
@@ -93,7 +103,7 @@ class Witness:
             from capibara.plan.worker import compile_elsewhere
 
             return compile_elsewhere(self.recipe, layout, self.level, self.where.name)
-        if self.level == "tpu":
+        if self.level in CHIP_LEVELS:
             return compile_layout(self.job, layout, self.where)
         return partition_layout(self.job, layout)
 
@@ -101,6 +111,6 @@ class Witness:
         if compiled.error is not None:
             return None if compiled.error_kind in NOT_A_VERDICT else compiled.error
         total = compiled.total_bytes
-        if compiled.level == "tpu" and total is not None and total > self.limit:
+        if compiled.level in CHIP_LEVELS and total is not None and total > self.limit:
             return f"it needs {total / 2**30:.2f} of {self.limit / 2**30:.2f} GiB a chip"
         return None

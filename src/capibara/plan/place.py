@@ -1,56 +1,16 @@
-"""Where a job is to run: a TPU slice by name, or the GPUs of one host."""
+"""Where a job is to run, and the meshes that it may have there."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from capibara.errors import rule_error, unknown_name
-from capibara.hardware.chips import CHIPS, chip
-from capibara.hardware.topology import Slice, slice_by_name, slice_names
+from capibara.hardware.topology import Slice, place
 
 __all__ = ["hosts_of", "mesh_axes", "place"]
 
 AXES = ("pipeline", "data", "expert", "sequence", "model")
 """Axes that a mesh for a plan may have."""
-
-_MOST_GPUS = 8
-
-
-def place(on: str | Slice) -> Slice:
-    """The slice called "v4-32" or "v4:2x2x4", or so many GPUs of a host: "h200", "h200x8".
-
-    Examples:
-        >>> place("v4-64").chips, place("h200x8").chips
-        (32, 8)
-    """
-    if isinstance(on, Slice):
-        return on
-    text = on.strip()
-    match = re.fullmatch(r"(?P<kind>.+?)(?:x(?P<count>\d+))?", text)
-    gpus = [one for one in CHIPS if one.platform == "gpu"]
-    if match is not None and ":" not in text:
-        try:
-            found = chip(match["kind"])
-        except ValueError:
-            found = None
-        if found is not None and found.platform == "gpu":
-            count = int(match["count"] or 1)
-            if count & (count - 1) or not 1 <= count <= _MOST_GPUS:
-                rule = f"A host has 1, 2, 4 or {_MOST_GPUS} GPUs"
-                raise rule_error(rule, repr(on), f"use {match['kind']}x{_MOST_GPUS}")
-            return Slice(text, found, (count,))
-        if found is not None and found.platform == "cpu":
-            raise rule_error("A plan is for a TPU slice or GPUs", repr(on), "name a slice such as v4-32, or h200")
-    try:
-        return slice_by_name(text)
-    except ValueError as error:
-        if str(error).startswith("Unknown TPU slice"):
-            # The cubes of 128 cores up to v4-8192 would bury the rest.
-            usual = [name for name in slice_names("v4") if slice_by_name(name).chips.bit_count() == 1]
-            names = [*usual, *(one.name for one in gpus), *("v5e-16", "v5p-32", "v6e-16")]
-            raise unknown_name("slice or GPU", on, names) from None
-        raise
 
 
 def hosts_of(where: Slice) -> int:

@@ -6,6 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from capibara.plan import words
+from capibara.plan.compiled import CHIP_LEVELS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -181,7 +182,7 @@ def _refusal(one: Candidate) -> str:
 
 
 def _compiler(one: Candidate) -> str:
-    return "XLA for the CPU" if one.compiled is not None and one.compiled.level == "xla" else "the TPU compiler"
+    return "XLA for the CPU" if one.compiled is None else CHIP_LEVELS.get(one.compiled.level, "XLA for the CPU")
 
 
 def _margin(plan: Plan, best: Candidate) -> str:
@@ -195,11 +196,10 @@ def _margin(plan: Plan, best: Candidate) -> str:
 
 
 def _what_settles(plan: Plan) -> str:
-    if plan.where.chip.platform != "tpu":
-        return "a run tells"
-    if plan.asked_level != "tpu":
-        return "--level tpu settles it"
-    return "the TPU compiler was asked and gave no answer"
+    own = plan.where.chip.platform
+    if plan.asked_level != own:
+        return f"--level {own} settles it"
+    return f"{CHIP_LEVELS[own]} was asked and gave no answer"
 
 
 def bill_line(bill: Bill, unit: str = "tokens") -> str:
@@ -232,7 +232,7 @@ def compiled_line(candidate: Candidate) -> str:
     if compiled.error is not None:
         return f"{compiled.evidence}: {compiled.error}"
     predicted, total = candidate.estimate.memory, compiled.total_bytes
-    if compiled.level == "tpu":
+    if compiled.level in CHIP_LEVELS:
         found = f"{words.gib(total)} a chip" + ("" if not total else _against(predicted.total, total))
     else:
         # Another machine's temporaries say nothing of the prediction; arguments are the same bytes everywhere.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.cost.result import Estimate
 from capibara.errors import rule_error
 from capibara.hardware.topology import Slice
-from capibara.plan.compiled import LEVELS, NOT_A_VERDICT, Compiled
+from capibara.plan.compiled import CHIP_LEVELS, LEVELS, NOT_A_VERDICT, Compiled
 from capibara.plan.layout_text import layout_as_dict
 from capibara.plan.money import Bill
 from capibara.plan.place import hosts_of
@@ -44,15 +44,15 @@ class Candidate:
 
     @property
     def by_compiler(self) -> float | None:
-        """Bytes of one chip by the TPU's compiler, where it named them.
+        """Bytes of one chip by the chip's own compiler, where it named them.
 
         XLA's for the CPU are shown and not taken: another backend keeps other temporaries.
         """
-        return self.compiled.total_bytes if self.compiled is not None and self.level == "tpu" else None
+        return self.compiled.total_bytes if self.compiled is not None and self.level in CHIP_LEVELS else None
 
     @property
     def bytes(self) -> float:
-        """Of one chip: the compiler's figure where there is one for a TPU, else the prediction."""
+        """Of one chip: the compiler's figure where the chip's own gave one, else the prediction."""
         return self.estimate.memory.total if self.by_compiler is None else self.by_compiler
 
     @property
@@ -60,23 +60,23 @@ class Candidate:
         if self.compiled is not None and self.compiled.error_kind == "hbm_oom":
             return False
         # A compiler's figure is exact; the model's has a margin.
-        return self.bytes <= self.estimate.memory.limit if self.level == "tpu" else self.estimate.memory.fits
+        return self.bytes <= self.estimate.memory.limit if self.level in CHIP_LEVELS else self.estimate.memory.fits
 
     @property
     def may_fit(self) -> bool:
         """Whether only a compiler can tell, and none has."""
         refused = self.compiled is not None and self.compiled.error_kind == "hbm_oom"
-        return self.level != "tpu" and not refused and self.estimate.memory.may_fit
+        return self.level not in CHIP_LEVELS and not refused and self.estimate.memory.may_fit
 
     @property
     def bytes_range(self) -> tuple[float, float]:
-        """From what is predicted to the most that it may be; a TPU compiler's figure is exact."""
-        return (self.bytes, self.bytes if self.level == "tpu" else self.estimate.memory.most)
+        """From what is predicted to the most that it may be; the chip's own compiler's figure is exact."""
+        return (self.bytes, self.bytes if self.level in CHIP_LEVELS else self.estimate.memory.most)
 
     @property
     def bytes_by(self) -> str:
         """Whose figure `bytes` is."""
-        return "predicted" if self.by_compiler is None else "tpu compiler"
+        return "predicted" if self.by_compiler is None else f"{self.level} compiler"
 
     @property
     def refused(self) -> bool:
@@ -172,7 +172,7 @@ class Plan:
 
     @property
     def level(self) -> str:
-        """The level of evidence of the best layout: "analytic", "xla" or "tpu"."""
+        """The level of evidence of the best layout: "analytic", "xla", "tpu" or "gpu"."""
         return "analytic" if self.best is None else self.best.level
 
     @property

@@ -31,7 +31,7 @@ _DEVICES = "--xla_force_host_platform_device_count"
 def compile_elsewhere(
     recipe: Recipe, layout: Layout, level: str, slice_name: str, *, timeout_s: float = 1800.0
 ) -> Compiled:
-    """The layout compiled by another process, at level "xla" or "tpu"."""
+    """The layout compiled by another process, at any level but "analytic"."""
     request = {"recipe": recipe.as_dict(), "layout": layout_as_dict(layout), "level": level, "slice": slice_name}
     command = [sys.executable, "-m", "capibara.plan.worker"]
     environment = _environment(level, layout.mesh.size)

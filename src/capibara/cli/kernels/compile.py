@@ -18,7 +18,7 @@ from capibara.errors import rule_error
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from capibara.compile.availability import TpuCompiler
+    from capibara.compile.availability import ChipCompiler
     from capibara.compile.kernels import KernelRow
     from capibara.compile.lattice import LatticeRow
     from capibara.compile.report import CompileReport
@@ -95,7 +95,7 @@ def compile_(
         raise typer.Exit(problem["error"]["exit_code"])
 
 
-def _problem(rows: Sequence[KernelRow | LatticeRow], compiler: TpuCompiler) -> dict[str, Any]:
+def _problem(rows: Sequence[KernelRow | LatticeRow], compiler: ChipCompiler) -> dict[str, Any]:
     failed = [row.name for row in rows if not row.ok]
     if failed:
         verb = "compile" if compiler.available else "lower"
