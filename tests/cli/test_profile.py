@@ -124,7 +124,6 @@ def test_a_module(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(program["name"] == "jit_step" for program in document["programs"])
 
 
-@pytest.mark.quick
 def test_an_operation_that_became_slower_is_named(script: str, times_of_work: None) -> None:
     """Half as much work again in one of two."""
     Path("base.json").write_text(ran(script, "--repeats", "3", "--json").stdout)

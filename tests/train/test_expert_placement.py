@@ -73,7 +73,6 @@ def test_the_model_is_the_same_with_its_experts_elsewhere() -> None:
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["adafactor", "muon", "lion"])
 def test_what_an_optimizer_keeps_of_experts_goes_with_them(name: str) -> None:
     """Adafactor keeps means over rows and over columns of a matrix of 128 and more."""

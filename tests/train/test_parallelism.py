@@ -43,7 +43,6 @@ def assert_same_run(kind: str, rows: int, folder: Path, axes: dict[str, int], **
     return loop.compiled.chosen.layout.name
 
 
-@pytest.mark.quick
 def test_stages_of_packed_rows_beside_data_and_tensor_parallel(folder: Path) -> None:
     name = assert_same_run("dense", 8, folder, {"data": 2, "model": 2, "pipeline": 2}, settings={"accumulate": 2})
     assert "pipeline 2" in name

@@ -28,7 +28,6 @@ def op() -> Iterator[Op]:
     made.runners.clear()
 
 
-@pytest.mark.quick
 def test_millions_of_shapes_take_bounded_room(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a call that was let go is decided again, and runs."""
     built: list[int] = []
