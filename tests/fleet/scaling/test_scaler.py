@@ -303,3 +303,53 @@ def test_loads_far_above_what_chips_do_are_decided_on_as_quickly() -> None:
     )
     with scaler.managed_scaling():
         assert len(step_hooks.devices_wanted(jax.devices()[:2]) or []) == 8
+
+
+@pytest.mark.quick
+def test_whoever_rents_chips_may_fail_and_work_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+
+    def fails(chips: int) -> None:
+        told.append(chips)
+        raise ConnectionError("the cloud does not answer")
+
+    def looks(share: float, on: Any, looks: int = 3) -> list[int | None]:
+        scaler = TpuAutoScaler(
+            4, 8, metrics=lambda: {"utilization": share}, on_change=fails, cooldown_minutes=60, interval_minutes=10,
+            clock=itertools.count(0, 600).__next__,
+        )  # fmt: skip
+        wanted = []
+        with scaler.managed_scaling():
+            for _ in range(looks):
+                places = step_hooks.devices_wanted(on)
+                wanted.append(None if places is None else len(places))
+        assert len(scaler.changes) == sum(one is not None for one in wanted)
+        return wanted
+
+    # More chips that nobody rented are not taken, and each decision asks again: no cool-down, as nothing changed.
+    assert looks(1.0, jax.devices()[:4]) == [None, None, None]
+    assert told == [8, 8, 8]
+    # Fewer can be let go whoever is told.
+    told.clear()
+    assert looks(0.1, jax.devices()[:8], 1) == [4]
+    assert told == [4]
+    assert "on_change(4) failed" in caplog.text
+    assert "the cloud does not answer" in caplog.text
+
+
+@pytest.mark.quick
+def test_a_change_that_is_called_off_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    rented: list[int] = []
+    scaler = TpuAutoScaler(
+        4, 8, metrics=lambda: {"utilization": 1.0}, on_change=rented.append, cooldown_minutes=20, interval_minutes=10,
+        clock=itertools.count(0, 600).__next__,
+    )  # fmt: skip
+    devices = jax.devices()[:4]
+    with scaler.managed_scaling():
+        assert len(step_hooks.devices_wanted(devices) or []) == 8
+        step_hooks.called_off(devices)
+        assert not scaler.changes
+        assert rented == [8, 4]
+        assert step_hooks.devices_wanted(devices) is None, "its cool-down"
+        assert len(step_hooks.devices_wanted(devices) or []) == 8, "and the devices are not taken for lost"
+    assert "4 chips did not become 8" in caplog.text
