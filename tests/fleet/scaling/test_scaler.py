@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from capibara.checkpoints.store import Checkpoints
+from capibara.fleet.scaling.account import Seen
 from capibara.fleet.scaling.drawn import TraceKind, draw_trace, fixed_trace
+from capibara.fleet.scaling.policies import _weighed
 from capibara.fleet.scaling.scaler import TpuAutoScaler
 from capibara.fleet.scaling.trace import Trace
 from capibara.mesh import training_mesh_config
@@ -353,3 +355,23 @@ def test_a_change_that_is_called_off_is_none(caplog: pytest.LogCaptureFixture) -
         assert step_hooks.devices_wanted(devices) is None, "its cool-down"
         assert len(step_hooks.devices_wanted(devices) or []) == 8, "and the devices are not taken for lost"
     assert "4 chips did not become 8" in caplog.text
+
+
+@pytest.mark.quick
+def test_thousands_of_sizes_are_weighed_by_a_few() -> None:
+    """What a decision costs does not grow with the square of the sizes, nor with the chips."""
+    sizes = tuple(range(1, 4097))
+    weighed = _weighed(sizes, chips=777, needed=1234.5)
+    assert len(weighed) <= 72
+    assert {1, 777, 1235, 4096} <= set(weighed)
+    assert max(later / earlier for earlier, later in itertools.pairwise(weighed) if earlier > 64) < 1.2
+    assert _weighed((4, 8, 16), 4, 10.0) == (4, 8, 16)
+    scaler = TpuAutoScaler(
+        1, 4096, sizes=sizes, cost_limit_per_hour=20_000.0, target_utilization=0.9, cooldown_minutes=0,
+        hysteresis=0, patience_minutes=30,
+    )  # fmt: skip
+    control = scaler._control(sizes)
+    arrivals = (5 * 1000,) * 20
+    seen = Seen(20, 2000, 0, 0, arrivals, (3.22,) * 20, 3.22, False)
+    wanted = control(seen, scaler._facts, 0.0)
+    assert 1000 <= wanted <= 1250, "what does 1000 chips' load at nine tenths"
