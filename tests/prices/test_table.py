@@ -121,8 +121,6 @@ def test_the_shipped_table_is_beside_the_code() -> None:
 
 @pytest.mark.quick
 def test_a_kind_that_no_source_was_found_for_says_what_there_is() -> None:
-    assert price("v5e", "us-west4", "flex_start").usd == 0.60
-    assert price("v5e", "us-west4", "flex_start").date == "2026-10-02"
     for kind in ("flex_start", "committed_1y", "committed_3y"):
         with pytest.raises(ValueError, match=f"no {kind} price for tpu_v4: no dated source") as refusal:
             price("v4", kind=kind)
