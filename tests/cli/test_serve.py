@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import psutil
 import pytest
 from tests.serve.http.wire import call, post
 from typer.testing import CliRunner
 
 from capibara.cli.main import app
+from capibara.models import step_hooks
 
 TINY = """
 [model]
@@ -401,12 +403,16 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         def stopped_by_signals(self) -> Iterator[None]:
             yield
 
-        def run(self, load: Any, ready: Any) -> None:
+        def run(self, load: Any, ready: Any, reload: Any) -> None:
+            made["placed"] = step_hooks.is_placed()
+            reload(jax.devices()[:4])
+            made["resized"] = made["config"].mesh.size
             load()
 
     def load_engine(
-        model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool, defaults: bool, books: Any
-    ) -> Any:
+        model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool, defaults: bool, books: Any,
+        read: Any,
+    ) -> Any:  # fmt: skip
         made.update(model=model, name=name, template=template, config=config, max_prompt=max_prompt, warm_up=warm_up)
         made.update(defaults=defaults)
         return None, None
@@ -420,7 +426,8 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         "--max-prompt 44 --max-body-bytes 2048 --request-timeout-s 1.5 --client-timeout-s 2.5 --drain-timeout-s 3.5 "
         f"--cors-origin https://a.example --chat-template {template} --tool-parser llama3 --cache-dtype int8 "
         "--weights int8 --speculative-tokens 2 --batch-invariant --adapter a=folder --seed 9 --no-warm-up --no-page "
-        f"--log-level error --no-generation-defaults --goodput-file {tmp_path / 'time.jsonl'}"
+        f"--log-level error --no-generation-defaults --goodput-file {tmp_path / 'time.jsonl'} "
+        "--chips 2 --scale 1:4 --scaling-policy utilization --cost-limit-per-hour 50"
     )
     ran = CliRunner().invoke(app, ["serve", *words.split()])
     assert ran.exit_code == 0, ran.output
@@ -438,6 +445,7 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
     assert config.cache_folder is not None
     assert made["defaults"] is False
     assert made["books"].file == tmp_path / "time.jsonl"
+    assert (made["placed"], made["resized"], config.mesh.size) == (True, 4, 2)
     assert "capibara: goodput" in ran.output
     keys = CliRunner().invoke(app, ["serve", "dev", "--api-key", "one", "--api-key", "two"])
     assert keys.exit_code == 0
@@ -454,3 +462,21 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.
         ran = CliRunner().invoke(app, words)
         assert ran.exit_code == 2
         assert "pip install 'capibara-jax[serve]'" in ran.output
+
+
+@pytest.mark.quick
+def test_how_a_server_is_scaled_is_told() -> None:
+    from capibara.cli import serve as command
+
+    scaler = command._scaler("2:8", "utilization", 50.0)
+    assert (scaler.min_chips, scaler.max_chips) == (2, 8)
+    assert (scaler.scaling_policy, scaler.cost_limit_per_hour) == ("utilization", 50.0)
+    for words, text in (
+        (["--scale", "8"], "--scale has the fewest and the most chips"),
+        (["--scale", "8:2"], "min_chips is at most max_chips"),
+        (["--scale", "1:2", "--scaling-policy", "cheap"], "Unknown scaling_policy 'cheap'"),
+        (["--scale", "1:2", "--cost-limit-per-hour", "1"], "cost_limit_per_hour pays for the fewest chips"),
+    ):
+        ran = CliRunner().invoke(app, ["serve", "dev", "--port", "0", *words])
+        assert ran.exit_code == 2, ran.output
+        assert text in " ".join(ran.output.split()), ran.output

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from capibara.observe import Recorder, read_crash_story
+from capibara.observe.crash_story import keep_crash
 
 
 def _program(folder: Path, places: list[tuple[int, list[str]]], ended: tuple[int, ...] = ()) -> list[Recorder]:
@@ -148,3 +150,82 @@ def test_what_is_no_recording(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no recording" * 100)
     with pytest.raises(ValueError, match="A recording is a file that a Recorder wrote"):
         read_crash_story(tmp_path / "notes.txt")
+
+
+def _hot_and_full(folder: Path) -> Recorder:
+    recorder = Recorder(folder / "recordings")
+    began = time.time()
+    for number in range(1, 8):
+        figures = {"memory_usage": 0.5 + number / 15, "temperature": 60.0 + 4 * number, "utilization": 0.9}
+        told = {(source, name): value for source in ("gpu:0", "all") for name, value in figures.items()}
+        recorder.sensors(told | {("host", "memory_usage"): 0.99}, began + number)
+        recorder.step(number, seconds=0.25, loss=2.0 / number)
+    return recorder
+
+
+@pytest.mark.quick
+def test_sensors_lie_beside_the_steps(tmp_path: Path) -> None:
+    _hot_and_full(tmp_path)
+    [one] = read_crash_story(tmp_path).processes
+    assert [step.step for step in one.steps] == list(range(1, 8))
+    assert one.sensors["gpu:0"]["temperature"] == pytest.approx([64, 68, 72, 76, 80, 84, 88])
+    assert one.sensors_at(one.sample_times[2] + 0.5)["temperature"] == pytest.approx(72)
+    assert one.sensors_at(one.sample_times[0] - 1) == {}
+    assert [text.partition(";")[0] for text in one.likely] == [
+        "gpu:0's memory was 97% full",
+        "gpu:0 was at 88 degrees",
+        "host's memory was 99% full",
+    ]
+    text = str(read_crash_story(tmp_path))
+    assert "sensors over its last 6 s, 7 samples" in text
+    assert "gpu:0: utilization 0.9 (0.9 to 0.9), memory_usage 0.967 (0.567 to 0.967), temperature 88 (64 to 88)" in text
+    assert "0.25 s, loss 0.285714" in text
+
+
+@pytest.mark.quick
+def test_sensors_of_an_earlier_start_are_not_told(tmp_path: Path) -> None:
+    _hot_and_full(tmp_path)
+    data = (tmp_path / "recordings" / "process_0.recording").read_bytes()
+    later = Recorder(tmp_path / "recordings")
+    assert len(later.file.read_bytes()) == len(data)
+    later.sensors({("host", "memory_usage"): 0.25}, time.time() + 100)
+    [one] = read_crash_story(tmp_path).processes
+    assert one.steps == ()
+    assert one.sensors["host"]["memory_usage"][-1] == 0.25
+    assert one.likely == ()
+
+
+@pytest.mark.quick
+def test_one_file_tells_it_again(tmp_path: Path) -> None:
+    recorder = _hot_and_full(tmp_path)
+    recorder.dump_stacks("no progress for 3 s")
+    (tmp_path / "autopsy.json").write_text('{"error": "RESOURCE_EXHAUSTED: 4096 bytes", "nearest_change": "batch 2"}')
+    story = read_crash_story(tmp_path)
+    assert "out of memory: RESOURCE_EXHAUSTED: 4096 bytes" in str(story)
+    assert "nearest change that fits: batch 2" in str(story)
+    kept = keep_crash(tmp_path / "recordings")
+    assert kept == tmp_path / "recordings" / "crash.json"
+    moved = tmp_path / "elsewhere.json"
+    kept.rename(moved)
+    recorder.file.unlink()
+    recorder.stacks_file.unlink()
+    again = read_crash_story(moved)
+    assert again == story
+    assert str(again) == str(story)
+    assert keep_crash(tmp_path / "recordings") is None, "nothing is there"
+    for wrong in ("{}", "[1]", "no json"):
+        moved.write_text(wrong)
+        with pytest.raises(ValueError, match="A crash file is what capibara wrote"):
+            read_crash_story(moved)
+
+
+@pytest.mark.quick
+def test_a_run_that_ended_in_order_leaves_no_crash_and_names_an_earlier_one(tmp_path: Path) -> None:
+    _hot_and_full(tmp_path)
+    kept = keep_crash(tmp_path / "recordings")
+    with Recorder(tmp_path / "recordings") as recorder:
+        recorder.step(8)
+    assert keep_crash(tmp_path / "recordings") is None
+    story = read_crash_story(tmp_path)
+    assert story.ended_in_order
+    assert f"an earlier crash of it is told by {kept}" in str(story)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.observe.stand_ins import Blocked, Chips, Clock, StandIn
 
-from capibara.observe import AlertEvent, TpuRealTimeMonitor
+from capibara.observe import AlertEvent, Recorder, TpuRealTimeMonitor, read_recording
 from capibara.observe.sensors import METRICS, HostSensor, Reading
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -303,3 +303,17 @@ def test_no_sensors_is_a_monitor_that_knows_nothing_and_says_so(
         found = TpuRealTimeMonitor()
     alone = not any(sensor.accelerators for sensor in found._sensors)
     assert ("no TPU and no GPU in this machine" in caplog.text) == alone
+
+
+@pytest.mark.quick
+def test_samples_outlive_the_process_in_a_recorder(tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        monitor = _monitor(HostSensor(), recorder=recorder)
+        taken = [monitor.sample() for _ in range(2)]
+        monitor.stop()
+        samples = read_recording(recorder.file).samples
+    assert samples.times == tuple(sample["time"] for sample in taken)
+    assert samples.series is not None
+    told = [sample["sources"]["host"]["memory_usage"] for sample in taken]
+    assert samples.series["host", "memory_usage"] == pytest.approx(told)
+    assert samples.series["all", "memory_usage"] == pytest.approx(told)

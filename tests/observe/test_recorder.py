@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -115,3 +116,70 @@ def test_an_error_is_told(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fails()
     assert "ended by KeyError: 'weights'" in read_recording(tmp_path / "process_0.recording").story()
+
+
+@pytest.mark.quick
+def test_samples_in_a_ring_of_their_own(tmp_path: Path) -> None:
+    """However many events there are, the sensors' last minutes stay; and the next process goes on with both."""
+    recorder = Recorder(tmp_path, capacity=4, samples=3)
+    for moment in range(5):
+        recorder.sensors({("host", "utilization"): moment / 10, ("gpu:0", "power"): 300.0 + moment}, 100.0 + moment)
+        for _ in range(10):
+            recorder.phase("step")
+    recorder.sensors({("host", "utilization"): 0.75}, 105.0)
+    recorder.close()
+    samples = read_recording(recorder.file).samples
+    assert samples.times == (103.0, 104.0, 105.0)
+    assert samples.series is not None
+    assert samples.series["host", "utilization"] == pytest.approx((0.3, 0.4, 0.75))
+    assert samples.series["gpu:0", "power"][:2] == (303.0, 304.0)
+    assert math.isnan(samples.series["gpu:0", "power"][2])
+    recorder.sensors({("host", "utilization"): 1.0}, 106.0)  # after its end nothing is written
+    again = Recorder(tmp_path, capacity=100, samples=100)
+    again.sensors({("gpu:1", "power"): 1.0, ("gpu:0", "power"): 2.0}, 107.0)
+    recording = read_recording(again.file)
+    assert (recording.capacity, recording.sample_capacity) == (4, 3)
+    assert recording.samples.times == (104.0, 105.0, 107.0)
+    since = recording.samples.since(106.0)
+    assert (since.times, since.series) == ((107.0,), {("gpu:0", "power"): (2.0,), ("gpu:1", "power"): (1.0,)})
+    with pytest.raises(ValueError, match="at least 1 sample"):
+        Recorder(tmp_path / "other", samples=0)
+
+
+@pytest.mark.quick
+def test_a_recording_from_before_there_were_samples(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, capacity=4)
+    recorder.step(7)
+    recorder.close()
+    recorder.file.write_bytes(recorder.file.read_bytes()[: RECORD * 5])
+    old = read_recording(recorder.file)
+    assert (old.last_step, old.samples.times, old.sample_capacity) == (7, (), None)
+    with Recorder(tmp_path) as again:
+        again.sensors({("host", "utilization"): 0.5}, 1.0)
+        assert read_recording(again.file).samples.times == (1.0,)
+    assert read_recording(again.file).last_step == 7
+
+
+@pytest.mark.quick
+def test_a_sample_that_was_being_written_is_left_out(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, capacity=2, samples=2)
+    recorder.sensors({("host", "utilization"): 0.5}, 1.0)
+    recorder.sensors({("host", "utilization"): 0.6}, 2.0)
+    recorder.close()
+    data = bytearray(recorder.file.read_bytes())
+    data[-20] ^= 1  # in the last row
+    recorder.file.write_bytes(data)
+    assert read_recording(recorder.file).samples.times == (1.0,)
+
+
+@pytest.mark.quick
+def test_more_series_than_there_is_room_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    with Recorder(tmp_path) as recorder:
+        recorder.sensors({(f"gpu:{number}", "power"): float(number) for number in range(130)}, 1.0)
+        samples = read_recording(recorder.file).samples
+    assert samples.series is not None
+    assert len(samples.series) == 128
+    assert samples.series["gpu:127", "power"] == (127.0,)
+    assert "power of gpu:129 is not recorded: a recording has 128 series" in caplog.text

@@ -117,3 +117,11 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> 
 
 def test_the_shipped_table_is_beside_the_code() -> None:
     assert SHIPPED.is_file()
+
+
+@pytest.mark.quick
+def test_a_kind_that_no_source_was_found_for_says_what_there_is() -> None:
+    for kind in ("flex_start", "committed_1y", "committed_3y"):
+        with pytest.raises(ValueError, match=f"no {kind} price for tpu_v4: no dated source") as refusal:
+            price("v4", kind=kind)
+        assert "on_demand in us-central2, spot in us-central2" in str(refusal.value)

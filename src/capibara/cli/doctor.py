@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def doctor(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="A run's folder or a recording in it: what happened to the run."),
+        typer.Argument(metavar="[FILE]", help="A run's folder, a recording in it or its crash.json: what happened."),
     ] = None,
     hosts: Annotated[
         str | None, typer.Option(metavar="A,B", help="Hosts that have to be there; NAME or NAME:PORT.")
@@ -35,6 +35,9 @@ def doctor(
         float, typer.Option(metavar="S", help="For hosts to answer; more where workers start one after the other.")
     ] = 3.0,
     devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="Simulate so many devices of a CPU.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Of a run: write all of its story into one file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check chips, memory, links, sensors, the host and the hosts of the slice; exit code 1 when something is wrong.
@@ -45,8 +48,10 @@ def doctor(
         for name, value in (("--hosts", hosts), ("--expected-devices", expected_devices), ("--devices", devices)):
             if value is not None:
                 raise rule_error(f"{name} is for a machine", f"it beside {str(file)!r}", "leave one of them out")
-        _tell_story(file, json)
+        _tell_story(file, save, json)
         return
+    if save is not None:
+        raise rule_error("--save is for a run's story", "it without a run", "name the run's folder before it")
     from capibara.observe.health.diagnostics import TpuDiagnostics
     from capibara.observe.health.slice_hosts import hosts_of_environment
     from capibara.processes import PROCESS_COUNT
@@ -83,10 +88,14 @@ def _join(hosts: list[str], host_deadline_s: float, deadline_s: float) -> None:
             ) from error
 
 
-def _tell_story(file: Path, json: bool) -> None:
+def _tell_story(file: Path, save: Path | None, json: bool) -> None:
     from capibara.observe.crash_story import read_crash_story
 
     story = read_crash_story(file)
+    if save is not None:
+        if save.suffix != ".json":
+            raise rule_error("A story is saved as a .json file", str(save), f"write {save.name}.json")
+        story.save(save)
     well = story.ended_in_order
     if json:
         problem = {} if well else failures.error(Code.FAILED, "; ".join(story.missing) or "The run was cut off.")

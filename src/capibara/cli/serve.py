@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capibara.cli import output
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from capibara.fleet.scaling.scaler import TpuAutoScaler
+    from capibara.models.modular import ModularCapibaraModel
     from capibara.observe.goodput import Goodput
     from capibara.serve.config import EngineConfig
     from capibara.serve.engine import Engine
@@ -83,6 +90,16 @@ def serve(
         typer.Option(help="Sample as the model's generation_config.json says, where a request says nothing."),
     ] = True,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    chips: Annotated[int, typer.Option(min=1, metavar="N", help="That weights and cache are spread over.")] = 1,
+    scale: Annotated[
+        str | None, typer.Option(metavar="MIN:MAX", help="Go over to more or fewer chips with the load.")
+    ] = None,
+    scaling_policy: Annotated[
+        str, typer.Option(metavar="NAME", help="Of --scale: cost_aware, utilization or fixed.")
+    ] = "cost_aware",
+    cost_limit_per_hour: Annotated[
+        float, typer.Option(metavar="USD", help="Of --scale: chips that could cost more are not taken.")
+    ] = 200.0,
     warm_up: Annotated[bool, typer.Option(help="Compile every program before the first request.")] = True,
     page: Annotated[bool, typer.Option(help="A page to chat on at /.")] = True,
     goodput_file: Annotated[
@@ -141,6 +158,7 @@ def serve(
         seed=seed,
         cache_folder=cache_directory().parent / "programs",
     )
+    scaler = None if scale is None else _scaler(scale, scaling_policy, cost_limit_per_hour)
     # The engine's programs have a folder of their own, and are not even traced again; this is for all others: weights
     # that are drawn, placed and converted.
     persistent_cache()
@@ -149,8 +167,11 @@ def serve(
     if server.exposed and not keys:
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
 
-    def load() -> Loaded:
-        engine, card = load_engine(model, name, template, config, max_prompt, warm_up, generation_defaults, books)
+    read = _once(model)
+
+    def load(devices: Sequence[Any] | None = None) -> Loaded:
+        told = replace(config, mesh=_mesh(chips, devices))
+        engine, card = load_engine(model, name, template, told, max_prompt, warm_up, generation_defaults, books, read)
         if target_latency_ms is None:
             return Loaded(engine, card)
         from capibara.serve.latency import LatencyController
@@ -167,8 +188,10 @@ def serve(
             typer.echo(f"capibara: {card.name} at {server.address} ({card.origin})")
         sys.stdout.flush()
 
-    with server.stopped_by_signals():
-        server.run(load, ready)
+    with server.stopped_by_signals(), contextlib.ExitStack() as stack:
+        if scaler is not None:
+            stack.enter_context(scaler.managed_scaling())
+        server.run(load, ready, load)
     spent, per_hour = books.report(), _dollars_per_hour()
     cost = "" if per_hour is None else f"; {sum(spent.dollars(per_hour).values()):.2f} USD"
     typer.echo(f"capibara: {spent}{cost}", err=True)
@@ -184,6 +207,52 @@ def _dollars_per_hour() -> float | None:
     chip = chip_for(devices[0].device_kind)
     found = None if chip is None or devices[0].platform == "cpu" else price_table().find(chip.name)
     return None if found is None or chip is None else found.usd * len(devices) / chip.devices_per_chip
+
+
+def _scaler(scale: str, policy: str, cost_limit_per_hour: float) -> TpuAutoScaler:
+    from capibara.errors import rule_error
+    from capibara.fleet import TpuAutoScaler
+    from capibara.hardware import chip_for
+    from capibara.hardware.devices import attached
+
+    least, found, most = scale.partition(":")
+    if not (found and least.isdigit() and most.isdigit()):
+        raise rule_error("--scale has the fewest and the most chips", repr(scale), "write --scale 1:8")
+    device = attached()[0]
+    chip = chip_for(device.device_kind)
+    priced = "tpu_v4" if device.platform == "cpu" or chip is None else chip.name  # simulated ones are held to be v4's
+    return TpuAutoScaler(
+        int(least),
+        int(most),
+        scaling_policy=policy,
+        cost_limit_per_hour=cost_limit_per_hour,
+        cost_model=f"{priced}_pricing",
+    )
+
+
+def _mesh(chips: int, devices: Sequence[Any] | None) -> Mesh | None:
+    """The devices in one axis, along which products are split; None of a single one. The first `chips` at first."""
+    import jax
+
+    from capibara.errors import rule_error
+    from capibara.hardware import chip_for
+    from capibara.mesh import MeshConfig
+
+    if devices is None:
+        there = jax.devices()
+        chip = chip_for(there[0].device_kind) if there[0].platform == "tpu" else None
+        wanted = chips * (1 if chip is None else chip.devices_per_chip)
+        if wanted > len(there):
+            raise rule_error("--chips are chips of this machine", f"{chips} of {len(there)} devices", "use fewer")
+        devices = there[:wanted]
+    return None if len(devices) == 1 else MeshConfig((len(devices),), ("model",)).build(list(devices))
+
+
+def _once(model: str) -> Callable[[], tuple[ModularCapibaraModel, str]]:
+    """The model, read when it is first asked for: a server that goes over to other devices reads no files again."""
+    from capibara.models.restored import load_model
+
+    return functools.cache(lambda: load_model(model))
 
 
 def _adapters(texts: list[str], model: str) -> dict[str, str]:
@@ -217,14 +286,14 @@ def load_engine(
     warm_up: bool,
     generation_defaults: bool = True,
     books: Goodput | None = None,
+    read: Callable[[], tuple[ModularCapibaraModel, str]] | None = None,
 ) -> tuple[Engine, ModelCard]:
     """The engine of a model that a command was given, its programs compiled, and what clients are told of it."""
-    from capibara.models.restored import load_model
     from capibara.serve.engine import Engine
     from capibara.serve.http.prompts import check_template
     from capibara.serve.link import ModelCard
 
-    loaded, origin = load_model(model)
+    loaded, origin = (read or _once(model))()
     check_template(loaded.tokenizer, template)
     engine = Engine(loaded, config=config)
     if warm_up:

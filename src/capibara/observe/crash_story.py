@@ -1,27 +1,57 @@
 """What happened to a run, told from the files that its flight recorders and its watchdogs left.
 
-Every process of a program has a recording and, after a hang, a file of stacks beside it. Side by side they say who was
-where, and who the others waited for.
+Every process of a program has a recording (its events, and what sensors said) and, after a hang, a file of stacks
+beside it; a run that was out of memory has an autopsy. Side by side they say who was where, who the others waited for,
+and how the machines were. All of it is also one file, `crash.json`: the trainer and the watchdog write it when they see
+the end, and the next start of a run that nobody saw end does.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from capibara.errors import rule_error
 from capibara.observe.recorder import Recording, read_recording
+from capibara.observe.sample_ring import Samples
 
-__all__ = ["CrashStory", "ProcessStory", "read_crash_story"]
+__all__ = ["CRASH_FILE", "CrashStory", "ProcessStory", "StepSeen", "keep_crash", "read_crash_story"]
+
+CRASH_FILE = "crash.json"
+"""In a run's recordings, the story of its last crash or hang."""
+_AUTOPSY = "autopsy.json"
+_FORMAT = "capibara crash 1"
+_FULL, _HOT = 0.95, 85.0
+"""A share of memory in use, and degrees, that are told as a likely cause."""
+_STEPS_KEPT, _STEPS_TOLD = 50, 5
+_TOLD = ("utilization", "memory_usage", "temperature", "power", "clock")
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
 _SECTION = re.compile(r"^== (?P<clock>\S+ \S+) process \d+, pid \d+: (?P<reason>.*)$", re.MULTILINE)
 _MAIN = "thread 'MainThread'"
 _FRAMES = 5
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """A step that was finished. NaN and None are one here: not told."""
+
+    step: int
+    time: float
+    seconds: float | None
+    loss: float | None
+
+    def __str__(self) -> str:
+        seconds = "" if self.seconds is None else f", {self.seconds:.4g} s"
+        loss = "" if self.loss is None else f", loss {self.loss:.6g}"
+        return f"step {self.step} at {_clock(self.time)[11:19]}{seconds}{loss}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,55 @@ class ProcessStory:
     stacks_file: str | None
     all_stacks: str
     """Those of all of its threads, as they were written down."""
+    steps: tuple[StepSeen, ...] = ()
+    """The last ones that it finished since it was started last."""
+    sample_times: tuple[float, ...] = ()
+    """When its machine's sensors were asked since then."""
+    sensors: Mapping[str, Mapping[str, tuple[float | None, ...]]] = field(default_factory=dict)
+    """source -> metric -> a value a sample; "all" are the devices together."""
+
+    def sensors_at(self, time: float) -> dict[str, float]:
+        """What the devices together were like when a moment came: metric -> the last value told before it."""
+        place = sum(when <= time for when in self.sample_times) - 1
+        if place < 0:
+            return {}
+        together = {name: values[place] for name, values in self.sensors.get("all", {}).items() if name in _TOLD}
+        return {name: value for name, value in together.items() if value is not None}
+
+    @property
+    def likely(self) -> tuple[str, ...]:
+        """What the last sample says of memory and heat, where it says much."""
+        told = []
+        for source, metrics in self.sensors.items():
+            memory, heat = (metrics.get(name, (None,))[-1] for name in ("memory_usage", "temperature"))
+            if source != "all" and memory is not None and memory >= _FULL:
+                ended = "; the kernel ends processes of a machine without memory (dmesg tells)"
+                told.append(f"{source}'s memory was {memory:.0%} full{ended if source == 'host' else ''}")
+            if source != "all" and heat is not None and heat >= _HOT:
+                told.append(f"{source} was at {heat:.0f} degrees")
+        return tuple(told)
+
+    def _sensor_lines(self) -> list[str]:
+        if not self.sample_times:
+            return ["  no sensors were recorded"]
+        span = self.sample_times[-1] - self.sample_times[0]
+        lines = [f"  sensors over its last {span:.0f} s, {len(self.sample_times)} samples; now (least to most):"]
+        for source, metrics in self.sensors.items():
+            figures = {name: [v for v in metrics.get(name, ()) if v is not None] for name in _TOLD}
+            told = [
+                f"{name} {_figure(v[-1])} ({_figure(min(v))} to {_figure(max(v))})" for name, v in figures.items() if v
+            ]
+            if told and source != "all":
+                lines.append(f"    {source}: {', '.join(told)}")
+        lines += [f"  likely: {text}" for text in self.likely]
+        return lines
+
+    def _step_lines(self) -> list[str]:
+        lines = []
+        for step in self.steps[-_STEPS_TOLD:]:
+            then = ", ".join(f"{name} {_figure(value)}" for name, value in self.sensors_at(step.time).items())
+            lines.append(f"  {step}{'; ' if then else ''}{then}")
+        return lines
 
     @property
     def place(self) -> tuple[int, int]:
@@ -68,6 +147,10 @@ class CrashStory:
     count: int
     """Processes that the program had."""
     processes: tuple[ProcessStory, ...]
+    autopsy: Mapping[str, Any] | None = None
+    """What lay in memory, of a run that was out of it (`capibara.memory.autopsy`)."""
+    earlier_crash: str | None = None
+    """The file that tells of an earlier crash of this run, where there is one."""
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -104,14 +187,31 @@ class CrashStory:
             "last_step": self.last_step,
             "ended_in_order": self.ended_in_order,
             "missing": list(self.missing),
+            "autopsy": self.autopsy,
+            "earlier_crash": self.earlier_crash,
         }
+
+    def save(self, file: str | os.PathLike[str]) -> Path:
+        """All of it as one file, which `read_crash_story` reads again."""
+        to = Path(file)
+        draft = to.with_name(f"{to.name}.{os.getpid()}.draft")
+        text = json.dumps({"format": _FORMAT, **self.as_dict()}, indent=1, ensure_ascii=False, allow_nan=False)
+        draft.write_text(text + "\n", encoding="utf-8")
+        os.replace(draft, to)
+        return to
 
     def __str__(self) -> str:
         many = "1 process" if self.count == 1 else f"{self.count} processes"
         step = "no step was finished" if self.last_step is None else f"the last finished step is {self.last_step}"
         lines = [f"{self.folder}: {many}; {step}"]
+        if self.earlier_crash is not None:
+            lines.append(f"an earlier crash of it is told by {self.earlier_crash}")
         if self.ended_in_order:
             return "\n".join([*lines, "all ended in order"])
+        if self.autopsy is not None:
+            lines.append(f"out of memory: {self.autopsy['error']}")
+            if self.autopsy.get("nearest_change"):
+                lines.append(f"  nearest change that fits: {self.autopsy['nearest_change']}")
         for one in self.processes:
             how = "ended in order" if one.ended else "nothing says that it ended"
             started = f", started {one.starts} times" if one.starts > 1 else ""
@@ -122,6 +222,7 @@ class CrashStory:
             lines += [f"  {frame}" for frame in one.stack]
             if one.stacks_file is not None:
                 lines.append(f"  all threads: {one.stacks_file}")
+            lines += one._step_lines() + one._sensor_lines()
         if self.missing:
             lines += [f"missing: {text}" for text in self.missing]
         elif len(self.processes) > 1:
@@ -130,7 +231,7 @@ class CrashStory:
 
 
 def read_crash_story(path: str | os.PathLike[str]) -> CrashStory:
-    """The story of a run: of a process's recording and those beside it, of a folder of them, or of a run's folder.
+    """The story of a run: of a process's recording and those beside it, a folder of them, a run's folder, a crash.json.
 
     Examples:
         >>> import tempfile
@@ -144,6 +245,8 @@ def read_crash_story(path: str | os.PathLike[str]) -> CrashStory:
         (7, 'all-reduce of gradients', ('process 1 left no recording here',))
     """
     given = Path(path)
+    if given.is_file() and given.suffix == ".json":
+        return _read_crash_file(given)
     folder = given.parent if given.is_file() else given
     if not given.is_file() and (given / "recordings").is_dir():
         folder = given / "recordings"
@@ -161,7 +264,72 @@ def read_crash_story(path: str | os.PathLike[str]) -> CrashStory:
     count = max(recordings, key=lambda one: one.events[-1].time if one.events else 0.0).processes
     told = [(recording, file) for recording, file in zip(recordings, files, strict=True) if recording.process < count]
     stories = [_process(recording, file) for recording, file in told]
-    return CrashStory(str(folder), count, tuple(sorted(stories, key=lambda one: one.process)))
+    crash = folder / CRASH_FILE
+    return CrashStory(
+        str(folder),
+        count,
+        tuple(sorted(stories, key=lambda one: one.process)),
+        _autopsy(folder.parent / _AUTOPSY, [recording for recording, _ in told]),
+        str(crash) if crash.is_file() else None,
+    )
+
+
+def keep_crash(folder: str | os.PathLike[str]) -> Path | None:
+    """Write a run's recordings as one file, `crash.json` beside them; None where there are none, or all ended well."""
+    recordings = Path(folder)
+    if not any(recordings.glob("process_*.recording")):
+        return None
+    story = read_crash_story(recordings)
+    return None if story.ended_in_order else replace(story, earlier_crash=None).save(recordings / CRASH_FILE)
+
+
+def _read_crash_file(file: Path) -> CrashStory:
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        if told["format"] != _FORMAT:
+            raise KeyError("format")
+        processes = tuple(
+            ProcessStory(
+                **{
+                    **one,
+                    **{name: tuple(one[name]) for name in ("alerts", "stack", "sample_times")},
+                    "steps": tuple(StepSeen(**step) for step in one["steps"]),
+                    "sensors": {
+                        source: {name: tuple(values) for name, values in metrics.items()}
+                        for source, metrics in one["sensors"].items()
+                    },
+                }
+            )
+            for one in told["processes"]
+        )
+        return CrashStory(told["folder"], told["process_count"], processes, told["autopsy"], told["earlier_crash"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise rule_error(
+            f"A crash file is what capibara wrote as {CRASH_FILE}", f"{str(file)!r}: {error!r}", "name a run's folder"
+        ) from error
+
+
+def _autopsy(file: Path, recordings: list[Recording]) -> dict[str, Any] | None:
+    """That of the last start, if there is one."""
+    started = max((e.time for one in recordings for e in one.events if e.kind == "start"), default=0.0)
+    try:
+        if file.stat().st_mtime + 1 < started:
+            return None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or it is being written
+        return None
+    return found if isinstance(found, dict) and "error" in found else None
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _by_source(samples: Samples) -> dict[str, dict[str, tuple[float | None, ...]]]:
+    sources: dict[str, dict[str, tuple[float | None, ...]]] = {}
+    for (source, metric), values in (samples.series or {}).items():
+        sources.setdefault(source, {})[metric] = tuple(_plain(value) for value in values)
+    return sources
 
 
 def _process(recording: Recording, file: Path) -> ProcessStory:
@@ -172,6 +340,8 @@ def _process(recording: Recording, file: Path) -> ProcessStory:
     text = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
     started = max((event.time for event in events if event.kind == "start"), default=0.0)
     reason, stack, text = _stack(text, started)
+    samples = recording.samples.since(started)
+    steps = [event for event in events if event.kind == "step" and event.time >= started]
     return ProcessStory(
         process=recording.process,
         host=recording.host,
@@ -188,6 +358,12 @@ def _process(recording: Recording, file: Path) -> ProcessStory:
         stack=stack,
         stacks_file=str(stacks) if text else None,
         all_stacks=text,
+        steps=tuple(
+            StepSeen(event.step, event.time, _plain(event.seconds), _plain(event.loss))
+            for event in steps[-_STEPS_KEPT:]
+        ),
+        sample_times=samples.times,
+        sensors=_by_source(samples),
     )
 
 
@@ -209,6 +385,10 @@ def _stack(text: str, started: float) -> tuple[str | None, tuple[str, ...], str]
 
 def _frames(text: str) -> list[str]:
     return [f"{found['file']}:{found['line']} in {found['name']}" for found in _FRAME.finditer(text)]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _clock(seconds: float) -> str:

@@ -21,6 +21,7 @@ from capibara.observe.economy import Economy
 from capibara.observe.history import History
 from capibara.observe.notify import Callback, Notifier
 from capibara.observe.polling import Poller, SensorState
+from capibara.observe.recorder import Recorder
 from capibara.observe.sensors.found import default_sensors, sensor_for
 from capibara.observe.sensors.reading import ACCELERATORS, METRICS, Reading, Sensor
 
@@ -63,12 +64,13 @@ class TpuRealTimeMonitor:
       callbacks: called with an `AlertEvent` at each change, in threads of their own: `capibara.observe.log_alerts`,
         `webhook`, `command`, or any function.
       history: how many samples are kept.
+      recorder: a flight recorder that gets every sample too, so that the last minutes outlive the process.
       hysteresis: how far back a figure has to come, as a share of its threshold, before its alert is cleared.
       sustain_s: for how long a figure has to be beyond its threshold before there is an alert.
       deadline_s: how long a sample waits for slow sensors; half of the interval, 0.5 at most, and 2 for the first one.
       stale_after_s: how long a sensor's last answer stands while it does not answer; five intervals, 2 at least.
       region: whose prices make dollars a token; the first that the price table lists for the chip.
-      price_kind: "on_demand", "spot", "committed_1y" or "committed_3y".
+      price_kind: of `capibara.prices.table.KINDS`: "on_demand", "spot", "flex_start", "committed_1y", "committed_3y".
       pricing: a price table of the user's own.
       clock: in seconds; the wall's where it is None.
 
@@ -88,6 +90,7 @@ class TpuRealTimeMonitor:
         watch: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
         history: int = 6000,
+        recorder: Recorder | None = None,
         hysteresis: float = 0.05,
         sustain_s: float = 0.0,
         deadline_s: float | None = None,
@@ -121,6 +124,7 @@ class TpuRealTimeMonitor:
             text = "there is no TPU and no GPU in this machine: thresholds of devices are held against the host"
             say_once(_log, "host", text, level=logging.INFO)
         self._callbacks = tuple(callbacks)
+        self._recorder = recorder
         self._wall = clock or time.time
         self._clock = clock or time.monotonic
         self.history = History(history)
@@ -182,6 +186,8 @@ class TpuRealTimeMonitor:
             states = poller.states()
             together = self._together(readings, figures)
             told = {(TOGETHER, name): value for name, value in together.items() if value is not None}
+            if self._recorder is not None:
+                self._recorder.sensors({**figures, **told}, now)
             with self._lock:
                 self.history.append(now, {**figures, **told})
                 watched = {key: value for key, value in figures.items() if self._is_alerted(key[0])}

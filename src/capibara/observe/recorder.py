@@ -2,7 +2,8 @@
 
 The file is a ring of records in shared memory-mapped pages: writing one is a copy of 256 bytes and no call to the
 system, and what was written belongs to the file even after kill -9 (not after a loss of power). Each record has a
-checksum, so that one that was being written at that moment is left out and not misread.
+checksum, so that one that was being written at that moment is left out and not misread. Behind the events lies a ring
+of what sensors said (`capibara.observe.sample_ring`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
 from capibara.errors import rule_error, unknown_name
+from capibara.observe.sample_ring import SampleRing, Samples, read_samples, ring_rows
 
 __all__ = ["KINDS", "Event", "Recorder", "Recording", "format_stacks", "read_recording"]
 
@@ -70,6 +72,8 @@ class Recorder:
       folder: of this machine, as a mapped file must be.
       process: this process's number, of `processes`; they name the file.
       capacity: how many events are kept.
+      samples: how many samples of sensors are kept, which `TpuRealTimeMonitor(recorder=...)` writes: the last ten
+        minutes of one a second.
 
     Examples:
         >>> import tempfile
@@ -82,10 +86,17 @@ class Recorder:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], process: int = 0, processes: int = 1, capacity: int = 4096
+        self,
+        folder: str | os.PathLike[str],
+        process: int = 0,
+        processes: int = 1,
+        capacity: int = 4096,
+        samples: int = 600,
     ) -> None:
         if capacity < 2:
             raise rule_error("A recorder keeps at least 2 events", f"capacity={capacity}", "leave it out for 4096")
+        if samples < 1:
+            raise rule_error("A recorder keeps at least 1 sample", f"samples={samples}", "leave it out for 600")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = self.folder / f"process_{process}.recording"
@@ -95,8 +106,9 @@ class Recorder:
         self._pid = os.getpid()
         self._number = 0
         self._last_phase = ""
-        capacity = self._go_on(capacity)
-        size = RECORD * (capacity + 1)
+        capacity, samples = self._go_on(capacity, samples)
+        events = RECORD * (capacity + 1)
+        size = events + SampleRing.size(samples)
         self._capacity = capacity
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -110,19 +122,20 @@ class Recorder:
             os.close(descriptor)
         host = socket.gethostname().encode()[:64]
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, capacity, process, processes, host)
+        self._samples = SampleRing(self._map, events, samples)
         self._write("start")
 
-    def _go_on(self, capacity: int) -> int:
+    def _go_on(self, capacity: int, samples: int) -> tuple[int, int]:
         """Take up the recording of the process before this one; what is no recording is put aside."""
         if not self.file.exists():
-            return capacity
+            return capacity, samples
         try:
             earlier = read_recording(self.file)
         except ValueError:
             os.replace(self.file, self.file.with_suffix(".damaged"))
-            return capacity
+            return capacity, samples
         self._number = max((event.number for event in earlier.events), default=-1) + 1
-        return earlier.capacity
+        return earlier.capacity, earlier.sample_capacity or samples
 
     def _write(
         self, kind: str, text: str = "", step: int = _NO_STEP, seconds: float = float("nan"), loss: float = float("nan")
@@ -161,6 +174,12 @@ class Recorder:
             raise unknown_name("kind of event", kind, KINDS)
         self._write(kind, text, step)
 
+    def sensors(self, figures: Mapping[tuple[str, str], float], time: float) -> None:
+        """What sensors said at a moment: (source, metric) -> value."""
+        with self._lock:
+            if self._map is not None:
+                self._samples.append(time, self._pid, figures)
+
     def dump_stacks(self, reason: str) -> Path:
         """The Python stack of every thread, added to `process_0.stacks.txt`; that file."""
         clock = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -171,9 +190,10 @@ class Recorder:
         self.alert(f"stacks in {self.stacks_file.name}: {reason}")
         return self.stacks_file
 
-    def close(self) -> None:
-        """Say that the process ended in order. Without this the story says that it was cut off."""
-        self._write("end")
+    def close(self, in_order: bool = True) -> None:
+        """Say that the process ended in order; without this, or with False, the story says that it was cut off."""
+        if in_order:
+            self._write("end")
         with self._lock:
             if self._map is not None:
                 self._map.close()
@@ -187,7 +207,7 @@ class Recorder:
     ) -> None:
         if error is not None:
             self.alert(f"ended by {type(error).__name__}: {error}")
-        self.close()
+        self.close(in_order=error is None)
 
 
 def format_stacks() -> str:
@@ -210,6 +230,10 @@ class Recording:
     host: str
     capacity: int
     events: tuple[Event, ...]
+    samples: Samples = field(default_factory=Samples)
+    """What sensors said."""
+    sample_capacity: int | None = None
+    """How many samples it has room for; None in one that was written before there were any."""
 
     @property
     def last_step(self) -> int | None:
@@ -258,4 +282,13 @@ def read_recording(file: str | os.PathLike[str]) -> Recording:
         )
     _, capacity, process, processes, host = _HEADER.unpack(data[: _HEADER.size])
     events = sorted(_events(data, capacity), key=lambda event: event.number)
-    return Recording(process, processes, host.rstrip(b"\0").decode(errors="replace"), capacity, tuple(events))
+    ring = data[RECORD * (capacity + 1) :]
+    return Recording(
+        process,
+        processes,
+        host.rstrip(b"\0").decode(errors="replace"),
+        capacity,
+        tuple(events),
+        read_samples(ring),
+        ring_rows(ring),
+    )

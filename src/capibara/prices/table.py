@@ -77,9 +77,11 @@ class PriceTable:
         if found is None:
             name = chip_by_name(chip).name
             where = "" if region is None else f" in {region}"
+            listed = dict.fromkeys(f"{row.kind} in {row.region}" for row in self.rows if row.chip == name)
+            chips = f"rows for {', '.join(dict.fromkeys(row.chip for row in self.rows))}"
             raise rule_error(
-                f"The price table lists no {kind} price for {name}{where}",
-                f"rows for {', '.join(dict.fromkeys(row.chip for row in self.rows))}",
+                f"The price table lists no {kind} price for {name}{where}: no dated source of one was found",
+                ", ".join(listed) or chips,
                 f"write a [[price]] row for it into {LOCAL} (chip, region, {kind}) or name another region or kind",
             )
         return found

@@ -177,6 +177,11 @@ class Engine:
         return self.max_length - 1
 
     @property
+    def devices(self) -> list[Any]:
+        """That it runs on."""
+        return self.runner.devices
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         return tuple(self.config.adapters)
 
@@ -261,6 +266,18 @@ class Engine:
             return False
         self._finish(sequence, "cancelled")
         return True
+
+    def hand_back(self) -> list[Request]:
+        """Take out what has not begun, the oldest first, for another engine; what has begun goes on here."""
+        unbegun = [sequence for sequence in self.scheduler.waiting if not sequence.admissions]
+        for sequence in unbegun:
+            self.scheduler.remove(sequence)
+            del self._sequences[sequence.request.id]
+        for _, brought in self._compiling.values():
+            brought.cancel()
+        reading = [request for request, _ in self._compiling.values()]
+        self._compiling.clear()
+        return sorted([*(sequence.request for sequence in unbegun), *reading], key=lambda request: request.arrival)
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> WarmupReport:
         """Make every program that a step may need, so that none is compiled while requests wait.

@@ -126,12 +126,14 @@ class ToEngine(msgspec.Struct, frozen=True):
 class FromEngine(msgspec.Struct, frozen=True):
     settings: ServerSettings | None = None
     model: ModelCard | None = None
-    """Sent once, when the engine is ready."""
+    """Sent when the engine is ready, and again when it has gone over to other devices."""
     added: tuple[Added, ...] = ()
     outputs: tuple[RequestOutput, ...] = ()
     stats: Stats | None = None
     drain: bool = False
     """Take nothing new, answer what runs, and end."""
+    resizing: bool | None = None
+    """Whether the engine goes over to other devices: what comes meanwhile is kept. None says nothing of it."""
 
 
 Message = TypeVar("Message", ToEngine, FromEngine)
@@ -253,9 +255,10 @@ def _one(messages: list[FromEngine]) -> FromEngine:
         return messages[0]
     return FromEngine(
         settings=next((m.settings for m in messages if m.settings is not None), None),
-        model=next((m.model for m in messages if m.model is not None), None),
+        model=next((m.model for m in reversed(messages) if m.model is not None), None),
         added=tuple(one for m in messages for one in m.added),
         outputs=merge(one for m in messages for one in m.outputs),
         stats=next((m.stats for m in reversed(messages) if m.stats is not None), None),
         drain=any(m.drain for m in messages),
+        resizing=next((m.resizing for m in reversed(messages) if m.resizing is not None), None),
     )

@@ -140,6 +140,10 @@ class Runner:
         self._form = np.zeros(slots, np.int8)
         self._adapter = np.full(slots, -1, np.int32)
 
+    @property
+    def devices(self) -> list[Any]:
+        return jax.devices()[:1] if self.config.mesh is None else list(self.config.mesh.devices.flat)
+
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """What programs are traced and run in."""

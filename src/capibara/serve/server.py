@@ -8,31 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from capibara.errors import CapibaraError, rule_error
 from capibara.serve.link import ModelCard, ServerSettings
-from capibara.serve.worker import EngineWorker
+from capibara.serve.worker import EngineWorker, Loaded
 
 if TYPE_CHECKING:
     from capibara.observe.goodput import Goodput
-    from capibara.serve.engine import Engine
-    from capibara.serve.latency import LatencyController
 
 __all__ = ["Loaded", "Server"]
 
 _BACKLOG = 2048
 _END_WITHIN_S = 15.0
-
-
-class Loaded(NamedTuple):
-    """A model that is ready to be served."""
-
-    engine: Engine
-    card: ModelCard
-    latency: LatencyController | None = None
 
 
 class _Stopped(BaseException):
@@ -70,7 +60,7 @@ class Server:
                 stdout=2,  # this process's standard output has one line, and it is not theirs
             )
         self._worker = EngineWorker(ours, settings or ServerSettings(), books)
-        self._serving = False
+        self._serving = self._resizable = False
 
     @property
     def address(self) -> str:
@@ -94,11 +84,23 @@ class Server:
         except ValueError:
             return True
 
-    def run(self, load: Callable[[], Loaded], ready: Callable[[ModelCard], None]) -> None:
-        """Load the engine, say that it is ready, and serve until told to stop; then finish what runs, and return."""
+    def run(
+        self,
+        load: Callable[[], Loaded],
+        ready: Callable[[ModelCard], None],
+        reload: Callable[[Sequence[Any]], Loaded] | None = None,
+    ) -> None:
+        """Load the engine, say that it is ready, and serve until told to stop; then finish what runs, and return.
+
+        Args:
+          load: makes what is served.
+          ready: called when clients are answered.
+          reload: makes the same on other devices, after the one before is closed. With it the server can be resized, by
+            `resize` or by an autoscaler in whose `managed_scaling` it runs.
+        """
         try:
             with self.books.phase("load"):
-                engine, card, latency = load()
+                loaded = Loaded(*load())
         except BaseException:
             self.close()
             raise
@@ -106,13 +108,29 @@ class Server:
             if self.process.poll() is not None:
                 raise CapibaraError(f"The HTTP process ended with code {self.process.returncode}; its log says why")
             self._serving = True
-            if not self._worker.run(engine, card, ready, latency):
+            self._resizable = reload is not None
+            if not self._worker.run(loaded, ready, reload):
                 raise CapibaraError(f"The HTTP process ended with code {self._code()}; its log says why")
         finally:
-            self._serving = False
-            engine.close()
+            self._serving = self._resizable = False
+            if self._worker.engine is not None:
+                self._worker.engine.close()
             self.close()
             self.books.close()
+
+    def resize(self, devices: Sequence[Any]) -> None:
+        """Go over to other devices, from any thread, and return at once.
+
+        `/ready` says no from then on; what has begun is finished, what waits or comes is kept, and answered on the
+        other devices. Where running answers take longer than `drain_timeout_s`, the server stays where it is.
+        """
+        if not devices or len(set(devices)) != len(devices):
+            raise rule_error("A server runs on one device or more, each once", devices, "name others")
+        if not self._resizable:
+            raise rule_error(
+                "A server that is resized was run with what makes its engine anew", "none", "pass reload= to run"
+            )
+        self._worker.resize(devices)
 
     @property
     def stopping(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,8 +51,15 @@ class LogSettings:
     tensorboard: bool = False
     hang_seconds: float = 600.0
     """No progress for so long: every process's stacks are written down and it is ended; 0 never."""
+    sensor_seconds: float = 1.0
+    """Seconds between samples of the machine's sensors, the last 600 of which the flight recorder keeps; 0 takes
+    none."""
     elsewhere: str = "v4-32"
     """The slice that the report at the end plans the run's tokens for and prices them on; "" plans nothing."""
+
+    def __post_init__(self) -> None:
+        if self.sensor_seconds != 0 and not 0.01 <= self.sensor_seconds < math.inf:
+            raise rule_error("log.sensor_seconds is 0.01 or more, or 0 for none", self.sensor_seconds, "use 1")
 
 
 @dataclass(frozen=True)

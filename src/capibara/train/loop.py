@@ -490,6 +490,8 @@ class Loop:
                     self.checkpoints.emergency_copy(self.step, self._saved_state(), self._extra(position))
                 )
         if stop:
+            if self.recorder is not None:
+                self.recorder.close()  # asked for, and saved: that is an end in order, though an exception carries it
             raise Preempted(f"asked to stop at step {self.step}, which is saved")
 
     def _place_experts(self, log: MetricsLog) -> None:

@@ -6,17 +6,21 @@ DIR/metrics.jsonl    a line a step
 DIR/checkpoints/     and the data's position in each
 DIR/merged/          of a LoRA run, the model with its changes added, as a Hugging Face folder
 DIR/autopsy.json     of a run that ran out of memory: what lay there, what was predicted, what would fit
-DIR/goodput.jsonl, DIR/recordings/, DIR/heartbeats/, DIR/report.html
+DIR/recordings/      of each process its last events, sensors and stacks; crash.json is all of them at the last crash
+DIR/goodput.jsonl, DIR/heartbeats/, DIR/report.html
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -27,7 +31,9 @@ from capibara.checkpoints.store import Checkpoints
 from capibara.errors import rule_error
 from capibara.models.modular import ModularCapibaraModel
 from capibara.models.tokenizer import Tokenizer, load_tokenizer
+from capibara.observe.crash_story import keep_crash
 from capibara.observe.goodput import Goodput, GoodputReport
+from capibara.observe.monitor import TpuRealTimeMonitor
 from capibara.observe.recorder import Recorder
 from capibara.parallel.trainer_step import param_dtype
 from capibara.plan.place import place
@@ -35,7 +41,7 @@ from capibara.processes import gather, process_count, process_index
 from capibara.train.config import RunConfig
 from capibara.train.data.batches import RowBatches, open_batches
 from capibara.train.logs import MetricsLog
-from capibara.train.loop import Loop, LoopOptions, Result
+from capibara.train.loop import Loop, LoopOptions, Preempted, Result
 from capibara.train.lora import LoraTrainable
 from capibara.train.preemption import Preemption
 from capibara.train.report.facts import begin_life, end_life, host_peak_bytes, peak_bytes
@@ -45,6 +51,8 @@ from capibara.train.trainable import ModelTrainable
 from capibara.train.watchdog import Watchdog
 
 __all__ = ["Trained", "train"]
+
+logger = logging.getLogger(__name__)
 
 _TOKENISE_SECONDS = 24 * 3600.0
 """What making tokens of all text may take, once, whatever log.hang_seconds is."""
@@ -93,7 +101,10 @@ def train(
                     emergency_every=checkpoint.emergency_every or None,
                 )
             )
+            stack.push(functools.partial(_crashed, out))
             recorder = stack.enter_context(Recorder(out / "recordings", process_index(), process_count()))
+            if config.log.sensor_seconds:
+                stack.enter_context(TpuRealTimeMonitor(1000 * config.log.sensor_seconds, recorder=recorder))
             if process_index() == 0:
                 goodput = stack.enter_context(Goodput(out / "goodput.jsonl"))
             if config.log.hang_seconds:
@@ -229,6 +240,9 @@ class _Claim:
 
     def __enter__(self) -> _Claim:
         file = self.out / "config.toml"
+        if process_index() == 0 and self.resume:
+            # A process that is killed writes nothing at its end. The others have not gone on in their recordings yet.
+            _keep_crash(self.out)
         # Process 0 looks before it writes; the others' own look might come after that.
         there = gather("run/claim", file.exists() if process_index() == 0 else False)[0]
         if there and not self.resume:
@@ -247,6 +261,21 @@ class _Claim:
     def __exit__(self, *error: object) -> None:
         if self._wrote and not self.begun:
             (self.out / "config.toml").unlink(missing_ok=True)
+
+
+def _crashed(
+    out: Path, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+) -> None:
+    """Leave one file that tells of the end, unless it was in order."""
+    if error is not None and not isinstance(error, Preempted):
+        _keep_crash(out)
+
+
+def _keep_crash(out: Path) -> None:
+    try:
+        keep_crash(out / "recordings")
+    except (OSError, ValueError):  # a full disk, or files that are none: they lie there, and the run's own error counts
+        logger.exception("the story of the crash could not be written; the recordings are in %s", out / "recordings")
 
 
 def _write_config(out: Path, config: RunConfig) -> None:

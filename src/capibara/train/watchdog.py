@@ -2,7 +2,8 @@
 
 Each process beats at every phase of its loop; the beats are small files in a folder that all of them see. A process
 without a beat for its time limit leaves a notice there; every watchdog that is still alive then writes down the stacks
-of its process, and all end with exit code 43, so that the supervisor starts them again.
+of its process, all of it becomes one file, crash.json, and all end with exit code 43, so that the supervisor starts
+them again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from capibara.errors import rule_error
+from capibara.observe.crash_story import keep_crash
 from capibara.observe.recorder import Recorder
 from capibara.train.exit_codes import HUNG
 
@@ -215,14 +217,25 @@ class Watchdog:
         with self._lock:
             self._dumped = True
         if self._on_hang is not None:
+            self._keep_crash()
             self._on_hang(text)
             self._stop.set()
             return
         deadline = time.time() + self.grace
         while time.time() < deadline and not self._all_dumped():
             time.sleep(self._interval / 2)
+        self._keep_crash()
         # Not sys.exit: the main thread does not come to it, and exit handlers may wait for the devices.
         os._exit(HUNG)
+
+    def _keep_crash(self) -> None:
+        """All processes' files as one. Each does it, and the last one has them all."""
+        try:
+            keep_crash(self.recorder.folder)
+        except (OSError, ValueError):
+            logger.exception(
+                "the story of the hang could not be written; the recordings are in %s", self.recorder.folder
+            )
 
     def _all_dumped(self) -> bool:
         now, dead_after = time.time(), max(3.0, 4 * self._interval)

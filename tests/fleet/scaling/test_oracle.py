@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from capibara.fleet.scaling.account import Outcome, Seen, replay
-from capibara.fleet.scaling.oracle import cheapest
+from capibara.fleet.scaling.drawn import TraceKind, draw_trace
+from capibara.fleet.scaling.oracle import Problem, _Values, cheapest
 from capibara.fleet.scaling.trace import Trace
 
 
@@ -102,3 +105,19 @@ def test_a_policy_sees_nothing_of_the_future() -> None:
 def test_what_cannot_be_done_in_time_is_said() -> None:
     with pytest.raises(ValueError, match="1, 2 chips under 5 dollars an hour"):
         cheapest(Trace("much", (100, 0), (1.0, 1.0), patience_minutes=10), (1, 2), 5.0)
+
+
+@pytest.mark.quick
+def test_values_that_are_reckoned_again_are_those_of_one_pass() -> None:
+    trace = draw_trace(TraceKind(days=1, bursts_a_day=3, preemptions_a_day=4), seed=77)
+    sizes, end = (4, 8, 16), len(trace) + trace.patience
+    room = tuple(min(trace.may_wait(interval), 16 * trace.patience_minutes) // 8 for interval in range(end))
+    problem = Problem(trace, sizes, math.inf, 8, max(room) + 2, room)
+    last = np.full((len(problem.starting), len(sizes), problem.cells), np.inf)
+    last[:, :, 0] = 0.0
+    whole = [last, *problem.backward(last, range(end))][::-1]
+    kept = _Values(problem, last, end)
+    for interval in (0, 1, 2, 50, 51, 99, end - 1, end):
+        np.testing.assert_array_equal(kept[interval], whole[interval])
+    held = len(kept._kept) + len(kept._block)
+    assert held <= 2 * math.isqrt(end) + 4, "of so many intervals"

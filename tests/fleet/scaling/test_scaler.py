@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from capibara.checkpoints.store import Checkpoints
+from capibara.fleet.scaling.account import Seen
 from capibara.fleet.scaling.drawn import TraceKind, draw_trace, fixed_trace
+from capibara.fleet.scaling.policies import _weighed
 from capibara.fleet.scaling.scaler import TpuAutoScaler
 from capibara.fleet.scaling.trace import Trace
 from capibara.mesh import training_mesh_config
@@ -303,3 +305,73 @@ def test_loads_far_above_what_chips_do_are_decided_on_as_quickly() -> None:
     )
     with scaler.managed_scaling():
         assert len(step_hooks.devices_wanted(jax.devices()[:2]) or []) == 8
+
+
+@pytest.mark.quick
+def test_whoever_rents_chips_may_fail_and_work_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+
+    def fails(chips: int) -> None:
+        told.append(chips)
+        raise ConnectionError("the cloud does not answer")
+
+    def looks(share: float, on: Any, looks: int = 3) -> list[int | None]:
+        scaler = TpuAutoScaler(
+            4, 8, metrics=lambda: {"utilization": share}, on_change=fails, cooldown_minutes=60, interval_minutes=10,
+            clock=itertools.count(0, 600).__next__,
+        )  # fmt: skip
+        wanted = []
+        with scaler.managed_scaling():
+            for _ in range(looks):
+                places = step_hooks.devices_wanted(on)
+                wanted.append(None if places is None else len(places))
+        assert len(scaler.changes) == sum(one is not None for one in wanted)
+        return wanted
+
+    # More chips that nobody rented are not taken, and each decision asks again: no cool-down, as nothing changed.
+    assert looks(1.0, jax.devices()[:4]) == [None, None, None]
+    assert told == [8, 8, 8]
+    # Fewer can be let go whoever is told.
+    told.clear()
+    assert looks(0.1, jax.devices()[:8], 1) == [4]
+    assert told == [4]
+    assert "on_change(4) failed" in caplog.text
+    assert "the cloud does not answer" in caplog.text
+
+
+@pytest.mark.quick
+def test_a_change_that_is_called_off_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    rented: list[int] = []
+    scaler = TpuAutoScaler(
+        4, 8, metrics=lambda: {"utilization": 1.0}, on_change=rented.append, cooldown_minutes=20, interval_minutes=10,
+        clock=itertools.count(0, 600).__next__,
+    )  # fmt: skip
+    devices = jax.devices()[:4]
+    with scaler.managed_scaling():
+        assert len(step_hooks.devices_wanted(devices) or []) == 8
+        step_hooks.called_off(devices)
+        assert not scaler.changes
+        assert rented == [8, 4]
+        assert step_hooks.devices_wanted(devices) is None, "its cool-down"
+        assert len(step_hooks.devices_wanted(devices) or []) == 8, "and the devices are not taken for lost"
+    assert "4 chips did not become 8" in caplog.text
+
+
+@pytest.mark.quick
+def test_thousands_of_sizes_are_weighed_by_a_few() -> None:
+    """What a decision costs does not grow with the square of the sizes, nor with the chips."""
+    sizes = tuple(range(1, 4097))
+    weighed = _weighed(sizes, chips=777, needed=1234.5)
+    assert len(weighed) <= 72
+    assert {1, 777, 1235, 4096} <= set(weighed)
+    assert max(later / earlier for earlier, later in itertools.pairwise(weighed) if earlier > 64) < 1.2
+    assert _weighed((4, 8, 16), 4, 10.0) == (4, 8, 16)
+    scaler = TpuAutoScaler(
+        1, 4096, sizes=sizes, cost_limit_per_hour=20_000.0, target_utilization=0.9, cooldown_minutes=0,
+        hysteresis=0, patience_minutes=30,
+    )  # fmt: skip
+    control = scaler._control(sizes)
+    arrivals = (5 * 1000,) * 20
+    seen = Seen(20, 2000, 0, 0, arrivals, (3.22,) * 20, 3.22, False)
+    wanted = control(seen, scaler._facts, 0.0)
+    assert 1000 <= wanted <= 1250, "what does 1000 chips' load at nine tenths"

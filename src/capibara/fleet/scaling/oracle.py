@@ -11,7 +11,6 @@ The same program over a forecast instead of the trace is what the `cost_aware` p
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,42 +65,50 @@ class Problem:
         for interval in reversed(intervals):
             following = self._with_late(values, interval)
             rows: dict[int, Any] = {}
-            values = np.stack([self._options(following, interval, one, rows).min(axis=1) for one in self.starting])
+            values = np.stack([self._least(following, interval, one, rows) for one in self.starting])
             if interval >= len(self.trace):
                 values[:, :, 0] = 0.0  # nothing waits and nothing more comes: the chips are given back
             yield values
 
     def choices(self, after: Any, interval: int, chips: int, starting: int, backlog: int) -> dict[int, float]:
         """By number of chips: the least dollars from an interval on; `after` are the values after it."""
-        options = self._options(self._with_late(after, interval), interval, starting, {})
-        dollars = options[self.sizes.index(chips), :, backlog]
+        changed, stayed, saving = self._ways(self._with_late(after, interval), interval, starting, {})
+        which = self.sizes.index(chips)
+        dollars = changed[:, backlog] + self.trace.price(interval) / 60 * saving * chips
+        dollars[which] = stayed[which, backlog]
         return {size: float(value) for size, value in zip(self.sizes, dollars, strict=True) if value < math.inf}
 
-    def _options(self, following: Any, interval: int, starting: int, rows: dict[int, Any]) -> Any:
-        """Dollars from an interval on by [chips before, chips in it, cell]; `rows` has those of the interval so far."""
-        price = self.trace.price(interval) / 60
-        (begun, begun_paid), (stayed, stayed_paid) = self._ways[starting, interval in self.trace.preemptions]
-        for dead in (begun, stayed):
+    def _ways(self, following: Any, interval: int, starting: int, rows: dict[int, Any]) -> tuple[Any, Any, int]:
+        """Dollars from an interval on by [chips in it, cell], for chips that are new in it, without what those before
+        them cost while they save, and for chips that were there; and the minutes of saving.
+
+        What other chips cost does not hang on those before but for that: the program is of one term a number of chips,
+        not one a pair of them. `rows` has what was reckoned of this interval so far.
+        """
+        price, minutes = self.trace.price(interval) / 60, self.trace.interval_minutes
+        preempted = interval in self.trace.preemptions
+        sizes = np.array(self.sizes)[:, None]
+        too_dear = sizes * price * 60 > self.limit
+        found = []
+        saving = 0
+        for changed in (False, True):
+            saving, dead = dead_minutes(self.trace, starting=starting, changed=changed, preempted=preempted)
             if dead not in rows:
                 rows[dead] = self._after(following, interval, dead)
-        found = rows[begun] + price * begun_paid
-        for which, size in enumerate(self.sizes):
-            found[which, which] = rows[stayed][which] + price * stayed_paid[which, which]
-            if size * price * 60 > self.limit:
-                found[:, which] = np.inf
-        return found
+            found.append(np.where(too_dear, np.inf, rows[dead] + price * sizes * (minutes - saving)))
+        stayed, new = found
+        return new, stayed, saving
 
-    @functools.cached_property
-    def _ways(self) -> dict[tuple[int, bool], list[tuple[int, Any]]]:
-        """By (starting, preempted), for other chips and for the same: minutes that go by before they work, and the
-        chip-minutes that are paid, [chips before, chips now, 1]."""
-        ways: dict[tuple[int, bool], list[tuple[int, Any]]] = {}
-        before, now = np.array(self.sizes)[:, None], np.array(self.sizes)[None, :]
-        for starting, preempted, changed in itertools.product(self.starting, (False, True), (True, False)):
-            saving, dead = dead_minutes(self.trace, starting=starting, changed=changed, preempted=preempted)
-            paid = before * saving + now * (self.trace.interval_minutes - saving)
-            ways.setdefault((starting, preempted), []).append((dead, paid[:, :, None]))
-        return ways
+    def _least(self, following: Any, interval: int, starting: int, rows: dict[int, Any]) -> Any:
+        """The least dollars from an interval on by [chips before it, cell]."""
+        new, stayed, saving = self._ways(following, interval, starting, rows)
+        if len(self.sizes) == 1:
+            return stayed
+        # Of other chips than before: the best, and for whoever is the best the second.
+        best = new.argmin(axis=0)
+        least, second = np.partition(new, 1, axis=0)[:2]
+        others = np.where(np.arange(len(self.sizes))[:, None] == best, second, least)
+        return np.minimum(stayed, others + self.trace.price(interval) / 60 * saving * np.array(self.sizes)[:, None])
 
     def _after(self, following: Any, interval: int, dead: int) -> Any:
         """What is still to pay after an interval by [chips in it, cell that it begins with]."""
@@ -131,6 +138,34 @@ class Problem:
         return values + over
 
 
+class _Values:
+    """The values at the beginning of each interval, in little memory: some are kept, the rest are reckoned again.
+
+    A long trace has thousands of intervals of megabytes each. Kept are those of every `stride`-th, and a block of them
+    at a time: twice the work, for twice the root of the memory.
+    """
+
+    def __init__(self, problem: Problem, last: Any, end: int) -> None:
+        self.problem, self.end = problem, end
+        self.stride = max(1, math.isqrt(end))
+        self._kept = {end: last}
+        for interval, values in zip(reversed(range(end)), problem.backward(last, range(end)), strict=True):
+            if interval % self.stride == 0:
+                self._kept[interval] = values
+        self._block: dict[int, Any] = {}
+
+    def __getitem__(self, interval: int) -> Any:
+        if interval in self._kept:
+            return self._kept[interval]
+        if interval not in self._block:
+            begin = interval - interval % self.stride
+            end = min(begin + self.stride, self.end)
+            inside = range(begin, end)
+            found = self.problem.backward(self._kept[end], inside)
+            self._block = dict(zip(reversed(inside), found, strict=True))
+        return self._block[interval]
+
+
 def cheapest(trace: Trace, sizes: Sequence[int], limit: float = math.inf) -> Outcome:
     """The outcome of the cheapest sequence of chips that does all of a trace's work in time.
 
@@ -154,7 +189,7 @@ def cheapest(trace: Trace, sizes: Sequence[int], limit: float = math.inf) -> Out
     problem = Problem(trace, tuple(sizes), limit, unit, max(room) + 2, room)
     last = np.full((len(problem.starting), len(sizes), problem.cells), np.inf)
     last[:, :, 0] = 0.0
-    values = [last, *problem.backward(last, range(trace_end))][::-1]
+    values = _Values(problem, last, trace_end)
     least = values[0][0, :, 0]
     if math.isinf(least.min()):
         raise rule_error(

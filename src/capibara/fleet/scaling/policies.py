@@ -6,6 +6,7 @@ the share of the chips that is used near its target; `fixed` stays.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,10 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
     most = bounds.sizes[-1] * interval
     load = min(_recent_load(seen.arrivals, interval) / bounds.target_utilization, _BEYOND * most)
     usual = _usual_price(seen)
-    unit = max(1, math.gcd(*bounds.sizes) * math.gcd(interval, facts.startup_minutes, facts.checkpoint_minutes))
+    sizes = _weighed(bounds.sizes, seen.chips, load / interval)
+    backlog = min(seen.backlog, _BEYOND * most * count)
+    exact = max(1, math.gcd(*sizes) * math.gcd(interval, facts.startup_minutes, facts.checkpoint_minutes))
+    unit = max(exact, math.ceil((load * count + backlog) / _CELLS))
     forecast = Trace(
         "forecast",
         arrivals=(max(0, round(load)),) * count,
@@ -89,11 +93,11 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
     room = round(load * max(0, facts.patience_minutes - reserve) / interval)
     dollars = forecast_choices(
         forecast,
-        bounds.sizes,
+        sizes,
         unit,
         seen.chips,
         seen.starting_minutes,
-        min(seen.backlog, _BEYOND * most * count),
+        backlog,
         lambda _: room,
         late_dollars=_LATE * usual / 60,
         waiting_dollars=_WAITING * usual / 60,
@@ -106,6 +110,10 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
     return best
 
 
+_SIZES = 64
+"""Numbers of chips that a decision weighs at the most."""
+_CELLS = 4096
+"""In so many parts is what waits divided; where it is more, the parts are coarser."""
 _BEYOND = 2
 """A forecast's load is at most so many times what the most chips do."""
 _LATE = 4.0
@@ -116,6 +124,20 @@ _FORGET_MINUTES = 25.0
 """Loads of so long ago weigh 1/e."""
 _SPIKE_MINUTES = 60.0
 """Unusual prices last about as long."""
+
+
+def _weighed(sizes: tuple[int, ...], chips: int, needed: float) -> tuple[int, ...]:
+    """Of many sizes, those that a forecast tells apart: the one there is, those beside the load, and steps of the same
+    ratio over the rest."""
+    if len(sizes) <= _SIZES:
+        return sizes
+    places = len(sizes) - 1
+    low, high = math.log(sizes[0]), math.log(sizes[-1])
+    steps = (math.exp(low + (high - low) * step / (_SIZES - 8)) for step in range(_SIZES - 7))
+    beside = bisect.bisect_left(sizes, needed)
+    near = (min(max(0, beside + offset), places) for offset in range(-2, 4))
+    at = {min(bisect.bisect_left(sizes, step), places) for step in steps} | set(near)
+    return tuple(sorted({sizes[place] for place in at} | {chips}))
 
 
 def _stays(interval: int) -> float:

@@ -136,6 +136,8 @@ class TpuAutoScaler:
       checkpoint_minutes: live: the same of saving.
       patience_minutes: live: how long work may wait.
       on_change: live: called with the number of chips before a change is made: to rent them, or give them back after.
+        Where it raises, that is logged and the work goes on: with fewer chips where fewer were wanted; with as many
+        as before where more were, until the next decision.
       clock: live: seconds.
 
     Examples:
@@ -267,11 +269,14 @@ class TpuAutoScaler:
 
     @contextmanager
     def managed_scaling(self) -> Iterator[TpuAutoScaler]:
-        """Inside, training goes over to more or fewer of the attached devices, as the policy says.
+        """Inside, training and serving go over to more or fewer of the attached devices, as the policy says.
 
         The trainer's loop asks between two steps. Before it changes it saves, where checkpoints are kept; then it plans
         and compiles for the other devices, and goes on with the next batch. Chips that are let go are idle: whoever
         rents them (`on_change`) gives them back. A model's own `train_step` is counted and stays where it is.
+
+        A `capibara.serve.server.Server` that runs inside finishes what has begun, hands on what waits, and goes on with
+        an engine on the other devices; its load is the share of its places that requests hold, and what waits.
         """
         from capibara.models import step_hooks
         from capibara.observe.monitor import TpuRealTimeMonitor
@@ -281,7 +286,7 @@ class TpuAutoScaler:
             if live.metrics is None and self.scaling_policy != "fixed":
                 live.metrics = _MonitorMetrics(stack.enter_context(TpuRealTimeMonitor()), lambda: len(live.placed))
             stack.enter_context(step_hooks.listening(live.listen))
-            stack.enter_context(step_hooks.placing(live.place))
+            stack.enter_context(step_hooks.placing(live))
             yield self
 
     def _price(self) -> float:
@@ -305,8 +310,8 @@ class _Live:
     def listen(self, step: int, state: Any) -> None:
         self.scaler.steps = step
 
-    def place(self, devices: Sequence[Any]) -> list[Any] | None:
-        """The devices of the next step; None: these."""
+    def place(self, devices: Sequence[Any], load: Callable[[], Mapping[str, Any]] | None = None) -> list[Any] | None:
+        """The devices of the next step; None: these. `load` is a server's own word on what there is to do."""
         now = self.scaler._clock()
         control = self.control = self.control or self._first(devices)
         lost = set(self.placed) - set(devices)
@@ -317,7 +322,8 @@ class _Live:
         if now < self.next and chips in control.bounds.sizes:
             return None
         self.next = now + 60 * self.scaler._facts.interval_minutes
-        seen = self._seen(chips, control)
+        changed = control.changed
+        seen = self._seen(chips, control, self.scaler.metrics or load or self.metrics)
         wanted = chips if seen is None else control(seen, self.scaler._facts, (now - self.began) / 60)
         others = [device for device in self.pool if device not in set(devices)]
         there = [*devices, *others]
@@ -325,12 +331,31 @@ class _Live:
             return None
         hourly = wanted * self.scaler._price()
         logger.info("%d chips become %d, %.2f USD an hour", chips, wanted, hourly)
-        if self.scaler.on_change is not None:
-            self.scaler.on_change(wanted)
+        if not self._tell(wanted) and wanted > chips:
+            control.changed = changed  # nothing was, and the next decision may
+            return None
         self.scaler.changes.append(Scaled(self.scaler.steps, chips, wanted, hourly))
         self.arrivals.clear()  # what a share of the old chips was says little of the new ones
         self.placed = there[: wanted * self.per_chip]
         return self.placed
+
+    def called_off(self, devices: Sequence[Any]) -> None:
+        """The last change was not made. It is tried again when its cool-down is over."""
+        if self.scaler.changes:
+            undone = self.scaler.changes.pop()
+            logger.warning("%d chips did not become %d", undone.before, undone.after)
+            self._tell(undone.before)
+        self.placed = list(devices)
+
+    def _tell(self, chips: int) -> bool:
+        """Let whoever rents chips know; whether it went well. What fails there is theirs, and ends no work here."""
+        if self.scaler.on_change is not None:
+            try:
+                self.scaler.on_change(chips)
+            except Exception:
+                logger.exception("on_change(%d) failed: chips are let go all the same, and none are added", chips)
+                return False
+        return True
 
     def _first(self, devices: Sequence[Any]) -> _Control:
         import jax
@@ -355,13 +380,16 @@ class _Live:
             sizes = (there,)
         return scaler._control(scaler.affordable(sizes, scaler.model.highest))
 
-    def _seen(self, chips: int, control: _Control) -> Seen | None:
+    def _seen(self, chips: int, control: _Control, metrics: Callable[[], Mapping[str, Any]] | None) -> Seen | None:
         """What there is to decide by; None where nobody tells."""
         used: Any
         waiting: Any
         try:
-            told = self.metrics() if self.metrics is not None else {}
+            told = metrics() if metrics is not None else {}
             used, waiting = told.get("utilization"), told.get("backlog") or 0
+            if "waiting_minutes" in told:
+                waiting = told["waiting_minutes"] * chips
+            self.scaler.steps = told.get("steps", self.scaler.steps)
         except Exception as error:  # a sensor that dies stops no training
             logger.info("metrics failed", exc_info=True)
             used, waiting = error, 0

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capibara.serve.http import generation
-from capibara.serve.http.errors import ApiError, bad_request, error_response
+from capibara.serve.http.errors import ApiError, bad_request, error_response, unavailable
 from capibara.serve.http.intake import decode, read_body
 from capibara.serve.http.logs import log_event
 from capibara.serve.http.metrics import CONTENT_TYPE
@@ -96,9 +96,11 @@ async def _health(http: Request) -> Response:
 
 
 async def _ready(http: Request) -> Response:
-    """Whether requests are taken: the model is loaded, and nobody has told the server to stop."""
+    """Whether requests are answered now: the model is loaded and stays where it is, and nobody has said to stop."""
     serving: Serving = http.app.state.serving
     serving.check_ready()
+    if serving.resizing:
+        raise unavailable("The model goes over to other devices; requests that come wait for it.", "resizing")
     return _json({"status": "ready"})
 
 

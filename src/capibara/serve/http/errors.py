@@ -22,7 +22,7 @@ STATUSES: dict[int, tuple[str, str]] = {
     429: ("rate_limit_error", "as many requests as may are running and waiting; Retry-After says when to come again"),
     499: ("client_closed_request", "the client went away before its answer; in logs alone, nobody is there to read it"),
     500: ("server_error", "a fault of ours; the log has where"),
-    503: ("server_error", "the model is being loaded, or the server stops and takes nothing new"),
+    503: ("server_error", "the model is being loaded, or the server stops; of `/ready`, also while it is resized"),
     504: ("timeout_error", "the answer took longer than --request-timeout-s"),
 }
 """Status -> the type that an error of it has, and what it says. The guide's table is this one."""

@@ -31,6 +31,8 @@ class Serving:
         self.metrics = Metrics("")
         self.engine = EngineClient(writer, self.told, lambda timeline, output: self.metrics.output(timeline, output))
         self.draining = asyncio.Event()
+        self.resizing = False
+        """Whether the engine goes over to other devices. Requests wait meanwhile."""
         self._prompts: Prompts | None = None
         self._pool = ThreadPoolExecutor(_PREPARING, thread_name_prefix="prepare")
         self.preparing = 0
@@ -51,6 +53,8 @@ class Serving:
             self._start(message.model)
         if message.stats is not None:
             self.metrics.told(message.stats)
+        if message.resizing is not None:
+            self.resizing = message.resizing
         if message.drain:
             self.draining.set()
 
@@ -61,6 +65,9 @@ class Serving:
             self._prompts.close()
 
     def _start(self, card: ModelCard) -> None:
+        if self._prompts is not None:  # the same model on other devices
+            self._prompts.card = card
+            return
         self.metrics = Metrics(card.name, card.dollars_per_hour)
         self._prompts = Prompts(
             load_tokenizer(card.tokenizer),
