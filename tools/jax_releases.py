@@ -103,13 +103,9 @@ def table(releases: Sequence[str], read_of: Sequence[Release]) -> dict[str, Any]
         if "removed" in row or "deprecated" in row:
             names = read_of[releases.index(row.get("last", releases[-1]))][0]
             row["moved_to"] = newest.same(path, names[path])
-            row["replacement"] = newest.known(row["replacement"], path)
     _moved_modules(kept)
     for row in kept.values():
-        if row.get("replacement"):  # a name that the message tells to use may be gone itself by now
-            other = kept.get(row["replacement"])
-            if other is not None and "removed" in other:
-                row["replacement"] = other["moved_to"] or other["replacement"]
+        row["replacement"] = _of_today(row["replacement"], kept)
     unchanged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     changed: dict[str, Row] = {}
     for path, row in kept.items():
@@ -126,7 +122,7 @@ def table(releases: Sequence[str], read_of: Sequence[Release]) -> dict[str, Any]
 
 
 def _history(path: str, releases: Sequence[str], read_of: Sequence[Release]) -> Row:
-    rows = [names.get(path) for names, _ in read_of]
+    rows = _without_stubs([names.get(path) for names, _ in read_of])
     there = [position for position, row in enumerate(rows) if row is not None]
     first, last = there[0], there[-1]
     latest = rows[last]
@@ -149,6 +145,14 @@ def _history(path: str, releases: Sequence[str], read_of: Sequence[Release]) -> 
     history["replacement"] = said
     history["signatures"] = _signatures(rows, releases)
     return history
+
+
+def _without_stubs(rows: Sequence[Row | None]) -> list[Row | None]:
+    """A function that has come to do nothing but raise is gone; one that never did anything else is what it was."""
+    worked = [position for position, row in enumerate(rows) if row is not None and not row["raises"]]
+    if not worked:
+        return list(rows)
+    return [row if position <= worked[-1] else None for position, row in enumerate(rows)]
 
 
 def _signatures(rows: Sequence[Row | None], releases: Sequence[str]) -> list[list[str]]:
@@ -176,10 +180,6 @@ class _Newest:
                 self._by_target[row["target"] or path].append(path)
                 self._by_name[path.rpartition(".")[2]].append(path)
 
-    def known(self, said: str, path: str) -> str:
-        """A name out of a message, unless it is the name itself or never was one."""
-        return said if said and said != path else ""
-
     def same(self, path: str, row: Row) -> str | None:
         """The same object under another name; else the one object of this name that takes the same parameters."""
         others = [other for other in self._by_target.get(row["target"] or path, ()) if other != path]
@@ -203,6 +203,20 @@ def _preferred(path: str) -> tuple[int, int, str]:
     parts = path.split(".")
     aside = ("experimental", "interpreters", "lib", "extend", "example_libraries")
     return (next((position for position, name in enumerate(aside, 1) if name in parts), 0), len(parts), path)
+
+
+def _of_today(said: str, kept: Mapping[str, Row]) -> str | None:
+    """The name that a message tells to use, or what has come in its place since."""
+    seen: set[str] = set()
+    while said and said not in seen:
+        seen.add(said)
+        row = kept.get(said)
+        if row is None:
+            return None
+        if "removed" not in row and "deprecated" not in row:
+            return said
+        said = row["moved_to"] or row["replacement"] or ""
+    return None
 
 
 def _moved_modules(kept: Mapping[str, Row]) -> None:

@@ -12,9 +12,11 @@ There a name whose object is None raises, so that the release does not have it.
 from __future__ import annotations
 
 import ast
+import platform
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import griffe
@@ -43,6 +45,8 @@ class Name:
     """Whether using it warns."""
     replacement: str = ""
     """The name that the warning tells to use."""
+    raises: bool = False
+    """Whether it is a function that does nothing but raise."""
 
 
 @dataclass
@@ -65,6 +69,8 @@ class _Namespace:
     raises: bool = False
     warning: str | None = None
     """What importing the module warns of."""
+    same_as: str | None = None
+    """The module that it puts into `sys.modules` in its own place."""
 
 
 def surface(folder: Path) -> tuple[dict[str, Name], dict[str, str]]:
@@ -73,9 +79,11 @@ def surface(folder: Path) -> tuple[dict[str, Name], dict[str, str]]:
     package = loader.load("jax", submodules=True)
     assert isinstance(package, griffe.Module)
     loader.resolve_aliases(implicit=True, external=False)
+    _none_left_out(folder, package)
     reader = _Reader(package)
     found: dict[str, Name] = {}
     raising: dict[str, str] = {}
+    stand_ins: dict[str, str] = {}
     for path, module in sorted(_modules(package)):
         space = reader.namespace(path)
         if space.raises:
@@ -87,13 +95,40 @@ def surface(folder: Path) -> tuple[dict[str, Name], dict[str, str]]:
             deprecated=space.warning is not None,
             replacement=_replacement(space.warning or ""),
         )
+        if space.same_as is not None:
+            stand_ins[path] = reader.target(module, space.same_as)
+            continue
         for name, binding in space.names.items():
             if not name.startswith("_") and f"{path}.{name}" not in found:
                 described = reader.describe(module, name, binding, space)
                 if described is not None:
                     found[f"{path}.{name}"] = described
         raising |= {f"{path}.{name}": _replacement(text) for name, text in space.removed.items()}
+    for path, other in stand_ins.items():
+        inside = [name for name in found if name.rpartition(".")[0] == other]
+        found |= {
+            f"{path}{name.removeprefix(other)}": replace(found[name], target=found[name].target or name)
+            for name in inside
+        }
     return dict(sorted(found.items())), {path: text for path, text in sorted(raising.items()) if path not in found}
+
+
+def _none_left_out(folder: Path, package: griffe.Module) -> None:
+    """griffe goes on without a file that does not parse, as one in the syntax of a later Python."""
+    loaded: set[Path] = set()
+    waiting = [package]
+    while waiting:
+        module = waiting.pop()
+        loaded |= {module.filepath} if isinstance(module.filepath, Path) else set()
+        waiting += [inner for inner in module.modules.values() if not inner.is_alias]
+    for path in sorted(set(folder.joinpath("jax").rglob("*.py")) - loaded):
+        try:
+            ast.parse(path.read_text(encoding="utf-8"))
+        except SyntaxError as error:
+            raise RuntimeError(
+                f"{path.relative_to(folder)} does not parse under Python {platform.python_version()}: {error}. "
+                "Fix: run this with the newest Python that the newest jax is for."
+            ) from error
 
 
 def _modules(module: griffe.Module) -> Iterator[tuple[str, griffe.Module]]:
@@ -135,7 +170,7 @@ class _Reader:
         return self._spaces[path]
 
     def describe(self, module: griffe.Module, name: str, binding: _Binding, space: _Namespace) -> Name | None:
-        """What a name is; None for what jax itself has from elsewhere, as numpy."""
+        """What a name is; None for what a module has from elsewhere for its own use, as numpy."""
         exported = binding.exported if space.listed is None else name in space.listed
         warning = binding.message
         source = self._imported(module, binding.value) if binding.value is not None else None
@@ -143,14 +178,16 @@ class _Reader:
         if seen is None:
             return Name("attribute", exported, deprecated=warning is not None, replacement=_replacement(warning or ""))
         target, found = self._final(seen)
-        if not target.startswith(("jax.", "jaxlib.")) and target != "jax":
+        if not exported and not target.startswith(("jax.", "jaxlib.")) and target != "jax":
             return None
+        raises = False
         if found is None:
             kind, parameters = "attribute", None
         else:
             kind, parameters = found.kind.value, _parameters(found)
-            if warning is None and isinstance(found, griffe.Function):
-                warning = _warns(found)
+            if isinstance(found, griffe.Function):
+                said, raises = _body(found)
+                warning = said if warning is None else warning
         own = f"{module.path}.{name}"
         return Name(
             "attribute" if kind == "type alias" else kind,
@@ -159,7 +196,12 @@ class _Reader:
             parameters,
             deprecated=warning is not None,
             replacement=_replacement(warning or ""),
+            raises=raises,
         )
+
+    def target(self, module: griffe.Module, name: str) -> str:
+        """The path of what a module has imported under a name."""
+        return self._final(module.members[name])[0]
 
     def _member(self, module: griffe.Module, name: str) -> griffe.Object | griffe.Alias | str | None:
         if name in module.members:
@@ -290,8 +332,7 @@ class _Run:
                 for name, binding in inner.names.items():
                     public = name in inner.listed if inner.listed is not None else not name.startswith("_")
                     if public:
-                        value = ast.parse(name, mode="eval").body if binding.value is not None else None
-                        self._bind(name, exported=True, value=value)
+                        self._bind(name, exported=binding.exported or inner.listed is not None)
 
     def _assign(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -305,6 +346,9 @@ class _Run:
                     self._bind(name, exported=True)
             elif isinstance(target, ast.Name):
                 self._assign_name(target.id, node)
+            elif isinstance(target, ast.Subscript) and ast.unparse(target.value).endswith("sys.modules"):
+                if _texts(target.slice) == [self._path] and isinstance(node.value, ast.Name):
+                    self._space.same_as = node.value.id
 
     def _assign_name(self, name: str, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
         value = node.value
@@ -383,31 +427,34 @@ def _text(value: ast.expr | None, known: dict[str, str]) -> str | None:
 def _warning(call: ast.Call, known: dict[str, str]) -> str | None:
     """The text of `warnings.warn(text, DeprecationWarning)` or of jax's own `deprecations.warn(key, text)`."""
     function = ast.unparse(call.func)
-    if function == "deprecations.warn" and len(call.args) > 1:
+    if function.endswith("deprecations.warn") and len(call.args) > 1:
         return _text(call.args[1], known) or ""
-    said = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "category")]
-    if function.endswith("warn") and call.args and any("DeprecationWarning" in ast.unparse(kind) for kind in said):
-        return _text(call.args[0], known) or ""
+    if not function.endswith("warn") or not call.args:
+        return None
+    text = _text(call.args[0], known) or ""
+    kinds = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "category")]
+    if any("DeprecationWarning" in ast.unparse(kind) for kind in kinds) or re.search("deprecated|will be removed", text):
+        return text
     return None
 
 
-def _warns(function: griffe.Function) -> str | None:
-    """What every call of it warns of."""
-    if not isinstance(function.filepath, Path) or function.lineno is None:
-        return None
-    lines = function.source
-    if "warn(" not in lines:
-        return None
+def _body(function: griffe.Function) -> tuple[str | None, bool]:
+    """What every call of it warns of, and whether it does nothing but raise."""
+    source = function.source
+    if "warn(" not in source and "raise " not in source:
+        return None, False
     try:
-        (node,) = ast.parse(lines).body
-    except (SyntaxError, ValueError):
-        return None
-    for inner in getattr(node, "body", ()):
-        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):
-            text = _warning(inner.value, {})
-            if text is not None:
-                return text
-    return None
+        (node,) = ast.parse(textwrap.dedent(source)).body
+    except (SyntaxError, ValueError):  # the lines that griffe gives of it are no whole statement
+        return None, False
+    body = [
+        inner
+        for inner in getattr(node, "body", ())
+        if not (isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant)) and not isinstance(inner, ast.Delete)
+    ]
+    calls = [inner.value for inner in body if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call)]
+    said = [text for call in calls if (text := _warning(call, {})) is not None]
+    return next(iter(said), None), bool(body) and isinstance(body[0], ast.Raise)
 
 
 _OTHER_PARAMETERS = re.compile(r"transformation|ufunc|_up_and_broadcast|\bproperty\b")
