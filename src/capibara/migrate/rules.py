@@ -9,6 +9,7 @@ from pathlib import Path
 from capibara.migrate.findings import Finding, in_order
 from capibara.migrate.module import Module
 from capibara.migrate.notebooks import cells_of, join
+from capibara.migrate.performance import check_performance
 from capibara.migrate.settings import Settings
 from capibara.migrate.sources import Unreadable, read_notebook, read_python
 
@@ -16,7 +17,7 @@ __all__ = ["RULES", "Rule", "check_file", "check_module", "check_text"]
 
 Rule = Callable[[Module, Settings], Iterator[Finding]]
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, Rule] = {"CAP3": check_performance}
 """How the codes of a rule begin -> the rule."""
 
 
