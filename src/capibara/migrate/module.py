@@ -126,20 +126,16 @@ class Module:
         severity: Severity | None = None,
     ) -> Finding:
         """At a node, with the code's own severity unless another is given."""
+        line, column, end_line, end_column = self.span(node)
+        place = (line, column + 1, end_line, end_column + 1)
+        return Finding(self.path, *place, code, message, fix, severity or CODES[code].severity)
+
+    def span(self, node: ast.AST) -> tuple[int, int, int, int]:
+        """First line and column, last line and column; lines from 1, columns from 0, in characters."""
         line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
         end_line = getattr(node, "end_lineno", None) or line
         end_column = getattr(node, "end_col_offset", None) or column
-        return Finding(
-            self.path,
-            line,
-            self._characters(line, column) + 1,
-            end_line,
-            self._characters(end_line, end_column) + 1,
-            code,
-            message,
-            fix,
-            severity or CODES[code].severity,
-        )
+        return line, self._characters(line, column), end_line, self._characters(end_line, end_column)
 
     def _characters(self, line: int, offset: int) -> int:
         """ast counts bytes; editors count characters."""
@@ -175,4 +171,6 @@ class Module:
 
 def _star_has(module: str, name: str) -> bool:
     """Whether `from module import *` gives the name: the table of jax's public names knows."""
-    return False
+    from capibara.migrate.fates import is_public  # the table is read where a star asks for it
+
+    return is_public(module.removeprefix("capibara."), name)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from capibara.migrate import functions, imports
 from capibara.migrate.findings import Finding, in_order
 from capibara.migrate.module import Module
 from capibara.migrate.notebooks import cells_of, join
@@ -17,7 +18,11 @@ __all__ = ["RULES", "Rule", "check_file", "check_module", "check_text"]
 
 Rule = Callable[[Module, Settings], Iterator[Finding]]
 
-RULES: dict[str, Rule] = {"CAP3": check_performance}
+RULES: dict[str, Rule] = {
+    "CAP1": imports.check,
+    "CAP2": functions.check,
+    "CAP3": check_performance,
+}
 """How the codes of a rule begin -> the rule."""
 
 
