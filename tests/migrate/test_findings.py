@@ -38,7 +38,7 @@ def test_order_is_that_of_the_text_and_each_comes_once() -> None:
 @pytest.mark.quick
 def test_codes_are_chosen_by_how_they_begin() -> None:
     assert selected(("CAP2",)) == {code for code in CODES if code.startswith("CAP2")}
-    assert CODES["CAP201"].anchor == "docs/migrate.md#cap201-removed-name"
+    assert CODES["CAP201"].anchor == "docs/migration.md#cap201-removed-name"
     for wrong in ("E501", "", "CAP999"):
         with pytest.raises(ValueError, match=r"use e\.g\. CAP2"):
             selected((wrong,))

@@ -9,7 +9,7 @@ from capibara.migrate.findings import Severity
 
 __all__ = ["CODES", "DOCS", "FindingCode", "selected"]
 
-DOCS = "docs/migrate.md"
+DOCS = "docs/migration.md"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,15 @@ _ALL = (
     FindingCode("CAP208", "guarded-name", "info", "a removed name behind a test or a try: it does not break"),
     FindingCode("CAP209", "unevaluated-name", "warning", "a removed name in an annotation that is not evaluated"),
     # 3: performance
+    FindingCode("CAP301", "loop-over-array", "warning", "a Python loop over a traced array, which is unrolled"),
+    FindingCode("CAP302", "host-transfer", "warning", "a traced value that is fetched to the host in traced code"),
+    FindingCode("CAP303", "print-in-trace", "warning", "a traced value that is printed or logged in traced code"),
+    FindingCode("CAP304", "float64", "warning", "64-bit arrays: silently 32 bits, or slow"),
+    FindingCode("CAP305", "jit-again", "warning", "a function that is compiled again in every iteration or call"),
+    FindingCode("CAP306", "key-reuse", "warning", "a PRNG key that is drawn from twice"),
+    FindingCode("CAP307", "unaligned-matrix", "info", "a matrix whose sides are no multiples of 128"),
+    FindingCode("CAP308", "missing-donation", "info", "a jitted step that keeps its old state in memory"),
+    FindingCode("CAP309", "unhashable-static", "warning", "a list, dict or array as a static argument"),
     # 9: what could not be read
     FindingCode("CAP901", "syntax", "error", "a file or a cell that does not parse"),
     FindingCode("CAP902", "encoding", "error", "a file that is not text in the encoding it declares"),

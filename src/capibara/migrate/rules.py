@@ -10,6 +10,7 @@ from capibara.migrate import functions, imports
 from capibara.migrate.findings import Finding, in_order
 from capibara.migrate.module import Module
 from capibara.migrate.notebooks import cells_of, join
+from capibara.migrate.performance import check_performance
 from capibara.migrate.settings import Settings
 from capibara.migrate.sources import Unreadable, read_notebook, read_python
 
@@ -20,6 +21,7 @@ Rule = Callable[[Module, Settings], Iterator[Finding]]
 RULES: dict[str, Rule] = {
     "CAP1": imports.check,
     "CAP2": functions.check,
+    "CAP3": check_performance,
 }
 """How the codes of a rule begin -> the rule."""
 

@@ -71,6 +71,7 @@ class Scopes:
         """Every node by its type, in the order of the text."""
         self._of: dict[ast.AST, Scope] = {}
         self._star_has = star_has
+        self._paths: dict[tuple[ast.AST, str], str | None] = {}
         self._globals: list[tuple[Scope, ast.Global | ast.Nonlocal]] = []
         self._pending: list[tuple[Scope, str, Binding]] = []
         # A stack of our own: a sum of a thousand terms is nested as deep as Python goes.
@@ -224,6 +225,14 @@ class Scopes:
         home = scope.lookup(name)
         if home is None:
             return self._path_by_star(name)
+        # Kept, and None while it is looked for: `x = x.a()` ten times over asks for x a million times otherwise.
+        key = (home.node, name)
+        if key not in self._paths:
+            self._paths[key] = None
+            self._paths[key] = self._path_by_bindings(home, name, depth)
+        return self._paths[key]
+
+    def _path_by_bindings(self, home: Scope, name: str, depth: int) -> str | None:
         bindings = [one for one in home.bindings[name] if not one.is_none]
         paths = {self._path_of_binding(one, depth) for one in bindings}
         if len(paths) > 1:
