@@ -64,7 +64,9 @@ def test_a_program() -> None:
 
 @pytest.mark.quick
 def test_to_capibara() -> None:
-    fixed = fix_text("import jax\nimport jax.numpy as jnp\nfrom jax import jit\njax.tree_map, jnp.in1d\n", "a.py", "capibara")
+    fixed = fix_text(
+        "import jax\nimport jax.numpy as jnp\nfrom jax import jit\njax.tree_map, jnp.in1d\n", "a.py", "capibara"
+    )
     assert fixed.after == (
         "import capibara.jax as jax\nimport capibara.jax.numpy as jnp\nfrom capibara.jax import jit\n"
         "jax.tree.map, jnp.in1d\n"
