@@ -68,6 +68,7 @@ CODES: dict[str, FindingCode] = {one.code: one for one in _ALL}
 def selected(patterns: tuple[str, ...], what: str = "select") -> frozenset[str]:
     """The codes that begin with one of these: "CAP2" is all of them that do.
 
+    >>> from capibara.migrate.codes import selected
     >>> sorted(selected(("CAP101", "CAP90")))[:2]
     ['CAP101', 'CAP901']
     """

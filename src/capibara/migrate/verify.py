@@ -149,17 +149,16 @@ def _serve_old_names() -> None:
     import builtins
     import importlib
 
-    import capibara.jax
-
+    dropin = importlib.import_module("capibara.jax")  # by name: doors are above this room
     real = builtins.__import__
 
-    def serving(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
+    def serving(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         importer = (globals or {}).get("__name__", "")
         if level or name.partition(".")[0] != "jax" or importer.partition(".")[0] in _OWN:
             return real(name, globals, locals, fromlist, level)
         module = importlib.import_module(f"capibara.{name}")
         if not fromlist:
-            return capibara.jax
+            return dropin
         for one in fromlist:
             if one != "*" and not hasattr(module, one):
                 importlib.import_module(f"capibara.{name}.{one}")
