@@ -23,10 +23,11 @@ Target = Literal["jax", "capibara"]
 Span = tuple[int, int, int, int]
 
 _LOADED = """
-    api_util core custom_batching custom_derivatives debug distributed dlpack dtypes errors experimental export ffi
-    image interpreters interpreters.ad interpreters.batching interpreters.mlir interpreters.partial_eval interpreters.pxla
-    interpreters.xla lax lax.linalg lib monitoring nn nn.initializers numpy numpy.fft numpy.linalg ops profiler random
-    scipy sharding stages tree tree_util typing version
+    api_util core custom_batching custom_derivatives debug distributed dlpack dtypes errors experimental
+    export ffi image interpreters interpreters.ad interpreters.batching interpreters.mlir
+    interpreters.partial_eval interpreters.pxla interpreters.xla lax lax.linalg lib monitoring nn
+    nn.initializers numpy numpy.fft numpy.linalg ops profiler random scipy sharding stages tree tree_util
+    typing version
 """
 LOADED = frozenset({"jax", *(f"jax.{name}" for name in _LOADED.split())})
 """Modules that `import jax` loads, on every supported jax: a dotted name reaches them."""
