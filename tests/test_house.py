@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 # reads may point anywhere.
 ORDER = [
     ["_exports", "_version", "distribution", "errors", "lru", "to_come"],
-    ["precision", "processes", "task_states", "toml_tables", "user_file"],
+    ["jax_releases", "precision", "processes", "task_states", "toml_tables", "user_file"],
     ["axes"],
     ["hardware"],
     ["kernels"],
