@@ -109,7 +109,9 @@ def table(releases: Sequence[str], read_of: Sequence[Release]) -> dict[str, Any]
     unchanged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     changed: dict[str, Row] = {}
     for path, row in kept.items():
-        short = {key: value for key, value in row.items() if value not in ("", [], None) and (key, value) != ("exported", True)}
+        short = {key: value for key, value in row.items() if value not in ("", [], None)}
+        if short["exported"]:
+            del short["exported"]
         if short.keys() <= {"kind", "exported"}:
             module, _, name = path.rpartition(".")
             unchanged[module][f"{'' if row['exported'] else 'own '}{row['kind']}"].append(name)
