@@ -245,7 +245,6 @@ _NAMES = (
     Gone("sharding.XLACompatibleSharding", "jax.sharding:Sharding", _LISTED),
     Gone("sharding.use_mesh", "jax:set_mesh", _LISTED),
     Gone("sharding.AxisTypes", "jax.sharding:AxisType", _LISTED),
-    *_internal("ffi", "jax._src.ffi", "register_ffi_type_id"),
     *_internal("lax", "jax._src.lax.parallel", "all_gather_reduced all_gather_start preduced unreduced_psum"),
     *_internal("lax", "jax._src.lax.parallel", "unreduced_psum_scatter"),
     *_internal("extend.core.primitives", "jax._src.custom_derivatives", "custom_jvp_call_jaxpr_p"),
@@ -256,6 +255,7 @@ _NAMES = (
     *_internal("extend.core.primitives", "jax._src.ad_util", "zeros_like_p"),
     *_internal("dlpack", "jax._src.dlpack", "SUPPORTED_DTYPES"),
     _adapted("dlpack.to_dlpack", _LISTED, "x.__dlpack__()"),
+    _adapted("util.to_dlpack", _LISTED, "x.__dlpack__()"),
     Gone("stages.OutInfo", "jax:ShapeDtypeStruct", _LISTED),
     Gone("extend.core.primitives.pjit_p", "jax.extend.core.primitives:jit_p", _LISTED),
     # jax.experimental
@@ -286,6 +286,18 @@ _NAMES = (
     _adapted("experimental.host_callback.id_print", _LISTED, "jax.debug.print"),
     _adapted("experimental.host_callback.id_tap", _LISTED, "jax.debug.callback"),
     _adapted("experimental.host_callback.barrier_wait", _LISTED, "jax.effects_barrier()"),
+    _adapted("experimental.export.call", _LISTED, "exported.call", "exported_call"),
+    _adapted("experimental.export.call_exported", _LISTED, "exported.call", "exported_call"),
+    _adapted("experimental.export.serialize", _LISTED, "exported.serialize()", "exported_serialize"),
+    Gone("experimental.export.default_lowering_platform", "jax.export:default_export_platform", _LISTED),
+    *(
+        Gone(
+            f"experimental.export.{end}_supported_serialization_version",
+            f"jax.export:{end}_supported_calling_convention_version",
+            _LISTED,
+        )
+        for end in ("minimum", "maximum")
+    ),
     *_moved(
         "experimental.array_serialization.serialization",
         "jax.experimental.array_serialization.tensorstore_impl",
@@ -340,6 +352,8 @@ _MODULES = (
     Gone("experimental.optimizers", "jax.example_libraries.optimizers", "0.3.16"),
     Gone("experimental.export", "jax.export", _LISTED),
     Gone("experimental.array_api", "jax.numpy", _LISTED),
+    Gone("experimental.array_api.fft", "jax.numpy.fft", _LISTED),
+    Gone("experimental.array_api.linalg", "jax.numpy.linalg", _LISTED),
     Gone("experimental.gda_serialization", "jax.experimental.array_serialization", _OLDER),
     Gone("experimental.global_device_array", "", _OLDER, "jax.Array"),
     Gone(
