@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -138,3 +140,10 @@ def test_parameters_are_those_of_the_installed_jax() -> None:
             assert known == set(inspect.signature(function).parameters), path
             compared += 1
     assert compared > 30
+
+
+@pytest.mark.quick
+def test_the_page_is_made_of_the_table() -> None:
+    tools = Path(__file__).parents[2] / "tools"
+    code = "import jax_releases; assert jax_releases.PAGE.read_text(encoding='utf-8') == jax_releases.page()"
+    subprocess.run([sys.executable, "-c", code], cwd=tools, check=True)
