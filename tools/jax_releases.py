@@ -10,7 +10,8 @@ of jax. It writes
     src/capibara/jax_releases/names.json    the table, which `capibara.jax_releases` reads
     docs/jax_releases.md                    how many names each release has, lost, and the drop-in serves
 
-The second is also made of the first alone, without wheels: `python tools/jax_releases.py --page`.
+The second is made of the first, and a test holds it to it without the wheels. Run it with the newest Python that the
+newest jax is for: it parses that jax's files.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from capibara.jax_releases import breaks
+from capibara.dropin.unserved import serves
+from capibara.jax_releases import RELEASES, breaks, find, names
 from capibara.jax_releases.table import FILE
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +111,9 @@ def table(releases: Sequence[str], read_of: Sequence[Release]) -> dict[str, Any]
     unchanged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     changed: dict[str, Row] = {}
     for path, row in kept.items():
-        short = {key: value for key, value in row.items() if value not in ("", [], None) and (key, value) != ("exported", True)}
+        short = {key: value for key, value in row.items() if value not in ("", [], None)}
+        if short["exported"]:
+            del short["exported"]
         if short.keys() <= {"kind", "exported"}:
             module, _, name = path.rpartition(".")
             unchanged[module][f"{'' if row['exported'] else 'own '}{row['kind']}"].append(name)
@@ -240,6 +244,58 @@ def written(document: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+INTRODUCTION = """# The names of jax, release by release
+
+`capibara.jax_releases` knows every public name of jax from {first} on: since when it is there, since when it warns,
+when it was removed, where it moved, and which change of its parameters breaks calls. The drop-in's warnings and the
+migration checker read it.
+
+```python
+from capibara.jax_releases import breaks, find
+
+old = find("jax.core.Primitive")
+print(old.deprecated, old.removed, old.moved_to)
+(_, before), *_, (since, after) = find("jax.numpy.clip").signatures
+print(since, breaks(before, after))
+```
+
+```text
+0.4.38 0.6.0 jax.extend.core.Primitive
+0.10.0 ('a is gone', 'a_min is gone', 'a_max is gone')
+```
+
+The table is read from the released wheels, which are not imported: `python tools/jax_releases.py FOLDER` downloads them
+into a folder and writes the table and this page anew; `--check` says whether they are what the wheels give.
+
+A *name* is what a module without an underscore in its path has when it has run: what it defines, lists in `__all__`, or
+imports as what it is (`import x as x`), a deprecated one too; what raises when it is used is not there. Members of
+classes are not in it, and neither is what jaxlib alone defines (the MLIR dialects under `jax.extend.mlir`). Whatever
+else a module imports for its own use from jax is in the table as not exported, and not counted here. *Removed* is what
+the release before had; a name that came back later is counted when it goes for good. *Served* are those that
+`capibara.jax` gives under a newer jax. Of those it does not give, `capibara.dropin.unserved` has the reason; without
+`jax.experimental.mosaic`, whose names are a compiler's own, it serves {share}.
+
+| jax | public names | new | removed | of these served |
+|---|---:|---:|---:|---:|
+"""
+
+
+def page() -> str:
+    """docs/jax_releases.md, from the table that is in the repository and what the drop-in serves."""
+    rows = [history for path in names() if (history := find(path)) is not None and history.exported]
+    gone = [row for row in rows if row.removed]
+    apart = [row for row in gone if not row.path.startswith("jax.experimental.mosaic")]
+    kept = sum(serves(row.path) for row in apart)
+    lines = [INTRODUCTION.format(first=RELEASES[0], share=f"{kept} of {len(apart)}")]
+    for release in RELEASES:
+        removed = [row for row in rows if row.removed == release]
+        there = sum(row.in_release(release) for row in rows)
+        new = sum(row.first == release for row in rows) if release != RELEASES[0] else ""
+        lines.append(f"| {release} | {there} | {new} | {len(removed)} | {sum(serves(row.path) for row in removed)} |\n")
+    lines.append(f"| all | {len(rows)} | | {len(gone)} | {sum(serves(row.path) for row in gone)} |\n")
+    return "".join(lines)
+
+
 def difference(path: Path, wanted: str) -> str:
     have = path.read_text(encoding="utf-8") if path.exists() else ""
     name = str(path.relative_to(ROOT))
@@ -262,12 +318,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = written(table(list(found), read_of))
     if not options.check:
         FILE.write_text(wanted, encoding="utf-8")
+        write_page()
         return 0
     changes = difference(FILE, wanted)
     if changes:
         print(changes, end="")
         print("The table is out of date. Run: python tools/jax_releases.py FOLDER")
     return 1 if changes else 0
+
+
+def write_page() -> None:
+    """In a process of its own: this one may have read the table that was there before."""
+    code = "import jax_releases; jax_releases.PAGE.write_text(jax_releases.page(), encoding='utf-8')"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
 
 
 if __name__ == "__main__":

@@ -105,10 +105,11 @@ def surface(folder: Path) -> tuple[dict[str, Name], dict[str, str]]:
                     found[f"{path}.{name}"] = described
         raising |= {f"{path}.{name}": _replacement(text) for name, text in space.removed.items()}
     for path, other in stand_ins.items():
-        inside = [name for name in found if name.rpartition(".")[0] == other]
+        # It meant those names alone that it had before it was replaced, and a release that had them says so.
+        inside = {name: row for name, row in found.items() if name.rpartition(".")[0] == other}
         found |= {
-            f"{path}{name.removeprefix(other)}": replace(found[name], target=found[name].target or name)
-            for name in inside
+            f"{path}{name.removeprefix(other)}": replace(row, exported=False, target=row.target or name)
+            for name, row in inside.items()
         }
     return dict(sorted(found.items())), {path: text for path, text in sorted(raising.items()) if path not in found}
 
@@ -295,7 +296,7 @@ class _Run:
         elif isinstance(node, ast.Try):
             self.run(node.body)
             for handler in node.handlers:
-                # What is bound where an import fails is None or a message, and never a name that is not there otherwise.
+                # What is bound where an import fails is None or a message, and never a name not there otherwise.
                 if not any(isinstance(inner, ast.Raise | ast.Pass) for inner in handler.body):
                     self.run(handler.body)
             self.run(node.orelse)
@@ -346,9 +347,8 @@ class _Run:
                     self._bind(name, exported=True)
             elif isinstance(target, ast.Name):
                 self._assign_name(target.id, node)
-            elif isinstance(target, ast.Subscript) and ast.unparse(target.value).endswith("sys.modules"):
-                if _texts(target.slice) == [self._path] and isinstance(node.value, ast.Name):
-                    self._space.same_as = node.value.id
+            elif ast.unparse(target).endswith(f"sys.modules['{self._path}']") and isinstance(node.value, ast.Name):
+                self._space.same_as = node.value.id
 
     def _assign_name(self, name: str, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
         value = node.value
@@ -433,7 +433,9 @@ def _warning(call: ast.Call, known: dict[str, str]) -> str | None:
         return None
     text = _text(call.args[0], known) or ""
     kinds = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "category")]
-    if any("DeprecationWarning" in ast.unparse(kind) for kind in kinds) or re.search("deprecated|will be removed", text):
+    if any("DeprecationWarning" in ast.unparse(kind) for kind in kinds) or re.search(
+        "deprecated|will be removed", text
+    ):
         return text
     return None
 
@@ -447,14 +449,11 @@ def _body(function: griffe.Function) -> tuple[str | None, bool]:
         (node,) = ast.parse(textwrap.dedent(source)).body
     except (SyntaxError, ValueError):  # the lines that griffe gives of it are no whole statement
         return None, False
-    body = [
-        inner
-        for inner in getattr(node, "body", ())
-        if not (isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant)) and not isinstance(inner, ast.Delete)
-    ]
+    text = lambda inner: isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant)  # noqa: E731
+    body = [inner for inner in getattr(node, "body", ()) if not text(inner) and not isinstance(inner, ast.Delete)]
     calls = [inner.value for inner in body if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call)]
-    said = [text for call in calls if (text := _warning(call, {})) is not None]
-    return next(iter(said), None), bool(body) and isinstance(body[0], ast.Raise)
+    warned = [said for call in calls if (said := _warning(call, {})) is not None]
+    return next(iter(warned), None), bool(body) and isinstance(body[0], ast.Raise)
 
 
 _OTHER_PARAMETERS = re.compile(r"transformation|ufunc|_up_and_broadcast|\bproperty\b")

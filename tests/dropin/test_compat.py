@@ -271,3 +271,42 @@ def test_loads_and_stores_of_pallas(quiet: None) -> None:
 
     call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8,), "float32"), interpret=True)
     np.testing.assert_array_equal(call(jnp.arange(8.0)), [0, 1, 2, 3, 8, 10, 12, 14])
+
+
+@pytest.mark.quick
+def test_names_that_later_releases_removed(quiet: None) -> None:
+    """What they stand for now takes the calls that they took."""
+    ref = capibara.jax.array_ref(jnp.zeros(2))
+    ref[0] = 3.0
+    assert ref[...].tolist() == [3.0, 0.0]
+    assert isinstance(ref, capibara.jax.ArrayRef)
+    assert capibara.jax.experimental.mutable_array(jnp.ones(1))[...] == 1
+    assert capibara.jax.get_ty(jnp.ones(3)).shape == (3,)
+    assert {"Auto", "Explicit", "Manual"} <= set(capibara.jax.sharding.AxisTypes.__members__)
+    assert get("lib.xla_client.bfloat16") is jnp.bfloat16
+    assert get("lib.xla_client.FftType") is jax.lax.FftType
+    assert isinstance(jax.devices()[0], get("lib.xla_extension.Device"))
+    assert get("interpreters.xla.xb").get_backend().platform == "cpu"
+    assert capibara.jax.core.is_concrete(jnp.ones(1))
+    assert get("experimental.array_api.linalg.det") is jnp.linalg.det
+    assert get("experimental.array_api.fft.fft") is jnp.fft.fft
+    assert get("util.to_dlpack") is get("dlpack.to_dlpack")
+
+
+def test_exported_functions(quiet: None) -> None:
+    old = importlib.import_module("capibara.jax.experimental.export")
+    exported = old.export(jax.jit(lambda x: 2 * x))(jax.ShapeDtypeStruct((2,), jnp.float32))
+    np.testing.assert_array_equal(old.call(exported)(jnp.ones(2)), [2, 2])
+    np.testing.assert_array_equal(old.call_exported(exported)(jnp.ones(2)), [2, 2])
+    assert old.default_lowering_platform() == "cpu"
+    assert old.minimum_supported_serialization_version <= exported.calling_convention_version
+    pytest.importorskip("flatbuffers", reason="jax serializes by way of flatbuffers")
+    assert len(old.serialize(exported, vjp_order=1)) > len(old.serialize(exported))
+
+
+def test_barrier_wait(quiet: None) -> None:
+    callback = importlib.import_module("capibara.jax.experimental.host_callback")
+    seen: list[float] = []
+    jax.jit(lambda x: callback.id_tap(lambda value, transforms: seen.append(float(value)), x))(2.0)
+    assert callback.barrier_wait("here") is None
+    assert seen == [2.0]

@@ -182,6 +182,23 @@ def id_tap(tap_func: Callable[..., Any], arg: Any, *, result: Any = None, **kwar
     return arg if result is None else result
 
 
+def exported_call(exported: Any) -> Callable[..., Any]:
+    """The function that an `Exported` holds; its method by now."""
+    call: Callable[..., Any] = exported.call
+    return call
+
+
+def exported_serialize(exported: Any, vjp_order: int = 0) -> bytearray:
+    """An `Exported` as bytes, with its derivatives up to an order; its method by now."""
+    written: bytearray = exported.serialize(vjp_order)
+    return written
+
+
+def barrier_wait(logging_name: str | None = None) -> None:
+    """Wait until what was tapped or printed has reached the host; the name was for a log."""
+    jax.effects_barrier()
+
+
 def build_tree(treedef: Any, xs: Any) -> Any:
     """The tree of this structure from iterables that are nested as it is."""
     return treedef.from_iterable_tree(xs)

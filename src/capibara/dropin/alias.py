@@ -21,7 +21,9 @@ from typing import Any
 from capibara.dropin.changed import CHANGED, dispatching
 from capibara.dropin.compat import MODULES, NAMES, Gone
 from capibara.dropin.targets import load
+from capibara.dropin.unserved import why_not
 from capibara.errors import say_once
+from capibara.jax_releases import find
 from capibara.to_come import TO_COME, no_attribute
 
 __all__ = ["ALIASED", "AliasModule", "Same", "adopt", "install"]
@@ -125,6 +127,11 @@ def _unknown(module: AliasModule, name: str, said: str) -> str:
         text = f"{text}: {said.rstrip('.')}"
     if name.startswith("__"):
         return text
+    path = f"jax.{state.path}.{name}" if state.path else f"jax.{name}"
+    history = find(path)
+    if history is not None and history.removed is not None:
+        reason = why_not(path)
+        return f"{text}: jax {history.removed} removed it" + (f"; {reason}" if reason else "")
     near = difflib.get_close_matches(name, {*dir(module), *_names(state)}, n=3, cutoff=0.6)
     return f"{text}. Nearest: {', '.join(near)}" if near else text
 

@@ -61,7 +61,9 @@ def breaks(old: str, new: str) -> tuple[str, ...]:
     for one in before:
         if one.kind in ("*", "**"):
             if one.kind not in {other.kind for other in after}:
-                said[one.name] = f"more {'arguments' if one.kind == '*' else 'keywords'} ({one.kind}{one.name}) are gone"
+                said[one.name] = (
+                    f"more {'arguments' if one.kind == '*' else 'keywords'} ({one.kind}{one.name}) are gone"
+                )
             continue
         known = any(other.name == one.name for other in after)
         if one.kind != "positional" and one.name not in by_name and not more_names:
