@@ -228,6 +228,23 @@ def constraints_by_name() -> None:
     assert jax.jit(distributed)(SQUARE).shape == (32, 32)
 
 
+@shows("capibara.jax.utils:check_migration_compatibility")
+def _check_migration_compatibility() -> None:
+    import tempfile
+    from pathlib import Path
+
+    from capibara.jax.utils import check_migration_compatibility
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mi_modelo.py"
+        file.write_text("import jax\njax.tree_map(f, x)\n", encoding="utf-8")
+        compatibility = check_migration_compatibility(
+            source_code=str(file), check_imports=True, check_functions=True, check_performance=True
+        )
+    assert not compatibility.is_compatible
+    assert [str(issue) for issue in compatibility.issues]
+
+
 @shows("capibara.jax.experimental.mesh_utils:create_device_mesh")
 def device_mesh() -> None:
     from capibara.jax.experimental import mesh_utils

@@ -14,9 +14,7 @@ from types import ModuleType
 
 __all__ = ["TO_COME", "announce", "no_attribute"]
 
-TO_COME: dict[str, tuple[str, ...]] = {
-    "capibara.jax": ("utils",),
-}
+TO_COME: dict[str, tuple[str, ...]] = {}
 """Module -> its names, and modules below it, that are documented and not there yet."""
 
 

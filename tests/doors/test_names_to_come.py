@@ -38,8 +38,12 @@ def test_they_are_the_documented_names_that_are_not_there() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("module", "name"), NAMES)
-def test_each_form_of_asking(module: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [*NAMES, ("capibara.jax", "announced"), ("capibara.jax.tpu_v4", "announced")],  # the last two are so here alone
+)
+def test_each_form_of_asking(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TO_COME, module, (*TO_COME.get(module, ()), name))
     door = importlib.import_module(module)
     assert not hasattr(door, name)
     assert name not in dir(door)

@@ -15,6 +15,7 @@ from capibara.cli import (
     generate,
     kernels,
     launch,
+    migrate,
     monitor,
     plan,
     profile,
@@ -42,6 +43,7 @@ app.command(name="launch")(launch.launch)
 app.command(name="generate")(generate.generate)
 app.command(name="serve")(serve.serve)
 app.command(name="monitor")(monitor.monitor)
+app.command(name="migrate")(migrate.migrate)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="demo")(demo.demo)
 app.command(name="tour")(tour.tour)

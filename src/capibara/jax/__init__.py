@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from capibara.jax import diagnostics as diagnostics
     from capibara.jax import tpu_v4 as tpu_v4
+    from capibara.jax import utils as utils
     from capibara.jax.tpu_v4 import optimizations as tpu_v4_optimizations  # noqa: F401
 
 try:
@@ -36,6 +37,7 @@ else:
         own=("config", "get_backend_info", "get_optimization_status"),
         lazy={
             "diagnostics": "capibara.jax.diagnostics",
+            "utils": "capibara.jax.utils",
             "tpu_v4": "capibara.jax.tpu_v4",
             "tpu_v4_optimizations": "capibara.jax.tpu_v4.optimizations",
         },

@@ -95,7 +95,9 @@ _VALUES = {"jax.numpy.NINF": "(-{}.inf)", "jax.numpy.PZERO": "0.0", "jax.numpy.N
 """Constants -> the expression that they are; {} is what the code calls their module."""
 
 
-def edits(module: Module, target: Target = "jax", *, adapters: bool = True, codes: frozenset[str] | None = None) -> Edits:
+def edits(
+    module: Module, target: Target = "jax", *, adapters: bool = True, codes: frozenset[str] | None = None
+) -> Edits:
     """What is to be changed.
 
     Args:
@@ -428,7 +430,9 @@ class _Planner:
                     self.edits.keywords[self.module.span(keyword)] = form.renamed[keyword.arg]
             return
         for one in refused_arguments(self.module, call):
-            if guard(self.module, call, "call") or not self._wanted(one.node, "CAP206" if one.keyword_only else "CAP205"):
+            if guard(self.module, call, "call") or not self._wanted(
+                one.node, "CAP206" if one.keyword_only else "CAP205"
+            ):
                 continue
             new = one.name if one.keyword_only else KEYWORDS.get(one.path, {}).get(one.name)
             if new is None or any(keyword.arg == new for keyword in call.keywords):

@@ -69,9 +69,7 @@ def in_every_supported_release(path: str) -> bool:
     if path.partition(".")[0] != "jax":
         return True
     history = find(path)
-    return history is not None and all(
-        history.in_release(release) for release in RELEASES[RELEASES.index(OLDEST) :]
-    )
+    return history is not None and all(history.in_release(release) for release in RELEASES[RELEASES.index(OLDEST) :])
 
 
 def is_public(module: str, name: str) -> bool:

@@ -125,7 +125,9 @@ def _patched(module: Module) -> frozenset[str]:
 class Refused:
     """An argument that the newest jax does not take."""
 
-    def __init__(self, node: ast.AST, path: str, name: str, since: str, keyword_only: bool, by_place: int | None) -> None:
+    def __init__(
+        self, node: ast.AST, path: str, name: str, since: str, keyword_only: bool, by_place: int | None
+    ) -> None:
         self.node = node
         self.path = path
         self.name = name

@@ -91,7 +91,9 @@ def _fresh(function: ast.expr, where: ast.AST, module: Module) -> bool:
         return path.startswith("jax.") and inner is not None and _fresh(inner, where, module)
     if isinstance(function, ast.Name):
         bound = module.bindings_of(function)
-        return bool(bound) and all(isinstance(one.node, _FUNCTIONS) and _within(one.node, where, module) for one in bound)
+        return bool(bound) and all(
+            isinstance(one.node, _FUNCTIONS) and _within(one.node, where, module) for one in bound
+        )
     return False
 
 

@@ -16,7 +16,8 @@ SIDE = 128
 _SHAPES: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("jax.numpy.zeros", "jax.numpy.ones", "jax.numpy.empty", "jax.numpy.full"), (0, "shape")),
     **dict.fromkeys(
-        ("jax.random.normal", "jax.random.uniform", "jax.random.truncated_normal", "jax.random.orthogonal"), (1, "shape")
+        ("jax.random.normal", "jax.random.uniform", "jax.random.truncated_normal", "jax.random.orthogonal"),
+        (1, "shape"),
     ),
     "jax.ShapeDtypeStruct": (0, "shape"),
 }

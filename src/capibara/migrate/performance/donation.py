@@ -22,7 +22,11 @@ def check_donation(module: Module) -> Iterator[Finding]:
     """`def step(state, batch): …; return state` under jit without `donate_argnums` or `donate_argnames`."""
     for function in module.functions:
         node = function.node
-        if function.transform not in _JITS or not isinstance(node, ast.FunctionDef) or function.why.startswith("inside"):
+        if (
+            function.transform not in _JITS
+            or not isinstance(node, ast.FunctionDef)
+            or function.why.startswith("inside")
+        ):
             continue
         if jit_keyword(function, "donate_argnums", "donate_argnames") or _has_options(function):
             continue

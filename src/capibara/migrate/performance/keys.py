@@ -19,7 +19,17 @@ __all__ = ["check_keys"]
 # Of jax.random, what does not draw from the key that it is given.
 _KEEPS = frozenset(
     {
-        *("PRNGKey", "key", "fold_in", "key_data", "key_impl", "wrap_key_data", "clone", "default_prng_impl", "KeyArray"),
+        *(
+            "PRNGKey",
+            "key",
+            "fold_in",
+            "key_data",
+            "key_impl",
+            "wrap_key_data",
+            "clone",
+            "default_prng_impl",
+            "KeyArray",
+        ),
         *("PRNGKeyArray", "key_reuse", "unsafe_rbg_key", "threefry_2x32", "prng_impl", "get_state"),
     }
 )
@@ -183,9 +193,7 @@ class _Walk:
                 if isinstance(node, ast.Call):
                     self._draw(node, state)
 
-    def _comprehension(
-        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, state: _State
-    ) -> None:
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, state: _State) -> None:
         self._expression(node.generators[0].iter, state)
         elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         conditions = [one for generator in node.generators for one in generator.ifs]
@@ -210,7 +218,11 @@ class _Walk:
         if key is None:
             return
         before = state.used.get(key)
-        if before is not None and (before.certain or not self._branches) and not _opposed(before.node, node, self._module):
+        if (
+            before is not None
+            and (before.certain or not self._branches)
+            and not _opposed(before.node, node, self._module)
+        ):
             self.found.setdefault(node, _said(key, before.node, node))
         state.used[key] = _Use(node)
 
@@ -252,7 +264,11 @@ def _merge(state: _State, ends: list[_State]) -> None:
 
 def _opposed(first: ast.Call, second: ast.Call, module: Module) -> bool:
     """In two branches of one if or one conditional expression, of which only one runs, iteration by iteration."""
-    return False if first is second else _branch(first, module) != _branch(second, module) and _share(first, second, module)
+    return (
+        False
+        if first is second
+        else _branch(first, module) != _branch(second, module) and _share(first, second, module)
+    )
 
 
 def _branch(node: ast.AST, module: Module) -> dict[ast.AST, str]:

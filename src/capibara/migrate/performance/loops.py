@@ -62,9 +62,7 @@ def _measured_array(length: ast.expr, values: TracedValues) -> ast.expr | None:
 
 
 def _is_first_axis(length: ast.expr) -> bool:
-    return not isinstance(length, ast.Subscript) or (
-        isinstance(length.slice, ast.Constant) and length.slice.value == 0
-    )
+    return not isinstance(length, ast.Subscript) or (isinstance(length.slice, ast.Constant) and length.slice.value == 0)
 
 
 def _indexed_by(target: ast.expr, loop: ast.AST, values: TracedValues) -> bool:

