@@ -24,12 +24,7 @@ Span = tuple[int, int, int, int]
 
 LOADED = frozenset(
     f"jax.{name}"
-    for name in (
-        "api_util core custom_batching custom_derivatives debug distributed dlpack dtypes errors experimental export "
-        "ffi image interpreters interpreters.ad interpreters.batching interpreters.mlir interpreters.partial_eval "
-        "interpreters.pxla interpreters.xla lax lax.linalg lib monitoring nn nn.initializers numpy numpy.fft "
-        "numpy.linalg ops profiler random scipy sharding stages tree tree_util typing version"
-    ).split()
+    for name in ["api_util", "core", "custom_batching", "custom_derivatives", "debug", "distributed", "dlpack", "dtypes", "errors", "experimental", "export", "ffi", "image", "interpreters", "interpreters.ad", "interpreters.batching", "interpreters.mlir", "interpreters.partial_eval", "interpreters.pxla", "interpreters.xla", "lax", "lax.linalg", "lib", "monitoring", "nn", "nn.initializers", "numpy", "numpy.fft", "numpy.linalg", "ops", "profiler", "random", "scipy", "sharding", "stages", "tree", "tree_util", "typing", "version"]
 ) | {"jax"}
 """Modules that `import jax` loads, on every supported jax: a dotted name reaches them."""
 

@@ -18,7 +18,7 @@ from capibara.migrate.notebooks import cells_of, join, split
 from capibara.migrate.settings import Settings
 from capibara.migrate.sources import Unreadable, read_notebook, read_python
 
-__all__ = ["Fixed", "FixFailed", "FixesMissing", "diff", "fix_file", "fix_text", "write"]
+__all__ = ["FixFailed", "Fixed", "FixesMissing", "diff", "fix_file", "fix_text", "write"]
 
 _ROUNDS = 4
 """A fix may show another: `jax.lib.xla_bridge` gone, what it was imported for is next."""

@@ -153,7 +153,7 @@ def _serve_old_names() -> None:
 
     real = builtins.__import__
 
-    def serving(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
+    def serving(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         importer = (globals or {}).get("__name__", "")
         if level or name.partition(".")[0] != "jax" or importer.partition(".")[0] in _OWN:
             return real(name, globals, locals, fromlist, level)
