@@ -83,10 +83,12 @@ def migrate(
         raise rule_error("--diff changes nothing", "--fix and --diff", "leave one of them out")
 
     def adjust(one: Settings) -> Settings:
-        more = {} if select is None else {"select": _listed(select)}
         return replace(
-            one, ignore=(*one.ignore, *_listed(ignore)), exclude=(*one.exclude, *_listed(exclude)), **more
-        )  # fmt: skip
+            one,
+            select=one.select if select is None else _listed(select),
+            ignore=(*one.ignore, *_listed(ignore)),
+            exclude=(*one.exclude, *_listed(exclude)),
+        )
 
     if _STDIN in paths:
         if len(paths) > 1 or fix:

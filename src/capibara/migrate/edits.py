@@ -22,10 +22,14 @@ __all__ = ["LOADED", "Edits", "ImportChange", "Imported", "Target", "edits"]
 Target = Literal["jax", "capibara"]
 Span = tuple[int, int, int, int]
 
-LOADED = frozenset(
-    f"jax.{name}"
-    for name in ["api_util", "core", "custom_batching", "custom_derivatives", "debug", "distributed", "dlpack", "dtypes", "errors", "experimental", "export", "ffi", "image", "interpreters", "interpreters.ad", "interpreters.batching", "interpreters.mlir", "interpreters.partial_eval", "interpreters.pxla", "interpreters.xla", "lax", "lax.linalg", "lib", "monitoring", "nn", "nn.initializers", "numpy", "numpy.fft", "numpy.linalg", "ops", "profiler", "random", "scipy", "sharding", "stages", "tree", "tree_util", "typing", "version"]
-) | {"jax"}
+_LOADED = """
+    api_util core custom_batching custom_derivatives debug distributed dlpack dtypes errors experimental
+    export ffi image interpreters interpreters.ad interpreters.batching interpreters.mlir
+    interpreters.partial_eval interpreters.pxla interpreters.xla lax lax.linalg lib monitoring nn
+    nn.initializers numpy numpy.fft numpy.linalg ops profiler random scipy sharding stages tree tree_util
+    typing version
+"""
+LOADED = frozenset({"jax", *(f"jax.{name}" for name in _LOADED.split())})
 """Modules that `import jax` loads, on every supported jax: a dotted name reaches them."""
 
 
@@ -229,13 +233,13 @@ class _Planner:
         return in_every_supported_release(same) and self._instead(one.path, one) in (None, same)
 
     def _module_of(self, imported: str) -> tuple[str | None, str]:
-        """What is imported in a module's place, and of which package; (None, "") where all that is used went elsewhere."""
+        """What is imported in a module's place, and of which package; (None, "") where all of it is elsewhere."""
         one = fate(imported, as_module=True)
         if one is None:
             return imported, "jax"
         fitting, dropin_only = one.instead is not None, False
         used = False
-        for node, path in self._uses(imported):
+        for path in self._uses(imported):
             used = True
             if path == imported:  # the module itself, handed on
                 dropin_only |= one.instead is None
@@ -253,15 +257,15 @@ class _Planner:
             return one.instead, "jax"
         return (None, "") if used or not one.served else (imported, "capibara")
 
-    def _uses(self, imported: str) -> Iterator[tuple[ast.AST, str]]:
+    def _uses(self, imported: str) -> Iterator[str]:
         """Where a module is used under a name of its own: the first attribute of it, or the bare name."""
         for node in self.module.nodes(ast.Name):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and self.module.origin(node) == imported:
                 above = self.module.parent(node)
                 if isinstance(above, ast.Attribute):
-                    yield above, f"{imported}.{above.attr}"
+                    yield f"{imported}.{above.attr}"
                 else:
-                    yield node, imported
+                    yield imported
 
     # Imports.
 

@@ -92,8 +92,9 @@ def fate(path: str, *, as_module: bool = False) -> Fate | None:
         as_module: It is imported from, and what has its name and is no module does not count: `jax.config`.
 
     Examples:
-        >>> fate("jax.tree_map").instead, fate("jax.numpy.dot"), fate("jax.config"), fate("jax.config", as_module=True).code
-        ('jax.tree.map', None, None, 'CAP204')
+        >>> from capibara.migrate.fates import fate
+        >>> fate("jax.tree_map").instead, fate("jax.config"), fate("jax.config", as_module=True).code
+        ('jax.tree.map', None, 'CAP204')
     """
     history, row = find(path), _row(path, as_module=as_module)
     if as_module and history is not None and history.kind != "module":

@@ -41,6 +41,8 @@ def _is_jax(module: str) -> bool:
 def instead_of(alias: ast.alias) -> list[str]:
     """The statements that bind to capibara.jax what `import jax…` binds to jax.
 
+    >>> import ast
+    >>> from capibara.migrate.imports import instead_of
     >>> instead_of(ast.alias("jax.numpy", "jnp")), instead_of(ast.alias("jax.numpy"))
     (['import capibara.jax.numpy as jnp'], ['import capibara.jax as jax', 'import capibara.jax.numpy'])
     """

@@ -47,6 +47,7 @@ class Module:
     def resolve(self, node: ast.AST) -> str | None:
         """The same, with capibara.jax as what it stands in for: both are "jax.numpy.dot".
 
+        >>> from capibara.migrate.module import Module
         >>> module = Module.parse("import jax.numpy as jnp; f = jnp.dot; y = f(x, x)")
         >>> module.resolve(module.calls[0].func)
         'jax.numpy.dot'

@@ -123,7 +123,8 @@ def join(cells: Sequence[Cell]) -> tuple[Joined, list[tuple[Cell, SyntaxError]]]
 
 def split(text: str) -> Iterator[Cell]:
     """The cells of a joined text, as their notebook has them."""
-    number, lines = 0, []
+    number = 0
+    lines: list[str] = []
     for line in [*text.removesuffix("\n").split("\n"), f"{_MARK}0"]:
         if line.startswith(_MARK):
             if number:

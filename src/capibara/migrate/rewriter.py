@@ -155,7 +155,7 @@ class Rewriter(cst.CSTTransformer):
                 comments += [line for line in leading if line.comment is not None]
             else:
                 if comments:
-                    one = one.with_changes(leading_lines=[*comments, *leading])  # type: ignore[call-arg]
+                    one = one.with_changes(leading_lines=[*comments, *leading])
                 comments = []
                 kept.append(one)
         return kept, comments
@@ -224,8 +224,8 @@ def _changed(statement: cst.Import | cst.ImportFrom, change: ImportChange) -> li
     if isinstance(statement, cst.ImportFrom) and isinstance(statement.names, cst.ImportStar):
         return [(_in_place(statement, [(None, one)]), None) for moved in moves.values() for one in moved]
     names = list(statement.names)  # type: ignore[arg-type]
-    first = [(alias, None) for number, alias in enumerate(names) if number not in moves]
-    others = [(names[number], one) for number, moved in change.moves for one in moved]
+    first: _Moves = [(alias, None) for number, alias in enumerate(names) if number not in moves]
+    others: _Moves = [(names[number], one) for number, moved in change.moves for one in moved]
     if not first and isinstance(statement, cst.ImportFrom):
         first = _together(statement, others)
         others = [pair for pair in others if pair not in first]

@@ -82,7 +82,7 @@ def _processors() -> int:
 
 
 def _in_processes(jobs: Sequence[Job], several: int, checked: Callable[[int], None]) -> list[Finding]:
-    """Processes of our own: a fork of one that runs jax hangs, and multiprocessing would run the caller's script anew."""
+    """Processes of our own: a fork of one that runs jax hangs, and multiprocessing runs the caller's script anew."""
     waiting: queue.SimpleQueue[Sequence[Job]] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[int, list[Finding]] | BaseException] = queue.SimpleQueue()
     chunks = [jobs[start : start + _CHUNK] for start in range(0, len(jobs), _CHUNK)]

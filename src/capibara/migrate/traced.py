@@ -112,13 +112,13 @@ def functions(nodes: dict[type[ast.AST], list[ast.AST]], resolve: Resolve, paren
             transform, call = transformation(decorator, resolve)
             if transform is not None:
                 found.setdefault(function, (transform, call, f"decorated with {transform}"))
-    for call in nodes.get(ast.Call, ()):
-        assert isinstance(call, ast.Call)
-        transform, options = transformation(call, resolve, called=True)
-        for argument in _functions_of(call, transform):
+    for node in nodes.get(ast.Call, ()):
+        assert isinstance(node, ast.Call)
+        transform, options = transformation(node, resolve, called=True)
+        for argument in _functions_of(node, transform):
             function_node = defined(argument) if isinstance(argument, ast.Name) else argument
             if transform is not None and isinstance(function_node, FunctionNode):
-                found.setdefault(function_node, (transform, options, f"given to {transform} in line {call.lineno}"))
+                found.setdefault(function_node, (transform, options, f"given to {transform} in line {node.lineno}"))
     for function in every:
         reason = found.get(function) or _inherited(function, found, parents)
         name = getattr(function, "name", "<lambda>")

@@ -149,8 +149,7 @@ def _serve_old_names() -> None:
     import builtins
     import importlib
 
-    import capibara.jax
-
+    dropin = importlib.import_module("capibara.jax")  # by name: doors are above this room
     real = builtins.__import__
 
     def serving(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
@@ -159,7 +158,7 @@ def _serve_old_names() -> None:
             return real(name, globals, locals, fromlist, level)
         module = importlib.import_module(f"capibara.{name}")
         if not fromlist:
-            return capibara.jax
+            return dropin
         for one in fromlist:
             if one != "*" and not hasattr(module, one):
                 importlib.import_module(f"capibara.{name}.{one}")

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """What each performance rule says, and beside it what it must leave alone."""
 
 from __future__ import annotations
@@ -160,10 +161,13 @@ def test_a_loop_names_the_array_and_a_key_the_line_of_its_first_draw() -> None:
     source = "import jax\n\n@jax.jit\ndef f(x):\n    for i in range(x.shape[0]):\n        y = x[i]\n    return y\n"
     (found,) = check_text(source, "text.py", Settings(select=("CAP3",)))
     assert (found.line, found.column) == (5, 14)
-    assert "`x`" in found.message and "jax.jit" in found.message and "scan" in found.fix
+    assert "`x`" in found.message
+    assert "jax.jit" in found.message
+    assert "scan" in found.fix
     drawn = "import jax\ndef f(key):\n    a = jax.random.normal(key)\n    return a + jax.random.normal(key)\n"
     (found,) = check_text(drawn, "text.py", Settings(select=("CAP3",)))
-    assert found.line == 4 and "line 3" in found.message
+    assert found.line == 4
+    assert "line 3" in found.message
     silenced = drawn.replace("normal(key)\n", "normal(key)  # noqa: CAP306\n")
     assert check_text(silenced, "text.py", Settings(select=("CAP3",))) == ()
 
