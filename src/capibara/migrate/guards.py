@@ -112,7 +112,8 @@ def _asks(module: Module, test: ast.expr, depth: int = 0) -> str | None:
     for part in ast.walk(test):
         if isinstance(part, ast.Call):
             name = _last(part.func)
-            of_jax = bool(part.args) and (module.resolve(part.args[0]) or "").partition(".")[0] == "jax"
+            # What is not known may be jax's: `hasattr(aval, "to_tangent_aval")` asks for the release too.
+            of_jax = bool(part.args) and (module.resolve(part.args[0]) or "jax").partition(".")[0] == "jax"
             # A value of jax's tells its release too: hasattr(aval, "to_tangent_aval"). Options do not.
             asked = bool(part.args) and _last(part.args[0]) not in ("self", "args", "config", "cfg", "options")
             if name in ("find_spec", "signature") or (name == "hasattr" and asked) or (name == "getattr" and of_jax):

@@ -1,4 +1,4 @@
-"""CAP304: float64, which TPUs compute in software and GPUs at a fraction of their rate, and which jax halves silently."""
+"""CAP304: float64, which TPUs compute in software, GPUs at a fraction of their rate, and jax halves in silence."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class _Walk:
         after = state.copy()
         self.run(body, after)
         if not after.ended or _continues(body):
-            again = _State({key: use for key, use in after.used.items()})
+            again = _State(dict(after.used.items()))
             if target is not None:
                 self._bind(target, again)
             self.run(body, again)

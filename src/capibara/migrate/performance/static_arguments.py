@@ -84,8 +84,10 @@ def _defaults(function: Function, static: set[str], module: Module) -> Iterator[
 
 def _direct(call: ast.Call, jit: ast.Call, module: Module) -> Iterator[Finding]:
     """`jax.jit(f, static_argnums=1)(x, [1, 2])` of a function from elsewhere."""
-    for value in jit_keyword(Function(ast.Lambda(), "", "jax.jit", jit), "static_argnums"):
-        numbers = literal(value)
+    for keyword in jit.keywords:
+        if keyword.arg != "static_argnums":
+            continue
+        numbers = literal(keyword.value)
         for number in numbers if isinstance(numbers, tuple | list) else (numbers,):
             if isinstance(number, int) and 0 <= number < len(call.args):
                 yield from _unhashable(call.args[number], f"argument {number}", module)
