@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from capibara.migrate.findings import Finding
 from capibara.migrate.module import Module
-from capibara.migrate.performance.values import jit_keyword, literal, parameters, static_parameters
+from capibara.migrate.performance.values import literal, parameters, static_parameters
 from capibara.migrate.traced import Function
 
 __all__ = ["check_static_arguments"]
