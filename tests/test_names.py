@@ -20,7 +20,10 @@ FILE = re.compile(r"(?<![\w/.<>*\-])(?:[\w.\-]+/)+[\w\-]+\.(?:py|json|toml|md)\b
 NOT_NAMES = {"capibara.ops", "capibara.config.tpu_config.TPUConfig.scaling_config", "capibara.json"}
 # A reader's own, another project's, results to be written, the documents' presets; and links, which tests/test_docs.py
 # follows.
-NOT_OURS = re.compile(r"path/to/|DIR/|\./|jax/_src/|.*/DATE-|src/capibara/config/configs_toml/|\.\./")
+NOT_OURS = re.compile(
+    r"path/to/|DIR/|\./|jax/_src/|(?:jax_md|jraph|optax|blackjax)/|.*/DATE-|recordings/"
+    r"|src/capibara/config/configs_toml/|\.\./"
+)
 
 
 def _there(name: str) -> bool:

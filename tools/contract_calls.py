@@ -49,6 +49,7 @@ MODULES = (
     ".experimental.pallas", ".experimental.pjit", ".sharding", ".profiler", ".diagnostics", "._src.core", ".tpu_v4",
     ".tpu_v4.kernels", ".tpu_v4.backend", ".tpu_v4.optimizations", ".tpu_v4.recovery", ".tpu_v4.training",
     ".tpu_v4.inference", ".tpu_v4.monitoring", ".tpu_v4.cost", ".tpu_v4.autoscaling", ".tpu_v4.diagnostics",
+    ".utils",
 )  # fmt: skip
 
 
@@ -84,6 +85,7 @@ def modules_by_dotted_imports() -> None:
     import capibara.jax.tpu_v4.optimizations
     import capibara.jax.tpu_v4.recovery
     import capibara.jax.tpu_v4.training
+    import capibara.jax.utils
 
     assert capibara.jax.lax.linalg.cholesky is not None
 
