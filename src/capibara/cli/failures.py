@@ -29,8 +29,8 @@ class Code(IntEnum):
 
 CODES = (
     "Exit codes: 0 all is well; 1 it failed: a wrong result, a program that does not compile; 2 bad input; 3 it does "
-    "not fit; 4 no answer: lowered only, for want of a compiler, or not comparable; 42 preempted and saved; 43 no progress, its "
-    "stacks written down. With --json a failure is JSON as well, under the key error."
+    "not fit; 4 no answer: lowered only, for want of a compiler, or not comparable; 42 preempted and saved; 43 "
+    "no progress, its stacks written down. With --json a failure is JSON as well, under the key error."
 )
 
 
