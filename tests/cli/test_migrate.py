@@ -44,6 +44,15 @@ def test_diff_changes_nothing_and_fix_does(file: Path) -> None:
     assert "fixed" not in runner.invoke(app, ["migrate", "a.py", "--fix"]).stdout
 
 
+def test_what_needs_no_hand_is_printed_when_asked_for(file: Path) -> None:
+    shown = runner.invoke(app, ["migrate", "a.py"]).stdout
+    assert "CAP101" not in shown
+    assert "1 error, 0 warnings, 1 info (--info prints them)" in shown
+    shown = runner.invoke(app, ["migrate", "a.py", "--info"]).stdout
+    assert "a.py:1:8: CAP101 info: import jax is plain jax. Fix: write import capibara.jax as jax" in shown
+    assert "--info prints" not in shown
+
+
 def test_standard_input(file: Path) -> None:
     shown = runner.invoke(app, ["migrate", "-", "--diff"], input=OLD)
     assert shown.exit_code == 1

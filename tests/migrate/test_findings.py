@@ -27,7 +27,7 @@ def test_the_report_counts_and_judges() -> None:
     assert report.issues == report.findings
     assert report.failures == (unread,)
     assert report.counts() == {"error": 2, "warning": 0, "info": 1}
-    assert str(report).splitlines()[-1] == "not compatible: 2 files, 2 error, 0 warning, 1 info"
+    assert str(report).splitlines()[-1] == "not compatible: 2 files, 2 errors, 0 warnings, 1 info"
 
 
 def test_order_is_that_of_the_text_and_each_comes_once() -> None:

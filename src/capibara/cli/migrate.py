@@ -55,6 +55,9 @@ def migrate(
     select: Annotated[str | None, typer.Option(metavar="CODES", help="CAP2,CAP301: only these.")] = None,
     ignore: Annotated[str | None, typer.Option(metavar="CODES", help="Not these.")] = None,
     exclude: Annotated[str | None, typer.Option(metavar="PATTERNS", help="Files and folders not to read.")] = None,
+    info: Annotated[
+        bool, typer.Option("--info", help="Also print what is neither error nor warning, such as plain jax imports.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one a processor by default.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0.")] = False,
@@ -93,7 +96,7 @@ def migrate(
     if _STDIN in paths:
         if len(paths) > 1 or fix:
             raise rule_error("- is checked for itself", f"{' '.join(paths)}", "write capibara migrate - --diff")
-        _standard_input(adjust, diff, to, adapters, json, sarif)
+        _standard_input(adjust, diff, to, adapters, json, sarif, info)
         return
     from capibara.migrate.run import check_jobs, jobs_of
 
@@ -102,7 +105,7 @@ def migrate(
     with output.progress(quiet=json or sarif) as bar:
         task = bar.add_task("files", total=len(listed))
         report = check_jobs(listed, processes=jobs, checked=lambda count: bar.update(task, completed=count))
-    _show(report, changed, json, sarif, written=fix)
+    _show(report, changed, json, sarif, written=fix, info=info)
     if not report.is_compatible:
         raise typer.Exit(Code.FAILED)
 
@@ -111,7 +114,7 @@ def _listed(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def _standard_input(adjust: Any, diff: bool, to: Any, adapters: bool, json: bool, sarif: bool) -> None:
+def _standard_input(adjust: Any, diff: bool, to: Any, adapters: bool, json: bool, sarif: bool, info: bool) -> None:
     from capibara.migrate.fixes import fix_text
     from capibara.migrate.run import check_source
     from capibara.migrate.settings import settings_for
@@ -128,7 +131,7 @@ def _standard_input(adjust: Any, diff: bool, to: Any, adapters: bool, json: bool
         fixed = fix_text(text, "<stdin>", to, adapters=adapters, codes=settings.codes)
         if fixed.changed:
             changed["<stdin>"] = fixed
-    _show(report, changed, json, sarif, written=False)
+    _show(report, changed, json, sarif, written=False, info=info)
     if not report.is_compatible:
         raise typer.Exit(Code.FAILED)
 
@@ -157,7 +160,8 @@ def _fixed(jobs: Sequence[Job], to: Any, adapters: bool, write_them: bool, quiet
     return changed
 
 
-def _show(report: Report, changed: dict[str, Fixed], json: bool, sarif: bool, written: bool) -> None:
+def _show(report: Report, changed: dict[str, Fixed], json: bool, sarif: bool, *, written: bool, info: bool) -> None:
+    """JSON and SARIF have every finding; people see what is to be done, and the rest with --info."""
     from capibara.migrate.fixes import diff as difference
     from capibara.migrate.sarif import sarif as as_sarif
 
@@ -177,7 +181,7 @@ def _show(report: Report, changed: dict[str, Fixed], json: bool, sarif: bool, wr
                 {"file": file, "written": written, "diff": difference(one, file), "from_capibara": one.from_dropin}
                 for file, one in changed.items()
             ]
-        problem = {} if report.is_compatible else failures.error(Code.FAILED, str(report).splitlines()[-1])
+        problem = {} if report.is_compatible else failures.error(Code.FAILED, report.summary)
         output.show_json({**document, **problem})
         return
     for file, one in changed.items():
@@ -186,7 +190,13 @@ def _show(report: Report, changed: dict[str, Fixed], json: bool, sarif: bool, wr
         if one.from_dropin:
             names = ", ".join(one.from_dropin)
             typer.echo(f"{file}: {names}: plain jax has no equal; imported from capibara.jax", err=True)
-    typer.echo(str(report))
+    hidden = 0
+    for finding in report.findings:
+        if finding.severity == "info" and not info:
+            hidden += 1
+        else:
+            typer.echo(str(finding))
+    typer.echo(report.summary + (" (--info prints them)" if hidden else ""))
     if changed:
         typer.echo(f"{len(changed)} file{'s' if len(changed) > 1 else ''} {'fixed' if written else 'would change'}")
 

@@ -41,7 +41,7 @@ class Finding:
         return f"{self.file}:{cell}{self.line}:{self.column}"
 
     def __str__(self) -> str:
-        fix = f" Fix: {self.fix}" if self.fix else ""
+        fix = f"{'' if self.message.endswith('.') else '.'} Fix: {self.fix}" if self.fix else ""
         return f"{self.place}: {self.code} {self.severity}: {self.message}{fix}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,8 +81,16 @@ class Report:
         counted = Counter(one.severity for one in self.findings)
         return {severity: counted[severity] for severity in SEVERITIES}
 
-    def __str__(self) -> str:
-        numbers = ", ".join(f"{count} {severity}" for severity, count in self.counts().items())
+    @property
+    def summary(self) -> str:
+        """The verdict and how much was found, in a line."""
+        numbers = ", ".join(_counted(count, severity) for severity, count in self.counts().items())
         state = "compatible" if self.is_compatible else "not compatible"
-        files = f"{len(self.files)} file{'' if len(self.files) == 1 else 's'}"
-        return "\n".join([*map(str, self.findings), f"{state}: {files}, {numbers}"])
+        return f"{state}: {_counted(len(self.files), 'file')}, {numbers}"
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.findings), self.summary])
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 or what == 'info' else 's'}"
