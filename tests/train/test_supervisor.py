@@ -103,9 +103,10 @@ def test_kill_9_of_one_restarts_all(tmp_path: Path) -> None:
     """Process 1 is killed; the others hang, as in a collective, and ignore being asked to stop."""
     output = io.StringIO()
     code = """
-        mark("started")
         if start == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        mark("started")
+        if start == 0:
             if me == 1:
                 wait_for("started", 0); wait_for("started", 2)
                 os.kill(os.getpid(), signal.SIGKILL)
