@@ -141,7 +141,9 @@ def _apply(source: str, planned: Edits, target: Target) -> str:
         import libcst as cst
         from libcst.metadata import MetadataWrapper
     except ImportError as error:
-        raise FixesMissing("--fix needs libcst, which is not installed. Fix: pip install '.[migrate]' in a checkout.") from error
+        raise FixesMissing(
+            "--fix needs libcst, which is not installed. Fix: pip install '.[migrate]' in a checkout."
+        ) from error
     from capibara.migrate.rewriter import Rewriter
 
     wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
