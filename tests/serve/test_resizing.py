@@ -208,7 +208,6 @@ def test_a_request_that_is_cancelled_while_it_is_kept() -> None:
     assert (move.taken, move.new) == (requests[:1], [])
 
 
-@pytest.mark.quick
 def test_whoever_was_let_in_is_answered_however_full_it_is_there_and_who_left_is_not() -> None:
     made: list[Held] = []
 
