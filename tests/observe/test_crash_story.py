@@ -229,3 +229,35 @@ def test_a_run_that_ended_in_order_leaves_no_crash_and_names_an_earlier_one(tmp_
     story = read_crash_story(tmp_path)
     assert story.ended_in_order
     assert f"an earlier crash of it is told by {kept}" in str(story)
+
+
+@pytest.mark.quick
+def test_a_start_that_came_to_no_step_leaves_the_story_of_the_one_that_did(tmp_path: Path) -> None:
+    folder = tmp_path / "recordings"
+    _hot_and_full(tmp_path)
+    kept = keep_crash(folder)
+    assert kept is not None
+    told = kept.read_bytes()
+    again = Recorder(folder)
+    again.alert("ended by ValueError: no such data")
+    again.close(in_order=False)
+    assert keep_crash(folder) is None
+    assert kept.read_bytes() == told
+    assert read_crash_story(folder).processes[0].alerts == ("ended by ValueError: no such data",), "it lies there"
+    kept.write_text("{}")
+    assert keep_crash(folder) == kept, "one that cannot be read is no story"
+    assert not read_crash_story(kept).has_steps
+    later = Recorder(folder)
+    later.step(9)
+    assert keep_crash(folder) == kept
+    assert read_crash_story(kept).last_step == 9
+
+
+@pytest.mark.quick
+def test_a_damaged_recording_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    _program(tmp_path, [(5, []), (5, []), (5, [])])
+    (tmp_path / "process_1.recording").write_bytes(bytes(4096))
+    story = read_crash_story(tmp_path)
+    assert story.last_step == 5
+    assert story.missing == ("process 1 left no recording here",)
+    assert sorted(file.name for file in tmp_path.glob("*.draft")) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from capibara.observe import Recorder, read_recording
-from capibara.observe.recorder import RECORD
+from capibara.observe.recorder import KINDS, RECORD
 
 
 @pytest.mark.quick
@@ -183,3 +183,41 @@ def test_more_series_than_there_is_room_for(
     assert len(samples.series) == 128
     assert samples.series["gpu:127", "power"] == (127.0,)
     assert "power of gpu:129 is not recorded: a recording has 128 series" in caplog.text
+
+
+@pytest.mark.quick(cases="all")
+@pytest.mark.parametrize("harm", ["cut in the names", "cut in the rows", "rows", "series", "capacity", "no capacity"])
+def test_a_damaged_recording_is_read_and_gone_on_with(tmp_path: Path, harm: str) -> None:
+    """A run that was killed is resumed whatever its recording is like, at once, and on as much disk as before."""
+    recorder = Recorder(tmp_path, capacity=4, samples=3)
+    recorder.step(7)
+    recorder.sensors({("host", "utilization"): 0.5}, 1.0)
+    recorder.close()
+    whole = recorder.file.read_bytes()
+    ring = RECORD * 5
+    data = bytearray(whole)
+    if harm.startswith("cut"):
+        del data[ring + (100 if harm == "cut in the names" else 128 * 128 + 700) :]
+    else:
+        place = {"rows": ring + 8, "series": ring + 12}.get(harm, 8)
+        data[place : place + 4] = bytes(4) if harm == "no capacity" else b"\xff\xff\xff\x7f"
+    recorder.file.write_bytes(data)
+    recording = read_recording(recorder.file)
+    assert recording.last_step == (None if harm == "no capacity" else 7)
+    with Recorder(tmp_path, capacity=4, samples=3) as again:
+        again.sensors({("host", "power"): 2.0}, 2.0)
+        recording = read_recording(again.file)
+    assert recording.samples.times[-1] == 2.0
+    assert recording.samples.since(2.0).series == {("host", "power"): (2.0,)}
+    assert recording.events[-1].kind == "start"
+    assert len(again.file.read_bytes()) == len(whole)
+    assert (again.file.with_suffix(".damaged")).exists() == ("capacity" in harm)
+
+
+@pytest.mark.quick
+def test_an_event_of_a_later_version_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("capibara.observe.recorder.KINDS", (*KINDS, "resize"))
+        with Recorder(tmp_path) as recorder:
+            recorder.event("resize")
+    assert [event.kind for event in read_recording(recorder.file).events] == ["start", "end"]

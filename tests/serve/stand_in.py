@@ -62,8 +62,8 @@ class StandIn:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def add(self, request: Request) -> None:
-        if len(self.running) >= self.most:
+    def add(self, request: Request, *, taken: bool = False) -> None:
+        if len(self.running) >= self.most and not taken:
             raise QueueFull("The queue is full. Got one more. Fix: come again later.")
         if request.sampling.json_schema == {"type": "nonsense"}:
             raise ValueError("A schema is one that llguidance reads. Got nonsense. Fix: mend it.")

@@ -39,11 +39,11 @@ def test_a_killed_run_and_one_out_of_memory_are_told_from_one_file(tmp_path: Pat
     )
     file = out / "recordings" / "process_0.recording"
     try:
-        deadline = time.monotonic() + 400  # beside other tests
-        while not (file.exists() and (read_recording(file).last_step or 0) > 5 and _samples(file) > 5):
+        deadline = time.monotonic() + 600  # of a machine that has much else to do
+        while not (file.exists() and _is_under_way(file)):
             assert running.poll() is None, running.communicate()[1].decode()
             assert time.monotonic() < deadline
-            time.sleep(0.1)
+            time.sleep(0.5)
     finally:
         running.send_signal(signal.SIGKILL)
         running.communicate()
@@ -83,8 +83,9 @@ def test_a_killed_run_and_one_out_of_memory_are_told_from_one_file(tmp_path: Pat
     assert story.processes[0].sensors == {}, "log.sensor_seconds=0 takes none"
 
 
-def _samples(file: Path) -> int:
-    return len(read_recording(file).samples.times)
+def _is_under_way(file: Path) -> bool:
+    recording = read_recording(file)
+    return (recording.last_step or 0) > 5 and len(recording.samples.times) > 5
 
 
 @pytest.mark.quick
@@ -113,7 +114,7 @@ def test_a_hang_is_in_the_same_file(tmp_path: Path, as_a_reader: dict[str, str])
         env=_environment(as_a_reader),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert ran.returncode == 43, ran.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 import textwrap
@@ -130,6 +131,17 @@ def test_beats_keep_it_quiet_and_a_phase_may_take_longer(tmp_path: Path) -> None
     assert "this process is at step 5 in 'data'" in hangs[0]
     with pytest.raises(ValueError, match="timeout is more than 0"):
         Watchdog(tmp_path, 0)
+
+
+@pytest.mark.quick
+def test_a_hang_ends_whatever_its_story_is_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(folder: Path) -> None:
+        raise struct.error("unpack requires a buffer of 128 bytes")
+
+    monkeypatch.setattr("capibara.train.watchdog.keep_crash", unreadable)
+    came = threading.Event()
+    with Watchdog(tmp_path, 0.1, on_hang=lambda text: came.set()):
+        assert came.wait(30)
 
 
 def test_a_loop_that_keeps_pythons_lock_is_ended_too(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -177,7 +177,8 @@ def serve(
         from capibara.serve.latency import LatencyController
 
         latency = LatencyController(engine, target_latency_ms)
-        typer.echo(f"capibara: {latency.calibrate()}", err=True)
+        with _closed_if_it_fails(engine):
+            typer.echo(f"capibara: {latency.calibrate()}", err=True)
         return Loaded(engine, card, latency)
 
     def ready(card: ModelCard) -> None:
@@ -255,6 +256,16 @@ def _once(model: str) -> Callable[[], tuple[ModularCapibaraModel, str]]:
     return functools.cache(lambda: load_model(model))
 
 
+@contextlib.contextmanager
+def _closed_if_it_fails(engine: Engine) -> Iterator[None]:
+    """A server that cannot go over to other devices makes an engine on those that it had, and needs their memory."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
+
+
 def _adapters(texts: list[str], model: str) -> dict[str, str]:
     from capibara.errors import rule_error
 
@@ -297,7 +308,11 @@ def load_engine(
     check_template(loaded.tokenizer, template)
     engine = Engine(loaded, config=config)
     if warm_up:
-        with output.progress() as bar, contextlib.nullcontext() if books is None else books.phase("warm_up"):
+        with (
+            _closed_if_it_fails(engine),
+            output.progress() as bar,
+            contextlib.nullcontext() if books is None else books.phase("warm_up"),
+        ):
             task = bar.add_task("")
             made = engine.warm_up(
                 lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

@@ -9,9 +9,11 @@ the end, and the next start of a run that nobody saw end does.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -23,6 +25,8 @@ from capibara.observe.recorder import Recording, read_recording
 from capibara.observe.sample_ring import Samples
 
 __all__ = ["CRASH_FILE", "CrashStory", "ProcessStory", "StepSeen", "keep_crash", "read_crash_story"]
+
+logger = logging.getLogger(__name__)
 
 CRASH_FILE = "crash.json"
 """In a run's recordings, the story of its last crash or hang."""
@@ -163,6 +167,11 @@ class CrashStory:
         return max((one.last_step for one in self.processes if one.last_step is not None), default=None)
 
     @property
+    def has_steps(self) -> bool:
+        """Whether any process came to a step since it was started last."""
+        return any(one.steps for one in self.processes)
+
+    @property
     def ended_in_order(self) -> bool:
         return not self.absent and all(one.ended for one in self.processes)
 
@@ -194,10 +203,14 @@ class CrashStory:
     def save(self, file: str | os.PathLike[str]) -> Path:
         """All of it as one file, which `read_crash_story` reads again."""
         to = Path(file)
-        draft = to.with_name(f"{to.name}.{os.getpid()}.draft")
+        # Processes of several hosts write it at one time, and in containers they have one number.
+        draft = to.with_name(f"{to.name}.{secrets.token_hex(8)}.draft")
         text = json.dumps({"format": _FORMAT, **self.as_dict()}, indent=1, ensure_ascii=False, allow_nan=False)
-        draft.write_text(text + "\n", encoding="utf-8")
-        os.replace(draft, to)
+        try:
+            draft.write_text(text + "\n", encoding="utf-8")
+            os.replace(draft, to)
+        finally:
+            draft.unlink(missing_ok=True)  # of a full disk
         return to
 
     def __str__(self) -> str:
@@ -259,28 +272,59 @@ def read_crash_story(path: str | os.PathLike[str]) -> CrashStory:
             f"{os.fspath(path)!r}, where there is none",
             "name a run's folder, such as runs/dev, or a file in its recordings",
         )
-    recordings = [read_recording(file) for file in files]
+    recordings = _read_those_that_are(files)
     # An earlier start of the program may have had more processes than the last one: nobody waited for those.
-    count = max(recordings, key=lambda one: one.events[-1].time if one.events else 0.0).processes
-    told = [(recording, file) for recording, file in zip(recordings, files, strict=True) if recording.process < count]
-    stories = [_process(recording, file) for recording, file in told]
+    count = max(recordings.values(), key=lambda one: one.events[-1].time if one.events else 0.0).processes
+    told = {file: recording for file, recording in recordings.items() if recording.process < count}
+    stories = [_process(recording, file) for file, recording in told.items()]
     crash = folder / CRASH_FILE
     return CrashStory(
         str(folder),
         count,
         tuple(sorted(stories, key=lambda one: one.process)),
-        _autopsy(folder.parent / _AUTOPSY, [recording for recording, _ in told]),
+        _autopsy(folder.parent / _AUTOPSY, list(told.values())),
         str(crash) if crash.is_file() else None,
     )
 
 
+def _read_those_that_are(files: list[Path]) -> dict[Path, Recording]:
+    """The recordings among several files: one that is damaged does not take the others' story with it."""
+    found, wrong = {}, None
+    for file in files:
+        try:
+            found[file] = read_recording(file)
+        except ValueError as error:
+            wrong = wrong or error
+            logger.warning("%s", error)
+    if not found and wrong is not None:
+        raise wrong
+    return found
+
+
 def keep_crash(folder: str | os.PathLike[str]) -> Path | None:
-    """Write a run's recordings as one file, `crash.json` beside them; None where there are none, or all ended well."""
+    """Write a run's recordings as one file, `crash.json` beside them; None where there are none, or all ended well.
+
+    One that tells of steps is not written over by a start that did not come to any, for want of its data for one: what
+    became of that start lies in the recordings until the next.
+    """
     recordings = Path(folder)
     if not any(recordings.glob("process_*.recording")):
         return None
     story = read_crash_story(recordings)
-    return None if story.ended_in_order else replace(story, earlier_crash=None).save(recordings / CRASH_FILE)
+    if story.ended_in_order:
+        return None
+    file = recordings / CRASH_FILE
+    if file.is_file() and not story.has_steps and _has_steps(file):
+        logger.warning("%s stays as it is: this start came to no step", file)
+        return None
+    return replace(story, earlier_crash=None).save(file)
+
+
+def _has_steps(file: Path) -> bool:
+    try:
+        return _read_crash_file(file).has_steps
+    except ValueError:  # of another version, or damaged
+        return False
 
 
 def _read_crash_file(file: Path) -> CrashStory:

@@ -131,7 +131,10 @@ class Recorder:
             return capacity, samples
         try:
             earlier = read_recording(self.file)
+            whole = earlier.capacity >= 2 and self.file.stat().st_size >= RECORD * (earlier.capacity + 1)
         except ValueError:
+            whole = False
+        if not whole:
             os.replace(self.file, self.file.with_suffix(".damaged"))
             return capacity, samples
         self._number = max((event.number for event in earlier.events), default=-1) + 1
@@ -233,7 +236,7 @@ class Recording:
     samples: Samples = field(default_factory=Samples)
     """What sensors said."""
     sample_capacity: int | None = None
-    """How many samples it has room for; None in one that was written before there were any."""
+    """How many samples it has room for; None in one from before there were any, or whose ring is damaged."""
 
     @property
     def last_step(self) -> int | None:
@@ -269,6 +272,8 @@ def _events(data: bytes, capacity: int) -> Iterator[Event]:
         if zlib.crc32(body) != crc or body == b"\0" * len(body):
             continue  # never written, or the one that was being written
         number, when, kind, step, seconds, loss, pid = _FIELDS.unpack(body[: _FIELDS.size])
+        if kind >= len(KINDS):
+            continue  # of a later version
         text = body[_FIELDS.size : _FIELDS.size + size].decode(errors="replace")
         yield Event(number, when, KINDS[kind], step, seconds, loss, pid, text)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from capibara.errors import say_once
 
-__all__ = ["SampleRing", "Samples", "read_samples"]
+__all__ = ["SampleRing", "Samples", "read_samples", "ring_rows"]
 
 _log = logging.getLogger("capibara.observe")
 
@@ -55,9 +55,11 @@ class SampleRing:
         self._map, self._at, self._rows = mapped, at, rows
         self._number = 0
         self._columns: dict[tuple[str, str], int] = {}
-        found = _read(mapped[at : at + self.size(rows)])
+        lying = mapped[at : at + self.size(rows)]
+        found = _read(lying) if ring_rows(lying) == rows else None
         if found is None:
-            mapped[at : at + _HEADER.size] = _HEADER.pack(_MAGIC, rows, _SERIES)
+            # Nothing, or the ring of another version or a damaged one, whose rows lie elsewhere.
+            mapped[at : at + len(lying)] = _HEADER.pack(_MAGIC, rows, _SERIES).ljust(len(lying), b"\0")
         else:
             names, lines = found
             self._columns = {name: column for column, name in names.items()}
@@ -108,6 +110,10 @@ def _read(data: bytes) -> tuple[dict[int, tuple[str, str]], list[_Row]] | None:
     if len(data) < _HEADER.size or data[: len(_MAGIC)] != _MAGIC:
         return None
     _, rows, series = _HEADER.unpack(data[: _HEADER.size])
+    # The header has no checksum, and a file may be cut off: no more is looked for than there is.
+    series = min(series, (len(data) - _HEADER.size) // _NAME_BYTES)
+    size = _row_bytes(series)
+    rows = min(rows, (len(data) - _HEADER.size - series * _NAME_BYTES) // size)
     names: dict[int, tuple[str, str]] = {}
     for column in range(series):
         at = _HEADER.size + column * _NAME_BYTES
@@ -116,12 +122,11 @@ def _read(data: bytes) -> tuple[dict[int, tuple[str, str]], list[_Row]] | None:
             source, metric = name.rstrip(b"\0").decode(errors="replace").split("\0")
             names[column] = source, metric
     lines: list[_Row] = []
-    size = _row_bytes(series)
     for place in range(rows):
         at = _HEADER.size + series * _NAME_BYTES + place * size
         line = data[at : at + size]
         body = line[: -_CRC.size]
-        if len(line) < size or body == b"\0" * len(body) or _CRC.unpack(line[-_CRC.size :])[0] != zlib.crc32(body):
+        if body == b"\0" * len(body) or _CRC.unpack(line[-_CRC.size :])[0] != zlib.crc32(body):
             continue  # never written, or the one that was being written
         number, time, _pid = _FIELDS.unpack(body[: _FIELDS.size])
         values = array("f")
@@ -141,7 +146,8 @@ def read_samples(data: bytes) -> Samples:
 
 
 def ring_rows(data: bytes) -> int | None:
-    """How many rows the ring in a recording has; None where there is no ring."""
+    """How many rows the ring in a recording has; None where there is none that could be gone on with."""
     if len(data) < _HEADER.size or data[: len(_MAGIC)] != _MAGIC:
         return None
-    return int(_HEADER.unpack(data[: _HEADER.size])[1])
+    _, rows, series = _HEADER.unpack(data[: _HEADER.size])
+    return int(rows) if rows and series == _SERIES and len(data) == SampleRing.size(rows) else None

@@ -187,15 +187,19 @@ class Engine:
 
     # Requests.
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, taken: bool = False) -> None:
         """Queue a request. A `ValueError` says what is wrong with it; `QueueFull` that too many wait.
 
         A grammar that was not met lately is read beside the steps, and its request is queued when that is done:
         `compiling` says whether it still is. One that cannot be read ends the request with an output that is
         `rejected`.
+
+        Args:
+          request: with an id of its own.
+          taken: it was let in before, here or by another engine (`hand_back`), and is queued however many wait.
         """
         self._check(request)
-        self.scheduler.check(request, beside=len(self._compiling))
+        self.scheduler.check(request, beside=len(self._compiling), taken=taken)
         grammar = self._grammars.start(request.sampling) if request.sampling.constrained else None
         if isinstance(grammar, Future):
             self._compiling[request.id] = (request, grammar)

@@ -28,6 +28,8 @@ class Move:
     """Requests that clients were told are taken, and that have not begun; the oldest first."""
     new: list[Request] = field(default_factory=list)
     """Those that came since."""
+    placed: bool = False
+    """Whether an autoscaler wants it, which is then told where it is called off; not somebody by hand."""
 
     def cancel(self, id: str) -> RequestOutput | None:
         """Take a request out, where it is kept here; its last output."""
@@ -57,9 +59,10 @@ class Occupancy:
 
     def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.places = places
+        """As many requests run at a time; a controller of latency changes it."""
         self._clock = clock
         self._seen: tuple[float, int] | None = None
-        self._seconds = self._running_seconds = self._answer_seconds = 0.0
+        self._place_seconds = self._running_seconds = self._answer_seconds = 0.0
         self._finished = self._finished_before = self._waiting = 0
 
     def saw(self, running: int, waiting: int, finished: int) -> None:
@@ -67,20 +70,22 @@ class Occupancy:
         now = self._clock()
         if self._seen is not None:
             before, then_running = self._seen
-            self._seconds += now - before
+            self._place_seconds += self.places * (now - before)
             self._running_seconds += then_running * (now - before)
+        else:
+            self._finished_before = finished  # by an engine before this one
         self._seen = now, running
         self._waiting, self._finished = waiting, finished
 
     def __call__(self) -> dict[str, float | None]:
         """Since the last call: the mean share of places, and minutes that the devices would take for what waits."""
-        seconds, running_seconds = self._seconds, self._running_seconds
+        place_seconds, running_seconds = self._place_seconds, self._running_seconds
         ended = self._finished - self._finished_before
         if ended > 0:
             self._answer_seconds = running_seconds / ended
         elif self._seen is not None and self._seen[1]:  # they take at least as long as they were seen
             self._answer_seconds = max(self._answer_seconds, running_seconds / self._seen[1])
-        self._seconds = self._running_seconds = 0.0
+        self._place_seconds = self._running_seconds = 0.0
         self._finished_before = self._finished
-        used = min(1.0, running_seconds / (seconds * self.places)) if seconds > 0 else None
+        used = min(1.0, running_seconds / place_seconds) if place_seconds > 0 else None
         return {"utilization": used, "waiting_minutes": self._waiting * self._answer_seconds / self.places / 60}

@@ -158,16 +158,17 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def check(self, request: Request, *, beside: int = 0) -> None:
+    def check(self, request: Request, *, beside: int = 0, taken: bool = False) -> None:
         """Raise where a request cannot be queued: `QueueFull`, or a `ValueError` that says what is wrong with it.
 
         Args:
           beside: requests that wait elsewhere, to be queued soon.
+          taken: it was let in before: there is room for it.
         """
         # Who can run at the next step does not wait: a queue of one is full when one waits for a place.
         places = min(len(self._free_slots), self.limits.max_sequences - len(self.running))
         waiting = len(self.waiting) + beside
-        if waiting >= self.max_queue + max(places, 0):
+        if not taken and waiting >= self.max_queue + max(places, 0):
             raise QueueFull(f"{waiting} requests are waiting, which is as many as may (max_queue)")
         if len(request.prompt) >= self.max_length:
             raise rule_error(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import queue
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capibara.models import step_hooks
@@ -23,6 +28,8 @@ __all__ = ["EngineWorker", "Loaded"]
 
 _log = logging.getLogger(__name__)
 _STATS_EVERY_S = 0.25
+_STOP_WITHIN_S = 0.1
+"""While an engine is made, the server learns so soon that it is to stop."""
 _COUNTED = (
     "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "compilations", "drafted",
     "accepted",
@@ -58,7 +65,7 @@ class EngineWorker:
         """Requests of which the server was not told yet whether they were taken."""
         self._ready: Callable[[], None] = lambda: None
         self._drain_timeout_s = settings.drain_timeout_s
-        self._wanted: list[Any] | None = None
+        self._wanted: deque[list[Any]] = deque(maxlen=1)
         self._move: Move | None = None
         self._occupancy: Occupancy | None = None
         self._finished = 0
@@ -115,21 +122,23 @@ class EngineWorker:
 
     def resize(self, devices: Sequence[Any]) -> None:
         """Go over to these devices when what has begun is finished. From any thread."""
-        self._wanted = list(devices)
+        self._wanted.append(list(devices))
 
     def _look_for_devices(self, engine: Engine, card: ModelCard) -> None:
         """Begin a move, where somebody wants one."""
         if self._move is not None or self._drain:
             return
-        wanted, self._wanted = self._wanted, None
-        if wanted is None and step_hooks.is_placed():
+        wanted = self._wanted.popleft() if self._wanted else None
+        placed = wanted is None and step_hooks.is_placed()
+        if placed:
             stats = engine.stats()
             self._occupancy = self._occupancy or Occupancy(card.max_sequences)
+            self._occupancy.places = engine.limits.max_sequences
             self._occupancy.saw(stats.running, stats.waiting, self._finished)
             wanted = step_hooks.devices_wanted(engine.devices, self._load)
         if wanted is None or set(wanted) == set(engine.devices):
             return
-        self._move = Move(wanted, time.monotonic() + self._drain_timeout_s)
+        self._move = Move(wanted, time.monotonic() + self._drain_timeout_s, placed=placed)
         for request in engine.hand_back():
             # One whose grammar was still being read is not known to be taken.
             (self._move.new if request.id in self._unsettled else self._move.taken).append(request)
@@ -148,12 +157,11 @@ class EngineWorker:
         self._counted = {name: getattr(stats, name) for name in _COUNTED}
         engine.close()
         self.engine = None
-        with self.books.phase("load"):
-            try:
-                loaded = reload(self._move.devices)
-            except Exception:  # noqa: BLE001  # whatever it is, requests wait
-                _log.exception("the model cannot be served on %d devices", len(self._move.devices))
-                step_hooks.called_off(before)
+        with self.books.phase("load"), self._telling_the_end():
+            loaded = self._made(reload, self._move.devices)
+            if loaded is None:
+                gc.collect()
+                self._call_off(before)
                 loaded = reload(before)
         self.engine = loaded.engine
         self._occupancy = None
@@ -161,9 +169,41 @@ class EngineWorker:
         self._put_back(loaded.engine)
         return loaded
 
+    def _made(self, reload: Callable[[Sequence[Any]], Loaded], devices: Sequence[Any]) -> Loaded | None:
+        """What is served on these devices; None where that fails, and then nothing is left of what was half made."""
+        try:
+            return reload(devices)
+        except Exception as error:  # noqa: BLE001  # whatever it is, requests wait
+            _log.exception("the model cannot be served on %d devices", len(devices))
+            traceback.clear_frames(error.__traceback__)  # logs may keep the error, and it the engine and its memory
+            return None
+
+    @contextlib.contextmanager
+    def _telling_the_end(self) -> Iterator[None]:
+        """Inside, where the loop tells nobody anything, the server still learns that it is to stop."""
+        done = threading.Event()
+
+        def look() -> None:
+            while not done.wait(_STOP_WITHIN_S):
+                if self._drain:
+                    self.link.send(FromEngine(drain=True))
+                    return
+
+        looking = threading.Thread(target=look, name="serve-look-for-the-end", daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            looking.join()
+
+    def _call_off(self, devices: Sequence[Any]) -> None:
+        if self._move is not None and self._move.placed:
+            step_hooks.called_off(devices)
+
     def _stay(self, engine: Engine, why: str) -> None:
         _log.warning("the server stays on %d devices: %s", len(engine.devices), why)
-        step_hooks.called_off(engine.devices)
+        self._call_off(engine.devices)
         self._put_back(engine)
 
     def _put_back(self, engine: Engine) -> None:
@@ -172,7 +212,7 @@ class EngineWorker:
         kept, self._move = self._move, None
         added, ended = [], []
         for request in kept.taken:
-            refusal = self._add(engine, request)
+            refusal = self._add(engine, request, taken=True)
             self._unsettled.discard(request.id)  # the client was told already
             if refusal is not None and refusal.refused is not None:
                 usage = Usage(len(request.prompt), 0, 0)
@@ -235,10 +275,10 @@ class EngineWorker:
         if added or cancelled:
             self.link.send(FromEngine(added=tuple(added), outputs=tuple(cancelled)))
 
-    def _add(self, engine: Engine, request: Request) -> Added | None:
+    def _add(self, engine: Engine, request: Request, *, taken: bool = False) -> Added | None:
         """Queue a request; what the server is told of it, None where that is not known yet."""
         try:
-            engine.add(request)
+            engine.add(request, taken=taken)
         except QueueFull as full:
             return Added(request.id, str(full), full=True)
         except ValueError as refusal:

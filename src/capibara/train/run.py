@@ -274,7 +274,7 @@ def _crashed(
 def _keep_crash(out: Path) -> None:
     try:
         keep_crash(out / "recordings")
-    except (OSError, ValueError):  # a full disk, or files that are none: they lie there, and the run's own error counts
+    except Exception:  # a full disk, or files that are none: they lie there, and the run's own error counts
         logger.exception("the story of the crash could not be written; the recordings are in %s", out / "recordings")
 
 

@@ -232,7 +232,7 @@ class Watchdog:
         """All processes' files as one. Each does it, and the last one has them all."""
         try:
             keep_crash(self.recorder.folder)
-        except (OSError, ValueError):
+        except Exception:  # whatever it is: a process that hangs is ended
             logger.exception(
                 "the story of the hang could not be written; the recordings are in %s", self.recorder.folder
             )

@@ -315,7 +315,7 @@ class _Live:
         now = self.scaler._clock()
         control = self.control = self.control or self._first(devices)
         lost = set(self.placed) - set(devices)
-        if lost:  # a recovery manager went on without them
+        if lost and load is None:  # a recovery manager went on without them; a server was told to, and they are there
             self.pool = [device for device in self.pool if device not in lost]
         self.placed = list(devices)
         chips = len(devices) // self.per_chip
