@@ -157,7 +157,7 @@ class _Planner:
         if not isinstance(node, ast.Call) and not isinstance(node.ctx, ast.Load):
             return None
         path = self.module.origin(node)
-        if path is None or not path.startswith("jax."):
+        if path is None or not path.startswith("jax.") or path in self.module.patched:
             return None
         one = fate(path)
         if one is None or (self._instead(path, one) is None and (one.removed is None or not one.served)):

@@ -96,7 +96,7 @@ def gone_prefix(module: Module, node: ast.AST) -> Fate | None:
     elif not isinstance(node, ast.Call):
         return None
     path = module.origin(node)
-    if path is None or not path.startswith("jax.") or path in _patched(module):
+    if path is None or not path.startswith("jax.") or path in module.patched:
         return None
     parts = path.split(".")
     for end in range(2, len(parts)):
@@ -111,12 +111,6 @@ def _nearer(module: Module, node: ast.AST, one: Fate) -> tuple[ast.AST, Fate]:
     above = module.parent(node)
     inner = fate(f"{one.path}.{above.attr}") if one.is_module and isinstance(above, ast.Attribute) else None
     return (node, one) if inner is None or above is None else (above, inner)
-
-
-def _patched(module: Module) -> frozenset[str]:
-    """Names that the module itself gives to jax: `jax.tree_map = jax.tree.map`."""
-    stores = [node for node in module.nodes(ast.Attribute) if isinstance(getattr(node, "ctx", None), ast.Store)]
-    return frozenset(path for node in stores if (path := module.origin(node)) is not None)
 
 
 # Arguments.
