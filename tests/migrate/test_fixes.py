@@ -168,10 +168,16 @@ def test_modules_that_import_jax_loads() -> None:
         ("from jax.experimental import maps\n__all__ = ['maps']\nmaps.Mesh\n", "import maps"),
         ("from jax.experimental import maps\nx: 'maps.Mesh'\nmaps.Mesh\n", "import maps"),
         # what is only bound for type checkers, or later, is not counted on
-        ("if TYPE_CHECKING:\n  import jax\nfrom jax.experimental import maps\nm = maps.Mesh\n", "\nimport jax.sharding\nm"),
+        (
+            "if TYPE_CHECKING:\n  import jax\nfrom jax.experimental import maps\nm = maps.Mesh\n",
+            "\nimport jax.sharding\nm",
+        ),
         ("from jax.experimental import maps\nm = maps.Mesh\nimport jax\n", "import jax.sharding\nm"),
         # the flags are set before jax is imported
-        ("import os\nos.environ['A'] = '1'\ndef f():\n  from jax.experimental import maps\n  maps.Mesh\n", "'1'\nimport jax"),
+        (
+            "import os\nos.environ['A'] = '1'\ndef f():\n  from jax.experimental import maps\n  maps.Mesh\n",
+            "'1'\nimport jax",
+        ),
         ("import jax\njax.tree_map = mine\njax.tree_map(f, x)\n", "\njax.tree_map(f, x)"),
         ("if new: from jax import tree_map\n", "if new: from jax.tree_util import tree_map"),
         ("import jax.config\njax.config.update('a', 1)\n", "import jax\njax.config.update"),

@@ -140,3 +140,19 @@ def test_annotations_that_nobody_evaluates() -> None:
     late = "from __future__ import annotations\nimport jax\ndef f(k: jax.random.KeyArray): pass"
     assert _found(late) == [("CAP209", "warning")]
     assert _found(late.partition("\n")[2]) == [("CAP203", "error")]
+
+
+@pytest.mark.quick(cases=2)
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from jax._src.core import Jaxpr, Literal\nJaxpr", [("CAP210", "warning")]),
+        ("import jax._src.core as core\ncore.Jaxpr", [("CAP210", "warning")]),
+        ("from jax import _src", [("CAP210", "warning")]),
+        ("import jax\njax._src.core.Jaxpr", [("CAP210", "warning")]),
+        ("try:\n  from jax._src import core\nexcept ImportError:\n  core = None", [("CAP210", "info")]),
+        ("from mine._src import core\nfrom ._src import core", []),
+    ],
+)
+def test_private_names(source: str, found: list[tuple[str, str]]) -> None:
+    assert _found(source) == found

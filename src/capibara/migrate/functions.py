@@ -33,7 +33,38 @@ def check(module: Module, settings: Settings) -> Iterator[Finding]:
         found = gone_prefix(module, node)
         if found is not None:
             yield _name(module, *_nearer(module, node, found), "attribute")
+    yield from _private(module)
     yield from _calls(module)
+
+
+_PRIVATE = "jax._src"
+
+
+def _private(module: Module) -> Iterator[Finding]:
+    """Where `jax._src` comes in: its imports, and attributes of jax that are spelled out."""
+    for node in module.nodes(ast.Import, ast.ImportFrom, ast.Attribute, ast.Call):
+        imported = called_import(node, module.resolve) if isinstance(node, ast.Call) else None
+        failing: Failing = "import"
+        if isinstance(node, ast.Import):
+            path = next((alias.name for alias in node.names if _is_private(alias.name)), "")
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            path = f"{node.module}.{node.names[0].name}"
+            path = next((f"{node.module}.{one.name}" for one in node.names if one.name == "_src"), path)
+        elif imported is not None:
+            path = imported.module
+        elif isinstance(node, ast.Attribute) and module.origin(node) == _PRIVATE:
+            path, failing = _PRIVATE, "attribute"
+        else:
+            continue
+        if _is_private(path):
+            behind = guard(module, node, failing)
+            message = f"{path} is private to jax: any release may move or remove it."
+            fix = "use a public name, or test for it and have another way"
+            yield module.finding(node, "CAP210", message, fix, "info" if behind else None)
+
+
+def _is_private(path: str) -> bool:
+    return path == _PRIVATE or path.startswith(f"{_PRIVATE}.")
 
 
 def _name(module: Module, node: ast.AST, one: Fate, failing: Failing, statement: ast.AST | None = None) -> Finding:

@@ -230,9 +230,9 @@ def _place_of_imports(module: cst.Module, used: Sequence[str]) -> int:
         if isinstance(first, cst.Import) and _dotted(first.names[0].name).startswith(("jax", "capibara")):
             return number + 1
         if isinstance(first, cst.ImportFrom):
-            if first.module is not None and not first.relative:
-                if _dotted(first.module).startswith(("jax", "capibara")):
-                    return number + 1
+            module_name = "" if first.module is None or first.relative else _dotted(first.module)
+            if module_name.startswith(("jax", "capibara")):
+                return number + 1
         elif not _is_docstring(first, number) and any(text in module.code_for_node(line) for text in used):
             return number
     return len(module.body)

@@ -88,7 +88,9 @@ class Scopes:
             if isinstance(statement, ast.Global):
                 scope.elsewhere.update(dict.fromkeys(statement.names, self.module))
         # A nonlocal name is bound in a function outside of it, which is known when what is bound there is.
-        nonlocals = [(scope, name) for scope, one in self._globals if isinstance(one, ast.Nonlocal) for name in one.names]
+        nonlocals = [
+            (scope, name) for scope, one in self._globals if isinstance(one, ast.Nonlocal) for name in one.names
+        ]
         declared = {(scope.node, name) for scope, name in nonlocals}
         for scope, name, binding in self._pending:
             if (scope.node, name) not in declared:
