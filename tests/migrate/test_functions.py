@@ -156,3 +156,7 @@ def test_annotations_that_nobody_evaluates() -> None:
 )
 def test_private_names(source: str, found: list[tuple[str, str]]) -> None:
     assert _found(source) == found
+
+
+def test_a_chain_of_a_thousand_calls_is_followed() -> None:
+    assert _found("import jax\nx = jax" + ".b()" * 900 + "\njax.tree_map(f)") == [("CAP203", "error")]

@@ -204,9 +204,10 @@ def truth(module: Module, test: ast.AST, depth: int = 0) -> bool | None:
 
 def _has(module: Module, owner: ast.expr, name: ast.expr) -> bool | None:
     path = module.resolve(owner)
-    if path is None or path.partition(".")[0] != "jax" or not isinstance(name, ast.Constant):
+    text = name.value if isinstance(name, ast.Constant) else None
+    if path is None or path.partition(".")[0] != "jax" or not isinstance(text, str):
         return None
-    whole = f"{path}.{name.value}"
+    whole = f"{path}.{text}"
     history = find(whole)
     if history is not None:
         return history.removed is None
@@ -259,7 +260,7 @@ def _written(node: ast.AST) -> str | tuple[int, ...] | None:
         inner = _written(node.args[0])
         return None if inner is None else _numbers(inner)
     try:
-        value = ast.literal_eval(node)  # type: ignore[arg-type]
+        value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     if isinstance(value, str):

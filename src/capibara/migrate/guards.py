@@ -77,7 +77,7 @@ def _stops(module: Module, test: ast.expr, *, runs_where: bool) -> str | None:
 def _tried(module: Module, statement: ast.Try | ast.TryStar, inner: ast.AST, failing: Failing) -> str | None:
     if inner not in statement.body and inner not in statement.orelse:
         return None
-    before = statement.body[: statement.body.index(inner)] if inner in statement.body else statement.body  # type: ignore[arg-type]
+    before = statement.body[: statement.body.index(inner)] if inner in statement.body else statement.body
     imports = [part for part in before if isinstance(part, ast.Import | ast.ImportFrom)]
     expected = _RAISED[failing]
     if fails(module, imports):  # it does not come as far as this

@@ -92,7 +92,7 @@ class Module:
         for call in self.calls:
             if isinstance(call.func, ast.Name) and call.func.id == "setattr" and len(call.args) == 3:
                 owner, name = self.origin(call.args[0]), call.args[1]
-                if owner is not None and isinstance(name, ast.Constant):
+                if owner is not None and isinstance(name, ast.Constant) and isinstance(name.value, str):
                     paths.add(f"{owner}.{name.value}")
         return frozenset(paths)
 

@@ -222,7 +222,8 @@ class Scopes:
         if imported is not None:
             # __import__ gives the package at the top, as the statement does.
             return imported.module if imported.by != "__import__" else imported.module.partition(".")[0]
-        if self.path(node.func, depth + 1) == "pytest.importorskip" and node.args:
+        skipping = isinstance(node.func, ast.Attribute | ast.Name) and _last(node.func) == "importorskip"
+        if skipping and node.args and self.path(node.func, depth + 1) == "pytest.importorskip":
             # It skips where the module is not there, so that it is no import that breaks.
             skipped = node.args[0]
             return skipped.value if isinstance(skipped, ast.Constant) and isinstance(skipped.value, str) else None
@@ -272,6 +273,10 @@ class Scopes:
         if len(having) == 1 and not (others and name in _BUILTINS) and not (others and stars[-1] in others):
             return f"{having[0]}.{name}"
         return None
+
+
+def _last(node: ast.Attribute | ast.Name) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id
 
 
 def _is_jax(path: str) -> bool:
