@@ -104,3 +104,24 @@ def test_several_processes_say_what_one_does(file: Path) -> None:
     one, several = (runner.invoke(app, ["migrate", ".", "--jobs", jobs]) for jobs in ("1", "2"))
     assert one.stdout == several.stdout
     assert "41 files, 41 error" in one.stdout
+
+
+def test_a_file_that_cannot_be_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from capibara.migrate import fixes
+
+    written = fixes.write
+
+    def refused(path: Path, data: bytes) -> None:
+        if path.name == "a.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        written(path, data)
+
+    monkeypatch.setattr(fixes, "write", refused)
+    file.with_name("b.py").write_text(OLD)
+    shown = runner.invoke(app, ["migrate", ".", "--fix", "--json"])
+    assert shown.exit_code == 1
+    document = json.loads(shown.stdout)
+    assert [(one["file"], one["reason"]) for one in document["not_fixed"]] == [
+        ("a.py", "it cannot be written: Permission denied")
+    ]
+    assert [one["file"] for one in document["fixes"]] == ["b.py"]

@@ -156,3 +156,34 @@ def test_modules_that_import_jax_loads() -> None:
     code = "import jax, sys; print(*(m for m in sys.modules if m.split('.')[0] == 'jax'))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) >= LOADED
+
+
+@pytest.mark.quick(cases=3)
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [
+        # an import stays as long as something needs it
+        ("from jax.experimental import maps\ndef f(jax): return maps.Mesh(jax)\n", "import maps"),
+        ("from jax.experimental import maps\nmaps.Mesh(1)  # noqa: CAP202\n", "import maps"),
+        ("from jax.experimental import maps\n__all__ = ['maps']\nmaps.Mesh\n", "import maps"),
+        ("from jax.experimental import maps\nx: 'maps.Mesh'\nmaps.Mesh\n", "import maps"),
+        # what is only bound for type checkers, or later, is not counted on
+        (
+            "if TYPE_CHECKING:\n  import jax\nfrom jax.experimental import maps\nm = maps.Mesh\n",
+            "\nimport jax.sharding\nm",
+        ),
+        ("from jax.experimental import maps\nm = maps.Mesh\nimport jax\n", "import jax.sharding\nm"),
+        # the flags are set before jax is imported
+        (
+            "import os\nos.environ['A'] = '1'\ndef f():\n  from jax.experimental import maps\n  maps.Mesh\n",
+            "'1'\nimport jax",
+        ),
+        ("import jax\njax.tree_map = mine\njax.tree_map(f, x)\n", "\njax.tree_map(f, x)"),
+        ("if new: from jax import tree_map\n", "if new: from jax.tree_util import tree_map"),
+        ("import jax.config\njax.config.update('a', 1)\n", "import jax\njax.config.update"),
+    ],
+)
+def test_no_name_is_left_without_its_import(source: str, kept: str) -> None:
+    fixed = fix_text(source, "a.py")
+    assert kept in fixed.after
+    assert fix_text(fixed.after, "a.py").after == fixed.after

@@ -55,6 +55,8 @@ def test_what_breaks(source: str, code: str) -> None:
         "import jax\njax.jit(f, no_release_took_this=1)",
         "import jax.numpy as jnp\njnp.clip(*args, **kwargs)",
         "x = 'jax.tree_map'",
+        "import jax\nsetattr(jax, 'tree_map', jax.tree.map)\njax.tree_map(f, x)",
+        "import jax\ndef f():\n  jax = g()\n  def h():\n    nonlocal jax\n    return jax.tree_map",
     ],
 )
 def test_what_does_not(source: str) -> None:
@@ -76,6 +78,11 @@ def test_what_does_not(source: str) -> None:
         "import jax\nok = hasattr(jax, 'tree_map') and jax.tree_map",
         "import contextlib, jax\nwith contextlib.suppress(AttributeError):\n  jax.tree_map",
         "import jax.numpy as jnp\ntry:\n  jnp.clip(x, a_min=1)\nexcept TypeError:\n  pass",
+        "import jax, pytest\n@pytest.mark.skipif(not hasattr(jax, 'tree_map'), reason='')\ndef test(): jax.tree_map",
+        "import jax, pytest\nif not hasattr(jax, 'tree_map'):\n  pytest.skip('')\njax.tree_map",
+        "import jax\naval = jax.typeof(x)\nif not hasattr(aval, 'vma'):\n  jax.tree_map",
+        "import jax\ntry:\n  import jax.extend.core\n  NEW = True\nexcept ImportError:\n  NEW = False\n"
+        "if not NEW:\n  jax.tree_map",
     ],
 )
 def test_what_is_guarded(source: str) -> None:
@@ -91,13 +98,65 @@ def test_what_is_guarded(source: str) -> None:
         "import jax\nif backend == 'jax':\n  f = jax.tree_map",
         "import jax\nif has_bias:\n  f = jax.tree_map",
         "import jax\ntry:\n  f = jax.tree_map\nexcept Exception:\n  raise",
+        # the newest jax is let through
+        "import jax\nif jax.__version_info__ < (0, 4, 30):\n  raise ImportError\njax.tree_map",
+        "import jax\nassert jax.__version__ >= '0.4.30'\njax.tree_map",
+        "import jax\nif Version(jax.__version__) >= Version('0.4.30'):\n  jax.tree_map",
+        "import jax\nif jax.__version_info__[:2] == (0, 4):\n  pass\nelse:\n  jax.tree_map",
+        "import jax\nif hasattr(jax, 'jit'):\n  jax.tree_map",
+        "import jax\nif TYPE_CHECKING:\n  pass\nelse:\n  jax.tree_map",
+        # that there is a jax is no news
+        "try:\n  import jax\n  HAS_JAX = True\nexcept ImportError:\n  HAS_JAX = False\nif HAS_JAX:\n  jax.tree_map",
+        "import jax\nfrom utils import is_jax_available\nif is_jax_available():\n  jax.tree_map",
+        "try:\n  import jax\n  jax.tree_map\nexcept ImportError:\n  pass",
+        "import pytest\njax = pytest.importorskip('jax')\njax.tree_map",
+        # about something else
+        "import jax\nif hasattr(x, 'shape'):\n  jax.tree_map",
+        "import jax\nif hasattr(self.model, 'apply'):\n  jax.tree_map",
+        "import jax\ntry:\n  import wandb\n  HAS_WANDB = True\nexcept ImportError:\n  HAS_WANDB = False\n"
+        "if HAS_WANDB:\n  jax.tree_map",
+        "import jax\ntry:\n  import wandb\nexcept ImportError:\n  jax.tree_map",
+        "import jax, pytest\nwith pytest.raises(ValueError):\n  jax.tree_map",
+        "import jax, numpy\nif numpy.__version__ >= '2':\n  jax.tree_map",
+        "import jax\nAPI_VERSION = 2\nif API_VERSION == 2:\n  jax.tree_map",
     ],
 )
 def test_what_is_no_guard(source: str) -> None:
     assert _found(source) == [("CAP203", "error")]
 
 
+def test_an_import_that_fails_with_another_message_is_an_error() -> None:
+    again = "try:\n  from jax.lib import xla_bridge\nexcept ImportError as e:\n  raise ImportError('jax?') from e"
+    assert _found(again) == [("CAP203", "error")]
+    assert _found(again.replace("raise ImportError('jax?') from e", "raise SkipTest")) == [("CAP208", "info")]
+
+
+def test_a_second_choice_that_is_gone_too() -> None:
+    source = "try:\n  from jax.experimental import maps\nexcept ImportError:\n  from jax.experimental import stax"
+    assert [severity for _, severity in _found(source)] == ["info", "error"]
+
+
 def test_annotations_that_nobody_evaluates() -> None:
     late = "from __future__ import annotations\nimport jax\ndef f(k: jax.random.KeyArray): pass"
     assert _found(late) == [("CAP209", "warning")]
     assert _found(late.partition("\n")[2]) == [("CAP203", "error")]
+
+
+@pytest.mark.quick(cases=2)
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from jax._src.core import Jaxpr, Literal\nJaxpr", [("CAP210", "warning")]),
+        ("import jax._src.core as core\ncore.Jaxpr", [("CAP210", "warning")]),
+        ("from jax import _src", [("CAP210", "warning")]),
+        ("import jax\njax._src.core.Jaxpr", [("CAP210", "warning")]),
+        ("try:\n  from jax._src import core\nexcept ImportError:\n  core = None", [("CAP210", "info")]),
+        ("from mine._src import core\nfrom ._src import core", []),
+    ],
+)
+def test_private_names(source: str, found: list[tuple[str, str]]) -> None:
+    assert _found(source) == found
+
+
+def test_a_chain_of_a_thousand_calls_is_followed() -> None:
+    assert _found("import jax\nx = jax" + ".b()" * 900 + "\njax.tree_map(f)") == [("CAP203", "error")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,12 +101,12 @@ def migrate(
     from capibara.migrate.run import check_jobs, jobs_of
 
     listed = jobs_of(paths, adjust)
-    changed = _fixed(listed, to, adapters, fix, quiet=json or sarif) if fix or diff else {}
+    changed, unfixed = _fixed(listed, to, adapters, fix, quiet=json or sarif) if fix or diff else ({}, {})
     with output.progress(quiet=json or sarif) as bar:
         task = bar.add_task("files", total=len(listed))
         report = check_jobs(listed, processes=jobs, checked=lambda count: bar.update(task, completed=count))
-    _show(report, changed, json, sarif, written=fix, info=info)
-    if not report.is_compatible:
+    _show(report, changed, json, sarif, written=fix, info=info, unfixed=unfixed)
+    if unfixed or not report.is_compatible:
         raise typer.Exit(Code.FAILED)
 
 
@@ -136,35 +136,51 @@ def _standard_input(adjust: Any, diff: bool, to: Any, adapters: bool, json: bool
         raise typer.Exit(Code.FAILED)
 
 
-def _fixed(jobs: Sequence[Job], to: Any, adapters: bool, write_them: bool, quiet: bool) -> dict[str, Fixed]:
-    """The files that change; what cannot be read is left to the report."""
+def _fixed(
+    jobs: Sequence[Job], to: Any, adapters: bool, write_them: bool, quiet: bool
+) -> tuple[dict[str, Fixed], dict[str, str]]:
+    """The files that change, and why others could not; what cannot be read is left to the report."""
     from capibara.migrate.fixes import FixFailed, fix_file, write
     from capibara.migrate.sources import Unreadable, read_bytes
 
-    changed = {}
+    changed, unfixed = {}, {}
     with output.progress(quiet=quiet) as bar:
         for path, settings in bar.track(jobs, description="fixes"):
             try:
                 if b"jax" not in read_bytes(path):
                     continue
                 data, fixed = fix_file(path, settings, to, adapters=adapters)
+                if fixed.changed and write_them:
+                    write(path, data)
             except Unreadable:
                 continue
             except FixFailed as error:
-                typer.echo(f"capibara: {path}: {error}", err=True)
-                continue
-            if fixed.changed:
-                if write_them:
-                    write(path, data)
-                changed[str(path)] = fixed
-    return changed
+                unfixed[str(path)] = str(error)
+            except OSError as error:  # the other files are written all the same
+                unfixed[str(path)] = f"it cannot be written: {error.strerror or error}"
+            else:
+                if fixed.changed:
+                    changed[str(path)] = fixed
+    return changed, unfixed
 
 
-def _show(report: Report, changed: dict[str, Fixed], json: bool, sarif: bool, *, written: bool, info: bool) -> None:
+def _show(
+    report: Report,
+    changed: dict[str, Fixed],
+    json: bool,
+    sarif: bool,
+    *,
+    written: bool,
+    info: bool,
+    unfixed: Mapping[str, str] | None = None,
+) -> None:
     """JSON and SARIF have every finding; people see what is to be done, and the rest with --info."""
     from capibara.migrate.fixes import diff as difference
     from capibara.migrate.sarif import sarif as as_sarif
 
+    unfixed = unfixed or {}
+    for file, why in unfixed.items():
+        typer.echo(f"capibara: {file}: not fixed: {why}", err=True)
     if sarif:
         output.show_json(as_sarif(report))
         return
@@ -181,7 +197,11 @@ def _show(report: Report, changed: dict[str, Fixed], json: bool, sarif: bool, *,
                 {"file": file, "written": written, "diff": difference(one, file), "from_capibara": one.from_dropin}
                 for file, one in changed.items()
             ]
-        problem = {} if report.is_compatible else failures.error(Code.FAILED, report.summary)
+        if unfixed:
+            document["not_fixed"] = [{"file": file, "reason": why} for file, why in unfixed.items()]
+        failed = "" if report.is_compatible else report.summary
+        failed = failed or (f"not fixed: {', '.join(unfixed)}" if unfixed else "")
+        problem = failures.error(Code.FAILED, failed) if failed else {}
         output.show_json({**document, **problem})
         return
     for file, one in changed.items():

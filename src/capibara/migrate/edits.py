@@ -157,7 +157,7 @@ class _Planner:
         if not isinstance(node, ast.Call) and not isinstance(node.ctx, ast.Load):
             return None
         path = self.module.origin(node)
-        if path is None or not path.startswith("jax."):
+        if path is None or not path.startswith("jax.") or path in self.module.patched:
             return None
         one = fate(path)
         if one is None or (self._instead(path, one) is None and (one.removed is None or not one.served)):
@@ -205,7 +205,8 @@ class _Planner:
         for bound, stands_for in self.module.bindings.items():
             if (module == stands_for or module.startswith(f"{stands_for}.")) and len(stands_for) > len(best):
                 home = self.module.scope(node).lookup(bound)
-                if home is self.module.scope(self.module.tree) and (module == stands_for or module in LOADED):
+                at_top = home is self.module.scope(self.module.tree) and self._is_bound_at(node, bound)
+                if at_top and (module == stands_for or module in LOADED):
                     best, spelled = stands_for, bound
         if best:
             return f"{spelled}{path.removeprefix(best)}"
@@ -214,6 +215,22 @@ class _Planner:
             return None
         self.edits.added[module] = None
         return path
+
+    def _is_bound_at(self, node: ast.AST, name: str) -> bool:
+        """Whether a name of the module is sure to be bound where a node runs."""
+        base = node
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        if isinstance(base, ast.Name) and base.id == name:
+            return True  # the program itself counts on it
+        later = self.module.function_around(node) is not None
+        for binding in self.module.scope(self.module.tree).bindings[name]:
+            above = self.module.parent(binding.node)
+            if isinstance(above, ast.Try) and binding.node in above.body:
+                above = self.module.parent(above)
+            if above is self.module.tree and (later or self.module.span(binding.node)[0] < self.module.span(node)[0]):
+                return True
+        return False
 
     def _free(self, node: ast.AST, name: str) -> bool:
         """Whether a name is not bound at a node, or to the package of this name."""
@@ -267,6 +284,20 @@ class _Planner:
                 else:
                     yield imported
 
+    def _is_needed(self, imported: str, bound: str) -> bool:
+        """Whether a use of an imported module is not written otherwise: silenced, in a string, where jax is another."""
+        for node in self.module.nodes(ast.Name):
+            if isinstance(node, ast.Name) and self.module.origin(node) == imported:
+                above: ast.AST | None = node
+                while isinstance(above, ast.Name | ast.Attribute):
+                    if self.module.span(above) in self.edits.expressions:
+                        break
+                    above = self.module.parent(above)
+                else:
+                    return True
+        texts = [one.value for one in self.module.nodes(ast.Constant) if isinstance(one, ast.Constant)]
+        return any(isinstance(text, str) and bound in text and _names(text, bound) for text in texts)
+
     # Imports.
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -313,7 +344,11 @@ class _Planner:
     def _moved_module(self, path: str, bound: str) -> tuple[Imported, ...] | None:
         module, where = self._module_of(path)
         if module is None:
-            return ()
+            one = fate(path, as_module=True)
+            if self._is_needed(path, bound):  # a use that stays as it is, so that the import may not go
+                module, where = path, "capibara" if one is not None and one.served else ""
+            else:
+                return ()
         if where == "jax":
             return self._at_home((_from(module, bound),))
         if where == "capibara" and (self.adapters or self.target == "capibara"):
@@ -329,7 +364,7 @@ class _Planner:
                 moved = self._moved_module(alias.name, alias.asname) if one.path == alias.name else None
                 if moved is not None:
                     return tuple(_as_import(each) for each in moved)
-            elif self._all_moved(alias.name):
+            elif fate(alias.name) is None or self._all_moved(alias.name):  # jax.config is there, and is no module
                 return () if self._bound_before(node, "jax") else self._at_home((Imported("jax"),))
         if self.target == "capibara" and self._wanted(alias, "CAP101"):
             if alias.asname:
@@ -440,6 +475,15 @@ class _Planner:
                 self.edits.keywords[self.module.span(one.node)] = new
             else:
                 self.edits.named[self.module.span(one.node)] = new
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether a string is an expression that uses the name: an annotation, or an entry of `__all__`."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
 
 
 _LONGER = {short: long for long, short in SHORTER.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import json
 import os
 import tempfile
@@ -64,7 +65,10 @@ def fix_text(
         if not planned:
             break
         changed = _apply(text, planned, target)
-        ast.parse(changed)
+        try:
+            ast.parse(changed)
+        except SyntaxError as error:
+            raise FixFailed(f"the fix of line {error.lineno} would not parse; the file is not changed") from error
         if changed == text:
             break
         text = changed
@@ -125,6 +129,8 @@ def write(path: Path, data: bytes) -> None:
     """All of it or nothing; the file keeps its mode, and a link stays a link."""
     real = Path(os.path.realpath(path))
     mode = real.stat().st_mode
+    if not os.access(real, os.W_OK):  # its folder alone would let it be replaced
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(real))
     handle, draft = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name}.", suffix=".draft")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -146,9 +152,14 @@ def _apply(source: str, planned: Edits, target: Target) -> str:
         ) from error
     from capibara.migrate.rewriter import Rewriter
 
-    wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
     rewriter = Rewriter(planned, target)
-    changed = wrapper.visit(rewriter)
+    try:
+        wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+        changed = wrapper.visit(rewriter)
+    except cst.ParserSyntaxError as error:  # Python that is newer than this libcst
+        raise FixFailed(f"libcst does not read line {error.raw_line}; the file is not changed") from error
+    except RecursionError as error:
+        raise FixFailed("it is nested too deep for libcst; the file is not changed") from error
     if rewriter.left:  # half of the edits could leave a name whose import is gone
         raise FixFailed(f"line {rewriter.left[0][0]} is not where it was expected; nothing of the file is changed")
     return changed.code

@@ -33,7 +33,38 @@ def check(module: Module, settings: Settings) -> Iterator[Finding]:
         found = gone_prefix(module, node)
         if found is not None:
             yield _name(module, *_nearer(module, node, found), "attribute")
+    yield from _private(module)
     yield from _calls(module)
+
+
+_PRIVATE = "jax._src"
+
+
+def _private(module: Module) -> Iterator[Finding]:
+    """Where `jax._src` comes in: its imports, and attributes of jax that are spelled out."""
+    for node in module.nodes(ast.Import, ast.ImportFrom, ast.Attribute, ast.Call):
+        imported = called_import(node, module.resolve) if isinstance(node, ast.Call) else None
+        failing: Failing = "import"
+        if isinstance(node, ast.Import):
+            path = next((alias.name for alias in node.names if _is_private(alias.name)), "")
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            path = f"{node.module}.{node.names[0].name}"
+            path = next((f"{node.module}.{one.name}" for one in node.names if one.name == "_src"), path)
+        elif imported is not None:
+            path = imported.module
+        elif isinstance(node, ast.Attribute) and module.origin(node) == _PRIVATE:
+            path, failing = _PRIVATE, "attribute"
+        else:
+            continue
+        if _is_private(path):
+            behind = guard(module, node, failing)
+            message = f"{path} is private to jax: any release may move or remove it."
+            fix = "use a public name, or test for it and have another way"
+            yield module.finding(node, "CAP210", message, fix, "info" if behind else None)
+
+
+def _is_private(path: str) -> bool:
+    return path == _PRIVATE or path.startswith(f"{_PRIVATE}.")
 
 
 def _name(module: Module, node: ast.AST, one: Fate, failing: Failing, statement: ast.AST | None = None) -> Finding:
@@ -96,7 +127,7 @@ def gone_prefix(module: Module, node: ast.AST) -> Fate | None:
     elif not isinstance(node, ast.Call):
         return None
     path = module.origin(node)
-    if path is None or not path.startswith("jax.") or path in _patched(module):
+    if path is None or not path.startswith("jax.") or path in module.patched:
         return None
     parts = path.split(".")
     for end in range(2, len(parts)):
@@ -111,12 +142,6 @@ def _nearer(module: Module, node: ast.AST, one: Fate) -> tuple[ast.AST, Fate]:
     above = module.parent(node)
     inner = fate(f"{one.path}.{above.attr}") if one.is_module and isinstance(above, ast.Attribute) else None
     return (node, one) if inner is None or above is None else (above, inner)
-
-
-def _patched(module: Module) -> frozenset[str]:
-    """Names that the module itself gives to jax: `jax.tree_map = jax.tree.map`."""
-    stores = [node for node in module.nodes(ast.Attribute) if isinstance(getattr(node, "ctx", None), ast.Store)]
-    return frozenset(path for node in stores if (path := module.origin(node)) is not None)
 
 
 # Arguments.

@@ -1,15 +1,15 @@
 """Code that runs only where a name is there: behind a try, a `hasattr`, a test of the version, `TYPE_CHECKING`.
 
-What is guarded does not break, so that it is no error. In doubt something counts as a guard: an alarm that is false
-costs more than one that is missing.
+What is guarded does not break, so that it is no error. A condition on jax whose value is not known counts as a guard;
+one that the newest jax is let through by does not, and neither does one that is about something else.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from typing import Literal
 
+from capibara.migrate.conditions import asks, caught, fails, last_name, names_jax, of_jax, truth
 from capibara.migrate.module import Module
 
 __all__ = ["Failing", "guard", "is_evaluated"]
@@ -25,16 +25,13 @@ _RAISED: dict[Failing, frozenset[str]] = {
 _ANYTHING = frozenset({"Exception", "BaseException", ""})
 _A_FEW = 3
 """Statements of a try that is about one thing; one that catches everything around a whole program is no guard."""
-_TELLING = re.compile(
-    r"__version(_info)?__|(?i:jax\w*(version|available|installed|compat)|(version|has|have|available|legacy|old|new)\w*_jax)"
-    r"|^_*(HAS|HAVE|USE_NEW|USE_OLD|IS_OLD|IS_NEW|SUPPORTS)_|VERSION"
-)
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-_FOLLOWED = 3
+_LEAVING_CALLS = ("skip", "skipTest", "exit")
+_SKIPPING = ("skipif", "skipIf", "skipUnless")
 
 
 def guard(module: Module, node: ast.AST, failing: Failing) -> str | None:
-    """Behind what a node stands, in words; None where it runs on every jax.
+    """Behind what a node stands, in words; None where it runs on the newest jax.
 
     Args:
         failing: What it is that fails without a guard.
@@ -50,46 +47,97 @@ def guard(module: Module, node: ast.AST, failing: Failing) -> str | None:
 
 
 def _reason(module: Module, above: ast.AST, inner: ast.AST, failing: Failing) -> str | None:
+    reason = None
     if isinstance(above, ast.Try | ast.TryStar):
-        reason = _tried(above, inner, failing)
+        reason = _tried(module, above, inner, failing)
     elif isinstance(above, ast.ExceptHandler):
-        # It runs on those releases alone where the body of the try fails.
-        reason = next((f"except {name}" for name in _caught(above) if name in set().union(*_RAISED.values())), None)
-    elif isinstance(above, ast.If | ast.IfExp | ast.While):
-        reason = _asks(module, above.test) if inner is not above.test else None
-    elif isinstance(above, ast.BoolOp):
-        before = above.values[: above.values.index(inner)] if isinstance(inner, ast.expr) else []
-        reason = next((found for value in before if (found := _asks(module, value))), None)
+        reason = _handled(module, above)
+    elif isinstance(above, ast.If | ast.IfExp | ast.While) and inner is not above.test:
+        body = above.body if isinstance(above.body, list) else [above.body]
+        reason = _stops(module, above.test, runs_where=inner in body)
+    elif isinstance(above, ast.BoolOp) and isinstance(inner, ast.expr):
+        before = above.values[: above.values.index(inner)]
+        runs_where = isinstance(above.op, ast.And)
+        reason = next((found for one in before if (found := _stops(module, one, runs_where=runs_where))), None)
     elif isinstance(above, ast.With | ast.AsyncWith) and inner in above.body:
-        calls = [_last(item.context_expr.func) for item in above.items if isinstance(item.context_expr, ast.Call)]
-        reason = next((f"with {name}" for name in calls if name in ("suppress", "raises", "assertRaises")), None)
-    else:
-        reason = None
+        reason = next((f for item in above.items if (f := _suppressed(item.context_expr, failing))), None)
+    elif isinstance(above, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and inner in above.body:
+        reason = _skipped(module, above)
     if reason is None and isinstance(inner, ast.stmt):
         reason = _left_before(module, above, inner)
     return reason
 
 
-def _tried(statement: ast.Try | ast.TryStar, inner: ast.AST, failing: Failing) -> str | None:
+def _stops(module: Module, test: ast.expr, *, runs_where: bool) -> str | None:
+    """Why what runs where a condition has this value does not run on the newest jax; None where it does."""
+    reason = asks(module, test)
+    return reason if reason is not None and truth(module, test) is not runs_where else None
+
+
+def _tried(module: Module, statement: ast.Try | ast.TryStar, inner: ast.AST, failing: Failing) -> str | None:
     if inner not in statement.body and inner not in statement.orelse:
         return None
-    imports = any(isinstance(part, ast.Import | ast.ImportFrom) for part in statement.body)
+    before = statement.body[: statement.body.index(inner)] if inner in statement.body else statement.body
+    imports = [part for part in before if isinstance(part, ast.Import | ast.ImportFrom)]
+    expected = _RAISED[failing]
+    if fails(module, imports):  # it does not come as far as this
+        expected |= _RAISED["import"]
+    about_one_thing = len(statement.body) <= _A_FEW or all(
+        isinstance(part, ast.Import | ast.ImportFrom | ast.Assign) for part in statement.body
+    )
     for handler in statement.handlers:
-        for name in _caught(handler):
-            caught = name in _RAISED[failing] or (imports and name in _RAISED["import"])
-            raised_again = isinstance(handler.body[-1], ast.Raise)
-            if name in _ANYTHING and not raised_again:
-                caught = failing == "import" or len(statement.body) <= _A_FEW
-            if caught:
+        if _raises_again(handler):
+            continue
+        for name in caught(handler):
+            if name in expected or (name in _ANYTHING and about_one_thing):
                 return f"a try with except {name}".rstrip()
     return None
 
 
-def _caught(handler: ast.ExceptHandler) -> list[str]:
-    if handler.type is None:
-        return [""]
-    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return [_last(one) for one in types if _last(one)]
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    """Whether it breaks all the same, with another message; a test that is skipped does not."""
+    last = handler.body[-1]
+    if not isinstance(last, ast.Raise):
+        return False
+    raised = last.exc.func if isinstance(last.exc, ast.Call) else last.exc
+    return raised is None or "Skip" not in last_name(raised)
+
+
+def _handled(module: Module, handler: ast.ExceptHandler) -> str | None:
+    """What a handler does where the body of its try does not work on some releases; the newest is not one of them."""
+    tried = module.parent(handler)
+    if not isinstance(tried, ast.Try | ast.TryStar) or fails(module, tried.body):
+        return None
+    for name in caught(handler):
+        if name in _RAISED["import"]:
+            about_jax = names_jax(module, tried.body)
+        elif name in _RAISED["attribute"] | _RAISED["call"]:
+            about_jax = any(of_jax(module, node) for part in tried.body for node in ast.walk(part))
+        else:
+            continue
+        if about_jax:
+            return f"except {name}"
+    return None
+
+
+def _suppressed(context: ast.expr, failing: Failing) -> str | None:
+    """`with suppress(AttributeError):` of what is raised here."""
+    if not isinstance(context, ast.Call) or last_name(context.func) not in ("suppress", "raises", "assertRaises"):
+        return None
+    types = [one for given in context.args for one in (given.elts if isinstance(given, ast.Tuple) else [given])]
+    expected = _RAISED[failing] | _ANYTHING
+    return f"with {last_name(context.func)}" if any(last_name(one) in expected for one in types) else None
+
+
+def _skipped(module: Module, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str | None:
+    """`@pytest.mark.skipif(not hasattr(jax, …))` above a test."""
+    for decorator in node.decorator_list:
+        if isinstance(decorator, ast.Call) and decorator.args and last_name(decorator.func) in _SKIPPING:
+            runs_where = last_name(decorator.func) == "skipUnless"
+            reason = _stops(module, decorator.args[0], runs_where=runs_where)
+            if reason is not None:
+                return reason
+    return None
 
 
 def _left_before(module: Module, above: ast.AST, inner: ast.stmt) -> str | None:
@@ -99,55 +147,23 @@ def _left_before(module: Module, above: ast.AST, inner: ast.stmt) -> str | None:
         if not isinstance(statements, list) or inner not in statements:
             continue
         for before in statements[: statements.index(inner)]:
-            leaves = isinstance(before, ast.If) and isinstance(before.body[-1], _LEAVING)
-            if leaves or isinstance(before, ast.Assert):
-                reason = _asks(module, before.test)
-                if reason is not None:
-                    return reason
+            if isinstance(before, ast.Assert):
+                runs_where, raises = True, True
+            elif isinstance(before, ast.If) and _leaves(before.body[-1]):
+                runs_where, raises = False, isinstance(before.body[-1], ast.Raise)
+            else:
+                continue
+            reason = _stops(module, before.test, runs_where=runs_where)
+            # `if jax.__version_info__ < …: raise` says what the program needs, and is no way around what is gone.
+            if reason is not None and not (raises and truth(module, before.test) is None):
+                return reason
     return None
 
 
-def _asks(module: Module, test: ast.expr, depth: int = 0) -> str | None:
-    """Whether a condition asks which jax this is, or what it has."""
-    for part in ast.walk(test):
-        if isinstance(part, ast.Call):
-            name = _last(part.func)
-            # What is not known may be jax's: `hasattr(aval, "to_tangent_aval")` asks for the release too.
-            of_jax = bool(part.args) and (module.resolve(part.args[0]) or "jax").partition(".")[0] == "jax"
-            # A value of jax's tells its release too: hasattr(aval, "to_tangent_aval"). Options do not.
-            asked = bool(part.args) and _last(part.args[0]) not in ("self", "args", "config", "cfg", "options")
-            if name in ("find_spec", "signature") or (name == "hasattr" and asked) or (name == "getattr" and of_jax):
-                return f"{name}(…)"
-        elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.startswith("jax."):
-            return f"a test of {part.value!r}"  # "jax.experimental.maps" in sys.modules
-        elif isinstance(part, ast.Name | ast.Attribute):
-            name = _last(part)
-            if name == "TYPE_CHECKING":
-                return name
-            if _TELLING.search(name):
-                return f"a test of {name}"
-            if isinstance(part, ast.Name) and depth < _FOLLOWED:
-                reason = _asked_before(module, part, depth)
-                if reason is not None:
-                    return reason
-    return None
-
-
-def _asked_before(module: Module, name: ast.Name, depth: int) -> str | None:
-    """A name whose value was asked for: `old = not hasattr(jax, "new")`, or True and False by a try."""
-    for binding in module.bindings_of(name):
-        if binding.value is not None and (reason := _asks(module, binding.value, depth + 1)) is not None:
-            return reason
-        above = module.parent(binding.node)
-        if isinstance(above, ast.ExceptHandler) and set(_caught(above)) & (_RAISED["import"] | _RAISED["attribute"]):
-            return f"a test of {name.id}, which a try sets"
-    return None
-
-
-def _last(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+def _leaves(last: ast.stmt) -> bool:
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+        return last_name(last.value.func) in _LEAVING_CALLS
+    return isinstance(last, _LEAVING)
 
 
 def is_evaluated(module: Module, node: ast.AST) -> bool:

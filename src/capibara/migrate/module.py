@@ -84,6 +84,18 @@ class Module:
         """Modules that everything is imported from."""
         return self._scopes.module.stars
 
+    @cached_property
+    def patched(self) -> frozenset[str]:
+        """Names that the module itself gives to others': `jax.tree_map = …`, `setattr(jax, "tree_map", …)`."""
+        stores = [node for node in self.nodes(ast.Attribute) if isinstance(getattr(node, "ctx", None), ast.Store)]
+        paths = {path for node in stores if (path := self.origin(node)) is not None}
+        for call in self.calls:
+            if isinstance(call.func, ast.Name) and call.func.id == "setattr" and len(call.args) == 3:
+                owner, name = self.origin(call.args[0]), call.args[1]
+                if owner is not None and isinstance(name, ast.Constant) and isinstance(name.value, str):
+                    paths.add(f"{owner}.{name.value}")
+        return frozenset(paths)
+
     def nodes(self, *kinds: type[ast.AST]) -> list[ast.AST]:
         """Every node of these kinds."""
         return [node for kind in kinds for node in self._scopes.nodes.get(kind, ())]

@@ -92,21 +92,11 @@ class Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementLine(  # noqa: N802
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        changes = [self._imports.get(self._span(small)) for small in original_node.body]
-        if not any(changes):
+        changed = self._changed_line(original_node, updated_node)
+        if changed is None:
             return updated_node
+        body, comments = changed
         alone = len(updated_node.body) == 1
-        body: list[cst.BaseSmallStatement] = []
-        comments: list[cst.Comment | None] = []
-        for small, change in zip(updated_node.body, changes, strict=True):
-            if change is None or not isinstance(small, cst.Import | cst.ImportFrom):
-                body.append(small)
-                comments.append(None)
-                continue
-            self._left.discard(change.at)
-            for statement, comment in _changed(small, change):
-                body.append(statement)
-                comments.append(comment)
         if not body:
             self._removed.add(id(updated_node))
             return updated_node
@@ -121,6 +111,38 @@ class Rewriter(cst.CSTTransformer):
             else:
                 lines.append(_line(statement, comment))
         return cst.FlattenSentinel(lines)
+
+    def leave_SimpleStatementSuite(  # noqa: N802
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.SimpleStatementSuite:
+        """`if new: import …` on one line."""
+        changed = self._changed_line(original_node, updated_node)
+        if changed is None:
+            return updated_node
+        body = [one.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for one in changed[0]]
+        return updated_node.with_changes(body=body or [cst.Pass()])
+
+    def _changed_line(
+        self,
+        original: cst.SimpleStatementLine | cst.SimpleStatementSuite,
+        updated: cst.SimpleStatementLine | cst.SimpleStatementSuite,
+    ) -> tuple[list[cst.BaseSmallStatement], list[cst.Comment | None]] | None:
+        """The statements of a line, and the comment of each that is new; None where none changes."""
+        changes = [self._imports.get(self._span(small)) for small in original.body]
+        if not any(changes):
+            return None
+        body: list[cst.BaseSmallStatement] = []
+        comments: list[cst.Comment | None] = []
+        for small, change in zip(updated.body, changes, strict=True):
+            if change is None or not isinstance(small, cst.Import | cst.ImportFrom):
+                body.append(small)
+                comments.append(None)
+                continue
+            self._left.discard(change.at)
+            for statement, comment in _changed(small, change):
+                body.append(statement)
+                comments.append(comment)
+        return body, comments
 
     def leave_IndentedBlock(  # noqa: N802
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
@@ -138,7 +160,7 @@ class Rewriter(cst.CSTTransformer):
         if not new:
             return updated_node
         lines = [_line(_parsed(line), None) for line in new]
-        place = _place_of_imports(updated_node.body)
+        place = _place_of_imports(updated_node, [f"{module}." for module in self._edits.added])
         return updated_node.with_changes(body=[*updated_node.body[:place], *lines, *updated_node.body[place:]])
 
     def _without_removed(
@@ -193,25 +215,32 @@ def _top_imports(module: cst.Module) -> set[str]:
     }
 
 
-def _place_of_imports(body: Sequence[cst.BaseStatement]) -> int:
-    """After the first import of jax at the top; else after the docstring and what comes from the future."""
-    after = 0
-    for number, line in enumerate(body):
+def _place_of_imports(module: cst.Module, used: Sequence[str]) -> int:
+    """After the first import of jax at the top; else before the first function and the first use.
+
+    What a program does before it imports jax, such as setting XLA_FLAGS, goes on being done before.
+    """
+    for number, line in enumerate(module.body):
         if not isinstance(line, cst.SimpleStatementLine):
+            is_definition = isinstance(line, cst.FunctionDef | cst.ClassDef)
+            if is_definition or any(text in module.code_for_node(line) for text in used):
+                return number
             continue
         first = line.body[0]
         if isinstance(first, cst.Import) and _dotted(first.names[0].name).startswith(("jax", "capibara")):
             return number + 1
-        if isinstance(first, cst.ImportFrom) and first.module is not None and not first.relative:
-            module = _dotted(first.module)
-            if module == "__future__":
-                after = number + 1
-            elif module.startswith(("jax", "capibara")):
+        if isinstance(first, cst.ImportFrom):
+            module_name = "" if first.module is None or first.relative else _dotted(first.module)
+            if module_name.startswith(("jax", "capibara")):
                 return number + 1
-        is_docstring = number == 0 and isinstance(first, cst.Expr)
-        if is_docstring and isinstance(first.value, cst.SimpleString | cst.ConcatenatedString):  # type: ignore[attr-defined]
-            after = 1
-    return after
+        elif not _is_docstring(first, number) and any(text in module.code_for_node(line) for text in used):
+            return number
+    return len(module.body)
+
+
+def _is_docstring(statement: cst.BaseSmallStatement, number: int) -> bool:
+    texts = (cst.SimpleString, cst.ConcatenatedString)
+    return number == 0 and isinstance(statement, cst.Expr) and isinstance(statement.value, texts)
 
 
 def _dotted(node: cst.BaseExpression) -> str:

@@ -43,6 +43,8 @@ def check_text(source: str, path: str, settings: Settings) -> tuple[Finding, ...
         return in_order(check_module(_parsed(source, path), settings))
     except Unreadable as error:
         return (_unread(path, error),)
+    except RecursionError:
+        return (_unread(path, Unreadable("CAP903", "it is nested too deep to be checked", "exclude it")),)
 
 
 def check_file(path: Path, settings: Settings, shown: str | None = None) -> tuple[Finding, ...]:

@@ -53,7 +53,7 @@ class Scope:
 
     def lookup(self, name: str) -> Scope | None:
         """The scope that a name used here is bound in; None where it is bound nowhere."""
-        scope: Scope | None = self
+        scope: Scope | None = self.elsewhere.get(name, self)
         while scope is not None:
             if name in scope.bindings and (scope is self or not isinstance(scope.node, ast.ClassDef)):
                 return scope
@@ -85,11 +85,21 @@ class Scopes:
                 self.parents[child] = node
             stack.extend(reversed(children))
         for scope, statement in self._globals:
-            for name in statement.names:
-                outer = self.module if isinstance(statement, ast.Global) else scope.outer and scope.outer.lookup(name)
-                scope.elsewhere[name] = outer or self.module
+            if isinstance(statement, ast.Global):
+                scope.elsewhere.update(dict.fromkeys(statement.names, self.module))
+        # A nonlocal name is bound in a function outside of it, which is known when what is bound there is.
+        nonlocals = [
+            (scope, name) for scope, one in self._globals if isinstance(one, ast.Nonlocal) for name in one.names
+        ]
+        declared = {(scope.node, name) for scope, name in nonlocals}
         for scope, name, binding in self._pending:
-            scope.bind(name, binding)
+            if (scope.node, name) not in declared:
+                scope.bind(name, binding)
+        for scope, name in nonlocals:
+            scope.elsewhere[name] = (scope.outer and scope.outer.lookup(name)) or self.module
+        for scope, name, binding in self._pending:
+            if (scope.node, name) in declared:
+                scope.bind(name, binding)
 
     def scope_of(self, node: ast.AST) -> Scope:
         """Where a node is evaluated."""
@@ -212,6 +222,11 @@ class Scopes:
         if imported is not None:
             # __import__ gives the package at the top, as the statement does.
             return imported.module if imported.by != "__import__" else imported.module.partition(".")[0]
+        skipping = isinstance(node.func, ast.Attribute | ast.Name) and _last(node.func) == "importorskip"
+        if skipping and node.args and self.path(node.func, depth + 1) == "pytest.importorskip":
+            # It skips where the module is not there, so that it is no import that breaks.
+            skipped = node.args[0]
+            return skipped.value if isinstance(skipped, ast.Constant) and isinstance(skipped.value, str) else None
         if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) == 2 and not node.keywords:
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str) and name.value.isidentifier():
@@ -258,6 +273,10 @@ class Scopes:
         if len(having) == 1 and not (others and name in _BUILTINS) and not (others and stars[-1] in others):
             return f"{having[0]}.{name}"
         return None
+
+
+def _last(node: ast.Attribute | ast.Name) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id
 
 
 def _is_jax(path: str) -> bool:

@@ -63,6 +63,7 @@ WRONG = {
         "def f(key):\n    return [jax.random.normal(key) for i in y]",
         "def f(key):\n    if y:\n        a = jax.random.normal(key)\n    return jax.random.normal(key)",
         "def f(keys):\n    return jax.random.normal(keys[0]), jax.random.normal(keys[0])",
+        "def f(self):\n    return jax.random.normal(self.key) + jax.random.normal(self.key)",
         "def f(key):\n    while y:\n        k, s = jax.random.split(key)\n        jax.random.normal(s)",
     ],
     "CAP307": [
@@ -125,6 +126,7 @@ RIGHT = {
         "def f(key):\n    for i in y:\n        if i:\n            x = jax.random.normal(key)\n            break",
         "def f(key):\n    if a:\n        x = jax.random.normal(key)\n    if not a:\n        x = jax.random.uniform(key)\n    return x",
         "def f(keys):\n    return jax.random.normal(keys[0]), jax.random.normal(keys[1])",
+        "def f(self):\n    a = jax.random.normal(self.key)\n    self.step()\n    return a + jax.random.normal(self.key)",
         "def f(key):\n    a = jax.random.normal(key) if y else jax.random.uniform(key)\n    return a",
         "def f(key):\n    try:\n        return jax.random.normal(key)\n    except ValueError:\n        return jax.random.uniform(key)",
     ],

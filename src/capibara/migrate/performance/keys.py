@@ -192,6 +192,15 @@ class _Walk:
                         self._expression(child, state)
                 if isinstance(node, ast.Call):
                     self._draw(node, state)
+                    self._may_change(node, state)
+
+    def _may_change(self, node: ast.Call, state: _State) -> None:
+        """A method may give its object another key, and so may a function that is given the object: `self.step()`."""
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        for one in (owner, *node.args):
+            if isinstance(one, ast.Name):
+                for key in [key for key in state.used if key.startswith(f"{one.id}.")]:
+                    del state.used[key]
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, state: _State) -> None:
         self._expression(node.generators[0].iter, state)
