@@ -469,10 +469,14 @@ def test_how_a_server_is_scaled_is_told() -> None:
     from capibara.cli import serve as command
 
     scaler = command._scaler("2:8", "utilization", 50.0)
+    assert scaler is not None
     assert (scaler.min_chips, scaler.max_chips) == (2, 8)
     assert (scaler.scaling_policy, scaler.cost_limit_per_hour) == ("utilization", 50.0)
     for words, text in (
         (["--scale", "8"], "--scale has the fewest and the most chips"),
+        (["--scale", "²:8"], "--scale has the fewest and the most chips"),
+        (["--scaling-policy", "fixed"], "--scaling-policy is for a server that is scaled"),
+        (["--cost-limit-per-hour", "50"], "--cost-limit-per-hour is for a server that is scaled"),
         (["--scale", "8:2"], "min_chips is at most max_chips"),
         (["--scale", "1:2", "--scaling-policy", "cheap"], "Unknown scaling_policy 'cheap'"),
         (["--scale", "1:2", "--cost-limit-per-hour", "1"], "cost_limit_per_hour pays for the fewest chips"),

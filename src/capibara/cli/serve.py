@@ -95,11 +95,11 @@ def serve(
         str | None, typer.Option(metavar="MIN:MAX", help="Go over to more or fewer chips with the load.")
     ] = None,
     scaling_policy: Annotated[
-        str, typer.Option(metavar="NAME", help="Of --scale: cost_aware, utilization or fixed.")
-    ] = "cost_aware",
+        str | None, typer.Option(metavar="NAME", help="Of --scale: cost_aware (without it), utilization or fixed.")
+    ] = None,
     cost_limit_per_hour: Annotated[
-        float, typer.Option(metavar="USD", help="Of --scale: chips that could cost more are not taken.")
-    ] = 200.0,
+        float | None, typer.Option(metavar="USD", help="Of --scale: chips that could cost more are not taken; 200.")
+    ] = None,
     warm_up: Annotated[bool, typer.Option(help="Compile every program before the first request.")] = True,
     page: Annotated[bool, typer.Option(help="A page to chat on at /.")] = True,
     goodput_file: Annotated[
@@ -158,7 +158,7 @@ def serve(
         seed=seed,
         cache_folder=cache_directory().parent / "programs",
     )
-    scaler = None if scale is None else _scaler(scale, scaling_policy, cost_limit_per_hour)
+    scaler = _scaler(scale, scaling_policy, cost_limit_per_hour)
     # The engine's programs have a folder of their own, and are not even traced again; this is for all others: weights
     # that are drawn, placed and converted.
     persistent_cache()
@@ -210,14 +210,19 @@ def _dollars_per_hour() -> float | None:
     return None if found is None or chip is None else found.usd * len(devices) / chip.devices_per_chip
 
 
-def _scaler(scale: str, policy: str, cost_limit_per_hour: float) -> TpuAutoScaler:
+def _scaler(scale: str | None, policy: str | None, cost_limit_per_hour: float | None) -> TpuAutoScaler | None:
     from capibara.errors import rule_error
     from capibara.fleet import TpuAutoScaler
     from capibara.hardware import chip_for
     from capibara.hardware.devices import attached
 
+    if scale is None:
+        for option, value in (("--scaling-policy", policy), ("--cost-limit-per-hour", cost_limit_per_hour)):
+            if value is not None:
+                raise rule_error(f"{option} is for a server that is scaled", f"{option} {value}", "add --scale 1:8")
+        return None
     least, found, most = scale.partition(":")
-    if not (found and least.isdigit() and most.isdigit()):
+    if not (found and least.isdecimal() and most.isdecimal()):
         raise rule_error("--scale has the fewest and the most chips", repr(scale), "write --scale 1:8")
     device = attached()[0]
     chip = chip_for(device.device_kind)
@@ -225,8 +230,8 @@ def _scaler(scale: str, policy: str, cost_limit_per_hour: float) -> TpuAutoScale
     return TpuAutoScaler(
         int(least),
         int(most),
-        scaling_policy=policy,
-        cost_limit_per_hour=cost_limit_per_hour,
+        scaling_policy="cost_aware" if policy is None else policy,
+        cost_limit_per_hour=200.0 if cost_limit_per_hour is None else cost_limit_per_hour,
         cost_model=f"{priced}_pricing",
     )
 
