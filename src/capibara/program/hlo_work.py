@@ -78,6 +78,8 @@ class HloOp:
     products: tuple[Product, ...] = ()
     written_dtype: str = ""
     """The narrowest type of a product's operands as the program has it; the compiler may have widened it."""
+    kernel: str = ""
+    """What a GPU calls it, where the compiler wrote it itself; instructions that do the same share one."""
 
     @property
     def flops(self) -> float:
@@ -205,6 +207,7 @@ class _Reader:
             source=_quoted(rest, "op_name"),
             products=tuple(work.products),
             written_dtype=_DTYPES.get(written, written),
+            kernel=re.sub(r"\W", "_", _quoted(rest, "deduplicated_name") or name) if opcode == "fusion" else "",
         )  # fmt: skip
 
     def _written_dtype(self, rest: str, shapes: dict[str, str]) -> str:

@@ -17,7 +17,7 @@ from capibara.observe.profiler.executions import Executions, ProgramRuns
 from capibara.observe.profiler.result import Profile
 from capibara.observe.profiler.session import _named, _ops
 from capibara.observe.profiler.trace import Row, TraceReading
-from capibara.program.hlo_work import HloWork
+from capibara.program.hlo_work import HloOp, HloWork
 
 
 @jax.jit
@@ -146,3 +146,23 @@ def test_kernels_without_an_instruction_are_of_the_program_that_runs_most() -> N
     assert chip is not None
     (op,) = _ops(programs, TraceReading(rows), chip, 1)
     assert (op.op, op.count, op.runs) == ("loop_add_fusion", 60, 30)
+
+
+@pytest.mark.quick
+def test_a_kernels_rows_are_those_of_the_instructions_it_was_made_of() -> None:
+    """Instructions that do the same share a kernel; each has its part of the rows, and keeps its work."""
+    ops = tuple(
+        HloOp(name, "fusion", "vector", 1, 0.0, 64.0, 128.0, "float32", "", kernel="add_fusion")
+        for name in ("add_fusion", "add_fusion.1")
+    )
+    program = ProgramRuns("jit_step", 10, 1, HloWork("jit_step", ops, 0, ()), 7, 0.0)
+    device = "/device:GPU:0"
+    rows = [Row(device, 7, "jit_step", "", "add_fusion", float(i), i + (1e-3 if i % 2 else 3e-3)) for i in range(20)]
+    rows.append(Row(device, 7, "jit_step", "", "nvjet_gemm", 30.0, 31.0))
+    chip = chip_for("NVIDIA H200")
+    assert chip is not None
+    found = {op.op: op for op in _ops([program], TraceReading(rows), chip, 1)}
+    assert found["add_fusion"].seconds == pytest.approx(30e-3)
+    assert found["add_fusion.1"].seconds == pytest.approx(10e-3)
+    assert found["add_fusion.1"].bytes == 1280
+    assert found["nvjet_gemm"].seconds == 1.0

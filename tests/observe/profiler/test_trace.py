@@ -39,11 +39,17 @@ class Data:
 @pytest.mark.quick
 def test_a_gpus_command_buffers_leave_kernels_alone() -> None:
     named = {"hlo_op": "gemm.1", "hlo_module": "jit_step", "program_id": 7}
-    stream = Line("Stream #13(Compute)", [Event("nvjet_gemm", 0, 5e3, named), Event("loop_add_fusion", 6e3, 1e3)])
+    buffer = {**named, "hlo_op": "command_buffer_3"}
+    rows = [Event("nvjet_gemm", 0, 5e3, named), Event("loop_add_fusion", 6e3, 1e3), Event("tanh_4", 7e3, 1e3, buffer)]
+    stream = Line("Stream #13(Compute)", rows)
     derived = Line("XLA Modules", [Event("jit_step", 0, 8e3)])
     reading = _read(Data([Plane("/device:GPU:0", [stream, derived])]))
-    assert [(row.op, row.kernel) for row in reading.rows] == [("gemm.1", "nvjet_gemm"), ("", "loop_add_fusion")]
-    assert reading.kernel_rows_only == 1
+    assert [(row.op, row.kernel) for row in reading.rows] == [
+        ("gemm.1", "nvjet_gemm"),
+        ("", "loop_add_fusion"),
+        ("", "tanh_4"),
+    ]
+    assert reading.kernel_rows_only == 2
     assert reading.rows[0].program_id == 7
 
 

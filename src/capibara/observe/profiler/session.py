@@ -317,6 +317,7 @@ def _ops(programs: list[ProgramRuns], reading: TraceReading | None, chip: Chip, 
         devices = max(len(reading.devices()), 1)
         for row in reading.rows:
             timed[row.program_id, row.op or row.kernel].append(row)
+        _name_kernels(programs, timed)
     rows = []
     for program in programs:
         # A device kind may share a chip: what one chip does is what its devices do together.
@@ -351,6 +352,29 @@ def _ops(programs: list[ProgramRuns], reading: TraceReading | None, chip: Chip, 
             )
         )
     return rows
+
+
+def _name_kernels(programs: list[ProgramRuns], timed: dict[tuple[int, str], list[Row]]) -> None:
+    """Give the rows that name a kernel alone to the instructions that it was made of, where one knows them.
+
+    Instructions that do the same share a kernel, and have its rows in turn.
+    """
+    for program in programs:
+        sharing: dict[str, list[str]] = defaultdict(list)
+        for op in program.work.ops:
+            if op.kernel:
+                sharing[op.kernel].append(op.name)
+        for kernel, names in sharing.items():
+            # Rows without a program are of any that has such a kernel.
+            keys = [key for key in ((program.program_id, kernel), (0, kernel)) if key in timed]
+            found = sorted((row for key in keys for row in timed[key] if not row.op), key=lambda row: row.start)
+            for key in keys:
+                timed[key] = [row for row in timed[key] if row.op]
+                if not timed[key]:
+                    del timed[key]
+            for number, name in enumerate(names):
+                if part := found[number :: len(names)]:
+                    timed[program.program_id, name] += part
 
 
 def _op_row(program: ProgramRuns, op: HloOp, found: list[Row], spread: float, each: int, chip: Chip) -> OpRow:

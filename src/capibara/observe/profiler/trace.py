@@ -2,7 +2,7 @@
 
 A trace session leaves two files: `*.xplane.pb`, which XProf opens and `jax.profiler.ProfileData` reads, and
 `*.trace.json.gz`, which Perfetto opens. On a CPU and on a TPU every row names its instruction and program; on a GPU the
-rows of a command buffer (a CUDA graph) name their kernel alone.
+rows of a command buffer (a CUDA graph) name their kernel alone, or the buffer.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def _add_row(
         op = name.split(" = ")[0].lstrip("%")
     if op.split(".")[0] in _CONTAINERS or name.startswith("end: "):
         return
+    if op.startswith("command_buffer"):  # all that it launches has its name, and none says whose it is
+        op = ""
     if not op:
         reading.kernel_rows_only += 1
     device = plane if plane.startswith("/device:") else f"cpu:{stats.get('device_ordinal', 0)}"
