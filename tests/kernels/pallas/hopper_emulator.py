@@ -120,8 +120,8 @@ class Ref:
         made[target] = self.array[source]
         return made
 
-    def transpose(self, axes: tuple[int, ...]) -> np.ndarray:
-        return self.read().transpose(axes)
+    def transpose(self, axes: tuple[int, ...]) -> Ref:
+        return _Transposed(self, axes)
 
     def write(self, value: Any, clip: str | None = None) -> None:
         value = np.asarray(value)
@@ -135,6 +135,21 @@ class Ref:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.narrow(index).write(value)
+
+
+class _Transposed(Ref):
+    """A part of an array with its axes in another order: read and written as a whole."""
+
+    def __init__(self, ref: Ref, axes: tuple[int, ...]) -> None:
+        super().__init__(ref.array, ref.part, ref.tiled)
+        self.ref, self.axes = ref, axes
+
+    def read(self, clip: str | None = None) -> np.ndarray:
+        return self.ref.read(clip).transpose(self.axes)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        assert index == (...,) or index is ..., "a transposed reference is written as a whole"
+        self.ref.write(np.transpose(value, np.argsort(self.axes)))
 
 
 class _At:
@@ -472,7 +487,7 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
         # Toward zero, as the hardware divides; every divisor here is positive.
         div=lambda x, y: np.int32(int(x / y)), rem=lambda x, y: np.int32(x - int(x / y) * y),
         clamp=lambda low, x, high: min(max(x, low), high), shift_right_logical=_shift,
-        broadcast_in_dim=_broadcast_in_dim,
+        broadcast_in_dim=_broadcast_in_dim, rsqrt=lambda x: 1 / np.sqrt(x),
     )  # fmt: skip
     cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
     shims = {
