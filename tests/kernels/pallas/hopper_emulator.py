@@ -147,9 +147,12 @@ class _Transposed(Ref):
     def read(self, clip: str | None = None) -> np.ndarray:
         return self.ref.read(clip).transpose(self.axes)
 
+    def write(self, value: Any, clip: str | None = None) -> None:
+        self.ref.write(np.transpose(value, np.argsort(self.axes)), clip)
+
     def __setitem__(self, index: Any, value: Any) -> None:
-        assert index == (...,) or index is ..., "a transposed reference is written as a whole"
-        self.ref.write(np.transpose(value, np.argsort(self.axes)))
+        assert index is ..., "a transposed reference is written as a whole"
+        self.write(value)
 
 
 class _At:
@@ -426,7 +429,9 @@ def _run_grid(body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_thread
             assert turn.phase == turn.waited.get(waits, 0), "a turn was given that nobody waited for"
 
 
-def _kernel(body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int, **_: Any) -> Callable[..., Any]:
+def _kernel(
+    body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int = 1, **_: Any
+) -> Callable[..., Any]:  # fmt: skip
     def host(*arrays: Any) -> list[np.ndarray]:
         inputs = [Ref(np.asarray(x)) for x in arrays]
         # What the kernel does not write must not look like a result.

@@ -168,4 +168,6 @@ def test_what_is_refused(shapes: Any, dtype: str, said: str) -> None:
 @pytest.mark.quick
 def test_a_gated_product_is_not_split() -> None:
     with pytest.raises(ValueError, match="not split"):
-        few_rows_hopper(_normal(0, 1, 128), _normal(1, 256, 128), config=WeightStreamConfig(splits=2), gate="silu", eps=1e-6)
+        few_rows_hopper(
+            _normal(0, 1, 128), _normal(1, 256, 128), config=WeightStreamConfig(splits=2), gate="silu", eps=1e-6
+        )

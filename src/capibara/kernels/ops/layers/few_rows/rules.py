@@ -48,7 +48,9 @@ def check(call: Call) -> None:
     if gate is not None and gate not in KINDS:
         raise unknown_name("gate of few_rows", gate, KINDS)
     if gate is not None and weight.shape[0] % 2:
-        raise rule_error("A gated weight has the gate's outputs, then as many of up", describe(weight), "concatenate both")
+        raise rule_error(
+            "A gated weight has the gate's outputs, then as many of up", describe(weight), "concatenate both"
+        )
     if (residual is None) != (scale is None):
         raise rule_error("A residual and the scale of its norm come together", call.signature, "pass both, or neither")
     n = sizes(call)

@@ -36,6 +36,7 @@ from capibara.kernels.pallas.hopper import (
     named,
     refuses_chip,
     smem_bytes,
+    store_to_memory,
     swizzled,
 )
 
@@ -43,7 +44,10 @@ MOST_ROWS = 64
 EIGHT = 8  # rows of a swizzled tile, and what a product's columns are counted in
 ATOM = 64  # 16-bit numbers of a swizzled tile's row
 RESERVED = 1024  # bytes of shared memory that the chip takes for each program
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)  # of a gate, whose result is rounded to 16 bits
+COMPILER_PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane,  # the other has no memory that is swizzled and not tiled
+    approx_math=True,  # of a gate, whose result is rounded to 16 bits
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +245,7 @@ def _program(x_hbm: Any, weight_hbm: Any, out_hbm: Any, *, config: WeightStreamC
                 z = value(gate, z[:outputs], short=True) * z[outputs:]
             # Pairs of outputs, where the accumulator has pairs of rows: they lie side by side in the result.
             z = plgpu.layout_cast(z.astype(out_hbm.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            smem["out"].at[:, :].transpose((1, 0))[...] = z
+            store_to_memory(smem["out"].at[:, :].transpose((1, 0)), z)
             plgpu.commit_smem()
             target = out_hbm.at[split, :, pl.ds(tile * outputs, outputs)]
             plgpu.copy_smem_to_gmem(smem["out"].at[pl.ds(0, rows)], target)

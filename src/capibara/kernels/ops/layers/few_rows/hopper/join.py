@@ -38,8 +38,6 @@ def join(parts: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float)
         out_type=[out, out],
         grid=(rows,),
         grid_names=("row",),
-        num_threads=1,
-        thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
     )(parts, residual, scale)
     return total, normal
