@@ -67,6 +67,8 @@ def smem_bytes(scratch: Any, reduction_bytes: int = 0) -> int:
     for ref in jax.tree.leaves(scratch):
         if isinstance(ref, plgpu.Barrier):
             used += 8 * math.prod(ref.num_barriers)  # type: ignore[arg-type]
+        elif isinstance(ref, plgpu.RefUnion):
+            used += max(smem_bytes(one) for one in ref.refs)
         else:
             used += math.ceil(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize / SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return used

@@ -57,7 +57,7 @@ def work_list(
         tiles = -(-counts // per_tile)
         ends = jnp.cumsum(tiles)
         index = jnp.arange(most_tiles(tokens, contexts.shape[0], per_tile), dtype=jnp.int32)
-        sequence = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+        sequence = _found(ends, index)
         live = sequence < contexts.shape[0]
         sequence = jnp.where(live, sequence, 0)
         before = (index - (ends - tiles)[sequence]) * per_tile  # tokens of the sequence in its earlier tiles
@@ -69,10 +69,32 @@ def work_list(
     return Tiles(*(x.astype(jnp.int32) for x in (sequence, token, count, position, begin, end)))
 
 
-def split_blocks(tiles: Tiles, block: int, splits: int) -> tuple[jax.Array, jax.Array]:
-    """The blocks of `block` keys that each part of each tile walks: first and end, [tiles, splits]."""
+def _found(ends: jax.Array, at: jax.Array) -> jax.Array:
+    """Which range, by where they end, each place lies in."""
+    # All against all in one pass: a search by halves is a loop of small programs.
+    return jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
+
+
+def tile_of_tokens(tokens: int, query_starts: jax.Array, per_tile: int) -> tuple[jax.Array, jax.Array]:
+    """(the tile of each token, its row there), the inverse of `Tiles.rows`; a tile past the last for padding."""
+    starts = jnp.clip(query_starts, 0, tokens)
+    tiles = -(-jnp.maximum(jnp.diff(starts), 0) // per_tile)
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    sequence = _found(starts[1:], token)
+    live = (sequence < tiles.shape[0]) & (token >= starts[0])
+    sequence = jnp.where(live, sequence, 0)
+    inside = token - starts[sequence]
+    tile = (jnp.cumsum(tiles) - tiles)[sequence] + inside // per_tile
+    return jnp.where(live, tile, most_tiles(tokens, tiles.shape[0], per_tile)), inside % per_tile
+
+
+def split_blocks(tiles: Tiles, block: int, splits: int, least: int = 1) -> tuple[jax.Array, jax.Array]:
+    """The blocks of `block` keys that each part of each tile walks: first and end, [tiles, splits].
+
+    Parts have `least` blocks or more, but the last: of a tile of few blocks the later parts have none.
+    """
     first, last = tiles.begin // block, -(-tiles.end // block)
-    share = -(-(last - first) // splits)
+    share = jnp.maximum(-(-(last - first) // splits), least)
     part = jnp.arange(splits, dtype=jnp.int32)
     start = jnp.minimum(first[:, None] + part * share[:, None], last[:, None])
     return start, jnp.minimum(start + share[:, None], last[:, None])
@@ -103,10 +125,19 @@ def choose_splits(programs: int, blocks: int, cores: int, *, startup_blocks: int
 
 def join_splits(out: jax.Array, lse: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """One result from those of the parts along `axis` of lse; out has one axis more, the head's, at its end."""
-    highest = lse.max(axis, keepdims=True)
-    weight = jnp.exp(lse - jnp.where(jnp.isneginf(highest), 0, highest))
-    total = weight.sum(axis, keepdims=True)
-    alive = total != 0  # a NaN stays one
-    share = weight / jnp.where(alive, total, 1)
-    joined = jnp.where(alive, highest + jnp.log(jnp.where(alive, total, 1)), -jnp.inf)
-    return (out * share[..., None]).sum(axis), joined.squeeze(axis)
+
+    def joined(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (a, lse_a), (b, lse_b) = one, other
+        highest = jnp.maximum(lse_a, lse_b)
+        base = jnp.where(jnp.isneginf(highest), 0, highest)
+        weight_a, weight_b = jnp.exp(lse_a - base), jnp.exp(lse_b - base)
+        total = weight_a + weight_b
+        alive = total != 0  # a NaN stays one
+        safe = jnp.where(alive, total, 1)
+        return (a * weight_a + b * weight_b) / safe, jnp.where(alive, base + jnp.log(safe), -jnp.inf)
+
+    # One reduction of both together: a GPU makes one pass of it, where maxima, weights and sums would be three.
+    nothing = (jnp.zeros((), out.dtype), jnp.full((), -jnp.inf, lse.dtype))
+    spread = jnp.broadcast_to(lse[..., None], out.shape)
+    out, spread = jax.lax.reduce((out, spread), nothing, joined, (axis,))
+    return out, spread[..., 0]

@@ -1,10 +1,15 @@
 """Paged attention for Hopper, in Pallas (Mosaic GPU): decoding is a stream of pages, and this keeps it full.
 
-A program is one tile of tokens, one head of the cache and one part of its keys. A warpgroup looks pages up in the
-table, one block ahead, and fetches them by TMA into a deep ring; one or two others take blocks in turn and compute
-scores, softmax and products on the tensor cores. The query rows that share a head are padded to the 64 that a
-product has: the extra rows cost no memory traffic, which is what bounds the kernel. Each computing warpgroup writes
-its part's result and log-sum-exp; where there are several, a small XLA program joins them.
+An item of work is one tile of tokens, one head of the cache and one part of its keys. Each multiprocessor has one or
+two pairs of warpgroups, and each pair takes its items one after another: one looks pages up in the table, a block
+ahead, and fetches them by TMA into a ring, on into the next item while the last one is still computed; the other
+computes scores, softmax and products on the tensor cores. One pair's computing does not keep up with the memory when
+items are short; two do. Long items are taken first, in turns that run forth and back over the pairs, so that all end at
+about the same time.
+
+A product has 64 rows, of which an item uses the few that share its head: the others cost no memory traffic, which is
+what bounds the kernel. So one token's query is read as it lies, eight heads or more together, and each item writes the
+rows of its own. Where the keys are cut into several parts, a small XLA program joins them by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +28,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
+from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes, swizzled
+from capibara.kernels.pallas.hopper import (
+    LOG2E,
+    SMEM_BYTES,
+    load,
+    multiprocessors,
+    named,
+    refuses_chip,
+    smem_bytes,
+    store_to_memory,
+    swizzled,
+)
 
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
 LOWEST = -1e30
 ROWS = 64  # of a tensor-core product
-FETCH_REGISTERS = 40
-OUT_COLUMNS = 128  # of the output that leave through shared memory at a time
-COMPUTE_REGISTERS = {1: 240, 2: 232}  # by computing warpgroups
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
+LONG_PART = 2048  # keys of a sequence that are no part of their own yet, where there are many sequences
+TILE_ROWS = 8  # TMA moves whole tiles of so many rows
+COMPUTE_REGISTERS = {1: 240, 2: 208}  # by pairs of warpgroups
+FETCH_REGISTERS = {1: 64, 2: 40}
+# Rows are reduced within the threads of a warp, which need no shared memory for it.
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,50 +64,59 @@ class StreamConfig:
     Attributes:
       tokens: of a tile (1 where the call has no query_starts); times the query heads of a key head, 64 at most.
       keys: of a block: whole pages, or a part of one.
-      stages: blocks in the ring.
-      warpgroups: that compute, in turn; 1 or 2. They divide `stages`.
-      splits: parts along the keys, where the call does not say.
+      stages: blocks in the ring of each pair of warpgroups.
+      pairs: of warpgroups, each with items and a ring of its own; 1 or 2.
+      splits: parts along the keys at most, where the call does not say.
+      least: blocks of a part: a tile of fewer has one part.
     """
 
     tokens: int = 1
     keys: int = 64
     stages: int = 4
-    warpgroups: int = 1
+    pairs: int = 1
     splits: int = 1
+    least: int = 1
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.splits < 1:
-            raise rule_error("tokens and splits are 1 or more", self, "raise them")
+        if min(self.tokens, self.splits, self.least) < 1:
+            raise rule_error("tokens, splits and least are 1 or more", self, "raise them")
         if self.keys not in (64, 128, 192, 256):
             raise rule_error("keys is a multiple of 64 up to 256", self.keys, "use 64")
-        if self.warpgroups not in (1, 2):
-            raise rule_error("warpgroups is 1 or 2", self.warpgroups, "use 1")
-        if self.stages < 2 or self.stages % self.warpgroups:
-            raise rule_error("stages is 2 or more and a multiple of warpgroups", self.stages, "use 4")
+        if self.pairs not in (1, 2):
+            raise rule_error("pairs is 1 or 2", self.pairs, "use 2")
+        if self.stages < 2:
+            raise rule_error("stages is 2 or more", self.stages, "use 3")
 
 
 def scratch(config: StreamConfig, n: Sizes, dtype: Any, out_dtype: Any) -> dict[str, Any]:
-    """A program's shared memory: the query's rows, the ring of keys and values, each warpgroup's output."""
-    block_k, num_stages, computing = config.keys, config.stages, config.warpgroups
+    """A program's shared memory: each pair's query rows, ring of keys and values, and result."""
+    block_k, num_stages, pairs = config.keys, config.stages, config.pairs
     pages = max(1, block_k // n.page_size)  # fetched for a block
+
+    def ring() -> Any:
+        return plgpu.SMEM((pairs, num_stages, block_k, n.depth), dtype, transforms=swizzled(dtype))
+
     return {
-        "q": plgpu.SMEM((ROWS, n.depth), dtype, transforms=swizzled(dtype)),
-        "k": plgpu.SMEM((num_stages, block_k, n.depth), dtype, transforms=swizzled(dtype)),
-        "v": plgpu.SMEM((num_stages, block_k, n.depth), dtype, transforms=swizzled(dtype)),
-        "out": plgpu.SMEM((computing, ROWS, min(n.depth, OUT_COLUMNS)), out_dtype, transforms=swizzled(out_dtype)),
-        "lse": plgpu.SMEM((computing, ROWS), jnp.float32),
-        "q_arrived": plgpu.Barrier(),
-        "k_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages),
-        "v_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages),
-        "k_drained": plgpu.Barrier(num_barriers=num_stages),
-        "v_drained": plgpu.Barrier(num_barriers=num_stages),
+        # A result lies where its query did, in columns of as many bytes. Not tiled: its rows need not begin at a tile.
+        "q_out": plgpu.RefUnion(
+            plgpu.SMEM((pairs, ROWS, n.depth), dtype, transforms=swizzled(dtype)),
+            plgpu.SMEM((pairs, ROWS, n.depth * jnp.dtype(dtype).itemsize // jnp.dtype(out_dtype).itemsize), out_dtype),
+        ),
+        "k": ring(),
+        "v": ring(),
+        "lse": plgpu.SMEM((pairs, ROWS), jnp.float32),
+        "q_arrived": plgpu.Barrier(num_barriers=pairs),
+        "q_drained": plgpu.Barrier(num_barriers=pairs),
+        "k_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=pairs * num_stages),
+        "v_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=pairs * num_stages),
+        "k_drained": plgpu.Barrier(num_barriers=pairs * num_stages),
+        "v_drained": plgpu.Barrier(num_barriers=pairs * num_stages),
     }
 
 
 def _fits(config: StreamConfig, n: Sizes, dtype: Any) -> bool:
     if config.keys % n.page_size and n.page_size % config.keys:
         return False
-    # With the output in float32, as it is where there are several parts to join.
     used = smem_bytes(scratch(config, n, dtype, jnp.float32), COMPILER_PARAMS.reduction_scratch_bytes)
     registers = (ROWS * (n.depth + config.keys) + ROWS * config.keys // 2) // 128
     return used <= SMEM_BYTES and registers <= 192
@@ -103,15 +130,17 @@ def candidates(call: Call) -> Sequence[StreamConfig]:
         while tokens * n.sequences < n.tokens and 2 * tokens * n.group <= ROWS:
             tokens *= 2
     configs = []
-    for keys, warpgroups in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
-        fitting = (
-            StreamConfig(tokens, keys, stages, warpgroups) for stages in (6, 5, 4, 3, 2) if not stages % warpgroups
-        )
+    for keys, pairs in ((64, 2), (64, 1), (128, 1), (256, 1)):
+        fitting = (StreamConfig(tokens, keys, stages, pairs) for stages in (6, 5, 4, 3, 2))
         deepest = next((c for c in fitting if _fits(c, n, dtype)), None)
         if deepest is not None:
-            programs = work.most_tiles(n.tokens, n.sequences, tokens) * n.kv_heads
-            splits = work.choose_splits(programs, math.ceil(n.capacity / keys), work.cores_of(call))
-            configs.append(dataclasses.replace(deepest, splits=splits))
+            items = work.most_tiles(n.tokens, n.sequences, tokens) * n.kv_heads
+            blocks, takers = math.ceil(n.capacity / keys), pairs * work.cores_of(call)
+            splits, least = work.choose_splits(items, blocks, takers), 1
+            if splits == 1 and call["query_starts"] is None:
+                # Enough items for all; but one long sequence among many would be waited for.
+                splits, least = math.ceil(blocks * keys / LONG_PART), LONG_PART // keys
+            configs.append(dataclasses.replace(deepest, splits=splits, least=least))
     return configs
 
 
@@ -147,213 +176,351 @@ def hopper_forward(
     per_tile = 1 if query_starts is None else config.tokens
     if per_tile * n.group > ROWS:
         raise rule_error(f"tokens times query heads a key head is {ROWS} at most", config, "use fewer tokens")
-    splits = key_splits or config.splits
+    splits, least = (config.splits, config.least) if key_splits is None else (key_splits, 1)
     tiles = work.work_list(n.tokens, context_lengths, query_starts, per_tile, window=window, capacity=n.capacity)
     count = tiles.token.shape[0]
-    first, last = work.split_blocks(tiles, config.keys, splits)
-    token_rows = tiles.rows(per_tile, n.tokens)
-    q = query if query_starts is None else query.at[token_rows].get(mode="fill", fill_value=0)
-    q = q.reshape(count, per_tile, n.kv_heads, n.group, n.depth).swapaxes(1, 2)
-    used = per_tile * n.group
-    rows = -(-used // 8) * 8  # TMA moves whole tiles of 8 rows
-    q = jnp.pad(q.reshape(count, n.kv_heads, used, n.depth), ((0, 0), (0, 0), (0, rows - used), (0, 0)))
-    parts = splits * config.warpgroups
-    out_dtype = query.dtype if parts == 1 else jnp.float32
+    rows = _QueryRows.of(n, per_tile, ragged=query_starts is not None)
+    q = rows.laid_out(query, tiles)
+    wants_lse = return_lse or splits > 1
+    items = splits * count * n.kv_heads
+    programs = min(-(-items // config.pairs), multiprocessors(current_target().device_kind))
+    parts, live = _described(tiles, config.keys, splits, least)
+    todo = jnp.full(1, live.size, jnp.int32)
+    if items > programs * config.pairs:
+        parts, todo = _longest_first(parts, live), live.sum(dtype=jnp.int32).reshape(1)
+    out_types = [
+        out_struct((count, splits, n.kv_heads * rows.each, n.depth), query.dtype if splits == 1 else jnp.float32, query)
+    ]
+    if wants_lse:
+        out_types.append(out_struct((count, splits, n.kv_heads, rows.fetched), jnp.float32, query))
     kernel = plgpu.kernel(
         named(
-            "paged_attention", _kernel, n=n, config=config, splits=splits, per_tile=per_tile, rows=rows, window=window,
-            scale=scale_of(scale, n.depth), softcap=softcap,
+            "paged_attention", _kernel, n=n, config=config, programs=programs, per_tile=per_tile, rows=rows,
+            window=window, scale=scale_of(scale, n.depth), softcap=softcap,
         ),
-        out_type=[
-            out_struct((count, parts, n.kv_heads, rows, n.depth), out_dtype, query),
-            out_struct((count, parts, n.kv_heads, rows), jnp.float32, query),
-        ],
-        grid=(splits, count, n.kv_heads),
-        grid_names=("split", "tile", "head"),
-        num_threads=1 + config.warpgroups,
+        out_type=out_types,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=2 * config.pairs,
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
     )  # fmt: skip
     # Every key of every page as a row, every head as columns of it: the same bytes.
     pools = [x.reshape(n.pages * n.page_size, n.kv_heads * n.depth) for x in (key_pages, value_pages)]
-    spans = jnp.stack([tiles.sequence, tiles.position, tiles.begin, tiles.end], axis=1)
-    out, lse = kernel(q, *pools, page_table, spans, jnp.stack([first, last], axis=2))
-    if parts == 1:
+    made = kernel(q, *pools, page_table, parts, todo)
+    out, lse = made[0], rows.own(made[1]) if wants_lse else None
+    if lse is None:
+        out = out[:, 0]
+    elif splits == 1:
         out, lse = out[:, 0], lse[:, 0]
     else:
+        written = live[:, :, None]
+        out, lse = jnp.where(written[..., None], out, 0), jnp.where(written, lse, -jnp.inf)
         out, lse = work.join_splits(out, lse, axis=1)
+    out = rows.by_token(out.astype(query.dtype), tiles, query_starts, 0.0)
+    return (out, rows.by_token(lse, tiles, query_starts, -jnp.inf)) if return_lse else out
 
-    def by_token(x: jax.Array, missing: float) -> jax.Array:
-        x = x[:, :, :used].reshape(count, n.kv_heads, per_tile, n.group, *x.shape[3:]).swapaxes(1, 2)
-        x = x.reshape(count, per_tile, n.heads, *x.shape[4:])
+
+@dataclasses.dataclass(frozen=True)
+class _QueryRows:
+    """Where the rows of a tile's query lie, [tiles, kv_heads * each, depth], and which of them an item fetches."""
+
+    n: Sizes
+    per_tile: int
+    each: int
+    """Rows of a head of the cache."""
+    as_it_lies: bool
+    """Whether a tile is a token, in the order of the tokens, and nothing is to be padded."""
+
+    @classmethod
+    def of(cls, n: Sizes, per_tile: int, *, ragged: bool) -> _QueryRows:
+        used = per_tile * n.group
+        whole = not used % TILE_ROWS or (not TILE_ROWS % used and not n.heads % TILE_ROWS)
+        as_it_lies = whole and not ragged
+        return cls(n, per_tile, used if as_it_lies else -(-used // TILE_ROWS) * TILE_ROWS, as_it_lies)
+
+    @property
+    def fetched(self) -> int:
+        return max(self.each, TILE_ROWS)
+
+    def first(self, head: Any) -> tuple[Any, Any]:
+        """(the first row that is fetched, a head's own first row among those) of a head of the cache."""
+        own = head * self.each
+        inside = lax.rem(own, TILE_ROWS)
+        return pl.multiple_of(own - inside, TILE_ROWS), inside
+
+    def laid_out(self, query: jax.Array, tiles: work.Tiles) -> jax.Array:
+        n, used = self.n, self.per_tile * self.n.group
+        if self.as_it_lies:
+            return query
+        count = tiles.token.shape[0]
+        q = query.at[tiles.rows(self.per_tile, n.tokens)].get(mode="fill", fill_value=0)
+        q = q.reshape(count, self.per_tile, n.kv_heads, n.group, n.depth).swapaxes(1, 2)
+        q = q.reshape(count, n.kv_heads, used, n.depth)
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, self.each - used), (0, 0)))
+        return q.reshape(count, -1, n.depth)
+
+    def own(self, lse: jax.Array) -> jax.Array:
+        """Every head's own of the rows that it fetched: [tiles, parts, kv_heads * each]."""
+        count, parts = lse.shape[:2]
+        if self.each < TILE_ROWS:
+            together = TILE_ROWS // self.each  # heads whose rows are fetched together
+            head = jnp.arange(together)
+            lse = lse.reshape(count, parts, -1, together, together, self.each)[:, :, :, head, head]
+        return lse.reshape(count, parts, -1)
+
+    def by_token(self, x: jax.Array, tiles: work.Tiles, query_starts: jax.Array | None, missing: float) -> jax.Array:
+        """[tokens, heads, ...] of what each tile has; `missing` for tokens that are padding."""
+        n, used, rest = self.n, self.per_tile * self.n.group, x.shape[2:]
+        x = x.reshape(-1, n.kv_heads, self.each, *rest)[:, :, :used]
+        x = x.reshape(-1, n.kv_heads, self.per_tile, n.group, *rest)
         if query_starts is None:
-            return x[:, 0]
-        return jnp.full((n.tokens, *x.shape[2:]), missing, x.dtype).at[token_rows].set(x, mode="drop")
+            return x.reshape(-1, n.heads, *rest)
+        # Each token fetches its rows: a scatter of the tiles' rows took six times as long on an H200.
+        tile, row = work.tile_of_tokens(n.tokens, query_starts, self.per_tile)
+        taken = x.at[tile, :, row].get(mode="fill", fill_value=missing)
+        return taken.reshape(n.tokens, n.heads, *rest)
 
-    out = by_token(out.astype(query.dtype), 0.0)
-    return (out, by_token(lse, -jnp.inf)) if return_lse else out
+
+def _described(tiles: work.Tiles, block: int, splits: int, least: int) -> tuple[jax.Array, jax.Array]:
+    """The numbers of `_Item` of every part of every tile, and which parts there are, [tiles, splits].
+
+    Every tile has a first part, if only to write that it saw nothing; others have blocks.
+    """
+    first, last = work.split_blocks(tiles, block, splits, least)
+    tile, part = (x.reshape(-1) for x in jnp.indices(first.shape, jnp.int32))
+    of_tile = [x[tile] for x in (tiles.sequence, tiles.position, tiles.begin, tiles.end)]
+    live = (last > first) | (jnp.arange(splits) == 0)
+    return jnp.stack([tile, part, *of_tile, first.reshape(-1), last.reshape(-1)], axis=1), live
+
+
+def _longest_first(parts: jax.Array, live: jax.Array) -> jax.Array:
+    """Those with most blocks first, and those that there are not at the end, where nobody takes them."""
+    item = _Item(*parts.T, head=0)
+    return parts[jnp.argsort(jnp.where(live.reshape(-1), item.first - item.last, 1))]
 
 
 def _ceil_div(x: Any, by: int) -> Any:
     return lax.div(lax.max(x, x * 0) + (by - 1), by)
 
 
+class _Item(NamedTuple):
+    """A part of a tile, as the kernel reads it, and a head of the cache."""
+
+    tile: Any
+    part: Any
+    sequence: Any
+    position: Any
+    begin: Any
+    end: Any
+    first: Any
+    last: Any
+    head: Any
+
+
 def _kernel(
-    q_hbm: Any, k_hbm: Any, v_hbm: Any, table_hbm: Any, spans_hbm: Any, blocks_hbm: Any, out_hbm: Any, lse_hbm: Any,
-    *, n: Sizes, config: StreamConfig, splits: int, per_tile: int, rows: int, window: int | None, scale: float,
-    softcap: float | None,
+    q_hbm: Any, k_hbm: Any, v_hbm: Any, table_hbm: Any, parts_hbm: Any, todo_hbm: Any, out_hbm: Any,
+    lse_hbm: Any = None, *, n: Sizes, config: StreamConfig, programs: int, per_tile: int, rows: _QueryRows,
+    window: int | None, scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    block_k, num_stages, computing = config.keys, config.stages, config.warpgroups
+    block_k, num_stages, takers = config.keys, config.stages, programs * config.pairs
     depth, dtype = n.depth, q_hbm.dtype
     pages = max(1, block_k // n.page_size)  # fetched for a block
     piece = block_k // pages  # keys of each
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
-        split, tile, head = (lax.axis_index(name) for name in ("split", "tile", "head"))
         warpgroup = lax.axis_index("warpgroup")
-        first, last = blocks_hbm[tile, split, 0], blocks_hbm[tile, split, 1]
-        begin, end = spans_hbm[tile, 2], spans_hbm[tile, 3]
+        pair = lax.rem(warpgroup, config.pairs)
+        taker = pair * programs + lax.axis_index("program")
+        zero = taker * 0
+        q_smem, out_smem = smem["q_out"]
+        q_smem, out_smem = q_smem.at[pair], out_smem.at[pair]
 
-        @pl.when(warpgroup == computing)
+        def item_number(turn: Any) -> Any:
+            # Forth and back over the pairs: who had the longest of one round has the shortest of the next.
+            return turn * takers + taker + lax.rem(turn, 2) * (takers - 1 - 2 * taker)
+
+        items = todo_hbm[0] * n.kv_heads
+
+        def read(turn: Any) -> _Item:
+            number = lax.min(item_number(turn), items - 1)
+            place = lax.div(number, n.kv_heads)
+            return _Item(*(parts_hbm[place, i] for i in range(8)), head=lax.rem(number, n.kv_heads))
+
+        def each_item(body: Any) -> None:
+            """Each of this pair's items, with how many blocks went before. The next one's numbers are read ahead."""
+            whole = lax.div(items - 1, takers)  # rounds in which every pair has an item
+            turns = jnp.where(item_number(whole) < items, whole + 1, whole)
+
+            def run(turn: Any, carry: tuple[Any, _Item]) -> tuple[Any, _Item]:
+                before, item = carry
+                following = read(turn + 1)
+                body(turn, before, item)
+                return before + item.last - item.first, following
+
+            _steps(zero, turns, run, (zero, read(zero)))
+
+        @pl.when(warpgroup >= config.pairs)
         def _fetch() -> None:
-            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            plgpu.copy_gmem_to_smem(q_hbm.at[tile, head], smem["q"].at[pl.ds(0, rows)], smem["q_arrived"])
-            sequence = spans_hbm[tile, 0]
-            columns = pl.ds(head * depth, depth)
-            first_page = lax.div(begin, n.page_size)
-            last_page = lax.max(lax.div(end - 1, n.page_size), first_page)
+            plgpu.set_max_registers(FETCH_REGISTERS[config.pairs], action="decrease")
 
-            def page_of(block: Any, number: int) -> Any:
-                """Of the pages in sight only: past the last, it is named again, and masked. Never outside the pool."""
-                at = lax.div(block * block_k + number * piece, n.page_size)
-                page = table_hbm[sequence, lax.clamp(first_page, at, last_page)]
-                return lax.clamp(page * 0, page, page * 0 + (n.pages - 1))
+            def fetch_item(turn: Any, before: Any, item: _Item) -> None:
+                @pl.when(turn > 0)
+                def _() -> None:
+                    plgpu.barrier_wait(smem["q_drained"].at[pair])
 
-            def fetch(block: Any, ahead: tuple[Any, ...]) -> tuple[Any, ...]:
-                slot = lax.rem(block - first, num_stages)
-                # The table is read a block ahead, while the ring is waited for.
-                following = tuple(page_of(block + 1, number) for number in range(pages))
-                inside = lax.rem(block * block_k, n.page_size) if pages == 1 else 0
-                for name, source in (("k", k_hbm), ("v", v_hbm)):
+                taken = pl.ds(rows.first(item.head)[0], rows.fetched)
+                target = q_smem.at[pl.ds(0, rows.fetched)]
+                plgpu.copy_gmem_to_smem(q_hbm.at[item.tile, taken], target, smem["q_arrived"].at[pair])
+                columns = pl.ds(item.head * depth, depth)
+                first_page = lax.div(item.begin, n.page_size)
+                last_page = lax.max(lax.div(item.end - 1, n.page_size), first_page)
 
-                    @pl.when(block - first >= num_stages)
-                    def _(name: str = name) -> None:
-                        plgpu.barrier_wait(smem[f"{name}_drained"].at[slot])
+                def page_of(block: Any, number: int) -> Any:
+                    """Of the pages in sight only: past the last, it is named again, and masked. Never outside the
+                    pool."""
+                    at = lax.div(block * block_k + number * piece, n.page_size)
+                    page = table_hbm[item.sequence, lax.clamp(first_page, at, last_page)]
+                    return lax.clamp(page * 0, page, page * 0 + (n.pages - 1))
 
-                    for number, page in enumerate(ahead):
-                        keys = pl.ds(page * n.page_size + inside, piece)
-                        target = smem[name].at[slot]
-                        if pages > 1:
-                            target = smem[name].at[slot, pl.ds(number * piece, piece)]
-                        plgpu.copy_gmem_to_smem(source.at[keys, columns], target, smem[f"{name}_arrived"].at[slot])
-                return following
+                def fetch(block: Any, ahead: tuple[Any, ...]) -> tuple[Any, ...]:
+                    so_far = before + block - item.first
+                    slot = lax.rem(so_far, num_stages)
+                    barrier = pair * num_stages + slot
+                    # The table is read a block ahead, while the ring is waited for.
+                    following = tuple(page_of(block + 1, number) for number in range(pages))
+                    inside = lax.rem(block * block_k, n.page_size) if pages == 1 else 0
+                    for name, source in (("k", k_hbm), ("v", v_hbm)):
 
-            @pl.when(first < last)
-            def _() -> None:
-                pages_of_first = tuple(page_of(first, number) for number in range(pages))
-                _steps(first, last, fetch, pages_of_first)
+                        @pl.when(so_far >= num_stages)
+                        def _(name: str = name) -> None:
+                            plgpu.barrier_wait(smem[f"{name}_drained"].at[barrier])
 
-        @pl.when(warpgroup < computing)
+                        for number, page in enumerate(ahead):
+                            keys = pl.ds(page * n.page_size + inside, piece)
+                            target = smem[name].at[pair, slot]
+                            if pages > 1:
+                                target = smem[name].at[pair, slot, pl.ds(number * piece, piece)]
+                            arrived = smem[f"{name}_arrived"].at[barrier]
+                            plgpu.copy_gmem_to_smem(source.at[keys, columns], target, arrived)
+                    return following
+
+                @pl.when(item.first < item.last)
+                def _() -> None:
+                    pages_of_first = tuple(page_of(item.first, number) for number in range(pages))
+                    _steps(item.first, item.last, fetch, pages_of_first)
+
+            each_item(fetch_item)
+
+        @pl.when(warpgroup < config.pairs)
         def _compute() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS[computing], action="increase")
-            position = spans_hbm[tile, 1]
+            plgpu.set_max_registers(COMPUTE_REGISTERS[config.pairs], action="increase")
             layout = plgpu.Layout.WGMMA
 
-            def visible(start: Any) -> Any:
-                """Which pairs of a row and a key of the block at `start` see each other."""
-                row = plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 0, layout=layout)
-                key = plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 1, layout=layout) + start
-                if per_tile == 1:
-                    row = row * 0
-                else:
-                    row = lax.shift_right_logical(row, int(math.log2(n.group)))
-                row = row + position
-                seen = key <= row
-                return seen if window is None else seen & (key > row - window)
+            def compute_item(turn: Any, before: Any, item: _Item) -> None:
+                del turn
 
-            def blank(slot: Any, start: Any) -> None:
-                """Zeros for the values of a block that no row sees: a product with zero would keep a NaN alive."""
-                for at in range(0, block_k, 64):
-                    part = smem["v"].at[slot, pl.ds(at, 64)]
-                    key = plgpu.broadcasted_iota(jnp.int32, (64, depth), 0, layout=layout) + (start + at)
-                    value = load(part, layout)
-                    part[...] = jnp.where((key >= begin) & (key < end), value, jnp.zeros_like(value))
-                plgpu.commit_smem()
+                def visible(start: Any) -> Any:
+                    """Which pairs of a row and a key of the block at `start` see each other."""
+                    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 0, layout=layout)
+                    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 1, layout=layout) + start
+                    if per_tile == 1:
+                        row = row * 0
+                    else:
+                        row = lax.shift_right_logical(row, int(math.log2(n.group)))
+                    row = row + item.position
+                    seen = key <= row
+                    return seen if window is None else seen & (key > row - window)
 
-            def step(turn: Any, carry: Any, masked: bool) -> Any:
-                acc, m_i, l_i = carry
-                block = first + warpgroup + turn * computing
-                slot = lax.rem(block - first, num_stages)
-                plgpu.barrier_wait(smem["k_arrived"].at[slot])
+                def blank(slot: Any, start: Any) -> None:
+                    """Zeros for the values of a block that no row sees: a product with zero would keep a NaN alive."""
+                    for at in range(0, block_k, 64):
+                        part = smem["v"].at[pair, slot, pl.ds(at, 64)]
+                        key = plgpu.broadcasted_iota(jnp.int32, (64, depth), 0, layout=layout) + (start + at)
+                        value = load(part, layout)
+                        in_sight = (key >= item.begin) & (key < item.end)
+                        part[...] = jnp.where(in_sight, value, jnp.zeros_like(value))
+                    plgpu.commit_smem()
 
-                def scores(ref: Any) -> Any:
-                    plgpu.wgmma(ref, smem["q"], smem["k"].at[slot].transpose((1, 0)))
-                    return ref[...]
+                def step(block: Any, carry: Any, masked: bool) -> Any:
+                    acc, m_i, l_i = carry
+                    slot = lax.rem(before + block - item.first, num_stages)
+                    barrier = pair * num_stages + slot
+                    plgpu.barrier_wait(smem["k_arrived"].at[barrier])
 
-                s = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, block_k), jnp.float32))
-                plgpu.barrier_arrive(smem["k_drained"].at[slot])
-                unit = scale * LOG2E
-                if softcap is not None:
-                    # tanh from an exponential, which the hardware has.
-                    s = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * scale * LOG2E / softcap)))
-                    unit = softcap * LOG2E
-                # Scaled before it is masked: minus infinity times a negative scale would be plus infinity.
-                s = s * unit
-                if masked:
-                    s = jnp.where(visible(block * block_k), s, -jnp.inf)
-                m_next = jnp.maximum(m_i, s.max(axis=1))
-                alpha = jnp.exp2(m_i - m_next)
-                p = jnp.exp2(s - lax.broadcast_in_dim(m_next, s.shape, [0]))
-                acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-                l_i = l_i * alpha + p.sum(axis=1)
-                p16 = p.astype(dtype)
-                plgpu.barrier_wait(smem["v_arrived"].at[slot])
-                if masked:
-                    blank(slot, block * block_k)
+                    def scores(ref: Any) -> Any:
+                        plgpu.wgmma(ref, q_smem, smem["k"].at[pair, slot].transpose((1, 0)))
+                        return ref[...]
 
-                def add_values(ref: Any) -> None:
-                    plgpu.wgmma(ref, p16, smem["v"].at[slot])
+                    s = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, block_k), jnp.float32))
+                    plgpu.barrier_arrive(smem["k_drained"].at[barrier])
+                    unit = scale * LOG2E
+                    if softcap is not None:
+                        # tanh from an exponential, which the hardware has.
+                        s = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * scale * LOG2E / softcap)))
+                        unit = softcap * LOG2E
+                    # Scaled before it is masked: minus infinity times a negative scale would be plus infinity.
+                    s = s * unit
+                    if masked:
+                        s = jnp.where(visible(block * block_k), s, -jnp.inf)
+                    m_next = jnp.maximum(m_i, s.max(axis=1))
+                    alpha = jnp.exp2(m_i - m_next)
+                    p = jnp.exp2(s - lax.broadcast_in_dim(m_next, s.shape, [0]))
+                    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+                    l_i = l_i * alpha + p.sum(axis=1)
+                    p16 = p.astype(dtype)
+                    plgpu.barrier_wait(smem["v_arrived"].at[barrier])
+                    if masked:
+                        blank(slot, block * block_k)
 
-                acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
-                plgpu.barrier_arrive(smem["v_drained"].at[slot])
-                return acc, m_next, l_i
+                    def add_values(ref: Any) -> None:
+                        plgpu.wgmma(ref, p16, smem["v"].at[pair, slot])
 
-            # This warpgroup's turns; those in the middle, whose blocks every row sees whole, need no mask.
-            turns = _ceil_div(last - first - warpgroup, computing)
-            whole_end = lax.div(lax.max(position + 1, position * 0), block_k)
-            stop = lax.min(_ceil_div(whole_end - first - warpgroup, computing), turns)
-            start = turns * 0
-            if window is not None:
-                whole_begin = _ceil_div(end - window, block_k)
-                start = lax.min(_ceil_div(whole_begin - first - warpgroup, computing), turns)
-                stop = lax.max(stop, start)
-            plgpu.barrier_wait(smem["q_arrived"])
-            carry = (
-                plgpu.layout_cast(jnp.full((ROWS, depth), 0, jnp.float32), layout),
-                plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), layout.reduce(1)),
-                plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), layout.reduce(1)),
-            )
-            if window is not None:
-                carry = _steps(turns * 0, start, functools.partial(step, masked=True), carry)
-            carry = _steps(start, stop, functools.partial(step, masked=False), carry)
-            acc, m_i, l_i = _steps(stop, turns, functools.partial(step, masked=True), carry)
+                    acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
+                    plgpu.barrier_arrive(smem["v_drained"].at[barrier])
+                    return acc, m_next, l_i
 
-            alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
-            inverse = jnp.where(alive, 1.0 / jnp.where(alive, l_i, 1.0), 0.0)
-            acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-            lse = (m_i + jnp.log2(jnp.where(alive, l_i, 1.0))) / LOG2E
-            smem["lse"][warpgroup] = jnp.where(alive, lse, -jnp.inf)
-            part = split * computing + warpgroup
-            kept = pl.ds(0, rows)
-            width = smem["out"].shape[-1]
-            for at in range(0, depth, width):
-                if at:
+                # The blocks in the middle, which every row sees whole, need no mask.
+                whole_end = lax.div(lax.max(item.position + 1, item.position * 0), block_k)
+                stop = lax.max(lax.min(whole_end, item.last), item.first)
+                start = item.first
+                if window is not None:
+                    whole_begin = _ceil_div(item.end - window, block_k)
+                    start = lax.max(lax.min(whole_begin, item.last), item.first)
+                    stop = lax.max(stop, start)
+                plgpu.barrier_wait(smem["q_arrived"].at[pair])
+                carry = (
+                    plgpu.layout_cast(jnp.full((ROWS, depth), 0, jnp.float32), layout),
+                    plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), layout.reduce(1)),
+                    plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), layout.reduce(1)),
+                )
+                if window is not None:
+                    carry = _steps(item.first, start, functools.partial(step, masked=True), carry)
+                carry = _steps(start, stop, functools.partial(step, masked=False), carry)
+                acc, m_i, l_i = _steps(stop, item.last, functools.partial(step, masked=True), carry)
+
+                alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
+                inverse = jnp.where(alive, 1.0 / jnp.where(alive, l_i, 1.0), 0.0)
+                acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+                own = pl.ds(rows.first(item.head)[1], rows.each)
+                kept = pl.ds(item.head * rows.each, rows.each)
+                width = out_smem.shape[-1]
+                for at in range(0, depth, width):
+                    store_to_memory(out_smem, acc[:, at : at + width].astype(out_hbm.dtype))
+                    if lse_hbm is not None and not at:
+                        lse = (m_i + jnp.log2(jnp.where(alive, l_i, 1.0))) / LOG2E
+                        smem["lse"][pair] = jnp.where(alive, lse, -jnp.inf)
+                    plgpu.commit_smem()
+                    target = out_hbm.at[item.tile, item.part, kept, pl.ds(at, width)]
+                    plgpu.copy_smem_to_gmem(out_smem.at[own], target)
+                    if lse_hbm is not None and not at:
+                        fetched = smem["lse"].at[pair, pl.ds(0, rows.fetched)]
+                        plgpu.copy_smem_to_gmem(fetched, lse_hbm.at[item.tile, item.part, item.head])
+                    # What comes next, the rest of it or another query, is written over it.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                smem["out"][warpgroup] = acc[:, at : at + width].astype(out_hbm.dtype)
-                plgpu.commit_smem()
-                target = out_hbm.at[tile, part, head, :, pl.ds(at, width)]
-                plgpu.copy_smem_to_gmem(smem["out"].at[warpgroup, kept], target)
-            plgpu.copy_smem_to_gmem(smem["lse"].at[warpgroup, kept], lse_hbm.at[tile, part, head])
+                plgpu.barrier_arrive(smem["q_drained"].at[pair])
+
+            each_item(compute_item)
             plgpu.wait_smem_to_gmem(0)
 
     pl.run_scoped(run_warpgroups, scratch(config, n, dtype, out_hbm.dtype), collective_axes="warpgroup")

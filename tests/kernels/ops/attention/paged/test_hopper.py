@@ -1,0 +1,116 @@
+"""The Hopper kernel of paged attention: its numbers by emulation, for every way its work is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.kernels.ops.attention.paged.test_paged_attention import loops
+from tests.kernels.pallas import hopper_emulator as emulator
+
+from capibara.kernels import target
+from capibara.kernels.ops.attention.paged import PAGED_ATTENTION
+from capibara.kernels.ops.attention.paged.hopper import forward
+from capibara.kernels.ops.attention.paged.hopper.forward import StreamConfig
+from capibara.kernels.ops.attention.paged.tiles import tile_of_tokens, work_list
+
+
+@dataclass(frozen=True)
+class Form:
+    """A batch, and how the kernel cuts it."""
+
+    config: StreamConfig
+    contexts: tuple[int, ...]
+    heads: int = 16
+    kv_heads: int = 8
+    depth: int = 64
+    page_size: int = 16
+    counts: tuple[int, ...] | None = None
+    window: int | None = None
+    softcap: float | None = None
+    splits: int | None = None
+    programs: int = 5
+    """Multiprocessors: fewer than there are items makes programs take several."""
+
+    def arrays(self) -> tuple[Any, ...]:
+        draw = np.random.default_rng(7)
+        sequences, most = len(self.contexts), -(-max(self.contexts) // self.page_size)
+        pages, tokens, starts = sequences * most + 3, sequences, None
+        if self.counts is not None:
+            starts = np.cumsum([2, *self.counts]).astype(np.int32)  # tokens before the first and after the last
+            tokens = int(starts[-1]) + 3
+        shape = (pages, self.page_size, self.kv_heads, self.depth)
+        query, keys, values = (
+            jnp.asarray(draw.normal(size=size), jnp.bfloat16)
+            for size in ((tokens, self.heads, self.depth), shape, shape)
+        )
+        table = draw.permutation(pages)[: sequences * most].reshape(sequences, most).astype(np.int32)
+        return query, keys, values, table, np.array(self.contexts, np.int32), starts
+
+    def run(self, query: Any, keys: Any, values: Any, *rest: Any) -> Any:
+        flat = [pool.reshape(*pool.shape[:2], -1) for pool in (keys, values)]
+        with target("gpu", "NVIDIA H200"):
+            return forward.hopper_forward(
+                query, *flat, *rest, config=self.config, window=self.window, scale=None, softcap=self.softcap,
+                key_splits=self.splits, return_lse=True,
+            )  # fmt: skip
+
+
+UNEVEN = (80, 1, 0, 33, 64, 17)
+FORMS = {
+    "eight rows hold four heads": Form(StreamConfig(1, 64, 4, 1), UNEVEN),
+    "in parts": Form(StreamConfig(1, 64, 3, 1, 2), (144, 90, 5)),
+    "two pairs of warpgroups": Form(StreamConfig(1, 64, 3, 2), (144, 20, 300, 64, 65)),
+    "long sequences in parts, others whole": Form(StreamConfig(1, 64, 3, 2, 3, 2), (400, 20, 150, 0, 128, 300)),
+    "one item a program": Form(StreamConfig(1, 64, 4, 1), (80, 40), programs=132),
+    "eight heads share a key": Form(StreamConfig(1, 128, 2, 1), UNEVEN, kv_heads=2, page_size=64),
+    "three heads share a key, padded": Form(StreamConfig(1, 64, 4, 1), UNEVEN, heads=6, kv_heads=2),
+    "a head to itself": Form(StreamConfig(1, 64, 4, 1), UNEVEN, heads=8, depth=128, page_size=64),
+    "a window": Form(StreamConfig(1, 64, 4, 1), (128, 3, 20, 21, 77), heads=8, kv_heads=4, window=20),
+    "prompts and single tokens": Form(
+        StreamConfig(8, 64, 4, 1), (60, 9, 128, 17, 33), heads=8, kv_heads=4, counts=(40, 0, 1, 17, 3)
+    ),
+    "a token a tile": Form(StreamConfig(1, 64, 4, 1), (60, 9, 128, 17), kv_heads=2, counts=(4, 0, 1, 7)),
+    "prompts, two pairs, a window": Form(
+        StreamConfig(16, 64, 4, 2), (60, 9, 128, 17), heads=8, kv_heads=4, counts=(40, 0, 1, 17), window=30
+    ),
+    "soft cap": Form(StreamConfig(1, 64, 4, 1), (128, 30, 64), heads=8, kv_heads=4, softcap=5.0, splits=3),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_numbers_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = FORMS[name]
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: form.programs)
+    arrays = form.arrays()
+    with emulator.emulated(forward):
+        out, lse = jax.block_until_ready(jax.jit(form.run)(*arrays))
+    wanted, wanted_lse = loops(*arrays, form.window, form.softcap)
+    out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
+    seen = np.isfinite(wanted_lse)
+    assert (np.isneginf(lse) == ~seen).all()
+    assert (out[~seen] == 0).all(), "a token that sees nothing gives zeros"
+    error = np.linalg.norm(out - wanted) / np.linalg.norm(wanted)
+    with target("gpu", "NVIDIA H200"):
+        assert error <= PAGED_ATTENTION.tolerance(PAGED_ATTENTION.call(*arrays)), error  # NaN anywhere fails too
+    # A score is a sum of `depth` products in float32, each rounded to 2^-24 of the sum; four for an unlucky draw.
+    np.testing.assert_allclose(lse[seen], wanted_lse[seen], atol=4 * 2.0**-24 * form.depth * 4)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("starts", [[0, 5, 5, 6, 13], [3, 3, 11, 12, 12]])
+def test_a_token_finds_the_row_that_was_made_of_it(starts: list[int]) -> None:
+    tokens, per_tile = 16, 4
+    contexts = jnp.full(len(starts) - 1, 50)
+    tiles = work_list(tokens, contexts, jnp.array(starts), per_tile, window=None, capacity=64)
+    rows = np.asarray(tiles.rows(per_tile, tokens))
+    tile, row = (np.asarray(x) for x in tile_of_tokens(tokens, jnp.array(starts), per_tile))
+    for token in range(tokens):
+        if starts[0] <= token < starts[-1]:
+            assert rows[tile[token], row[token]] == token
+        else:
+            assert tile[token] == len(rows), "padding has no tile"
