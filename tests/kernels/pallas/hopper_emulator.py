@@ -486,7 +486,9 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
         wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
         broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),
     )  # fmt: skip
-    cpu_pl = _Shim(pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when, multiple_of=lambda x, by: x)
+    cpu_pl = _Shim(
+        pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when, multiple_of=lambda x, by: x
+    )  # fmt: skip
     cpu_lax = _Shim(
         lax, axis_index=_axis_index, fori_loop=_fori_loop, optimization_barrier=lambda x: x, max=max, min=min,
         # Toward zero, as the hardware divides; every divisor here is positive.

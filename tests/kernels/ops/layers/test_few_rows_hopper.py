@@ -143,7 +143,10 @@ def test_cuts_fill_the_chip_and_fit_its_memory() -> None:
                 assert not gated or config.splits == 1
             if case.name.startswith("llama"):
                 held = case.shapes[1][0] // (2 if gated else 1)
-                assert fill(held // configs[0].outputs, configs[0].splits, 132) > 0.84, (case.name, configs[0])
+                alone = not gated and case.shapes[2] is None  # a sum of its parts would be a pass more
+                least = 0.45 if alone else 0.84
+                assert fill(held // configs[0].outputs, configs[0].splits, 132) > least, (case.name, configs[0])
+                assert not alone or configs[0].splits == 1
 
 
 @pytest.mark.quick

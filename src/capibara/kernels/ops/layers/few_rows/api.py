@@ -6,8 +6,8 @@ from typing import Any, overload
 
 from jaxtyping import Array, Float
 
-from capibara.kernels.core.dispatch import run
-from capibara.kernels.core.op import Op, register
+from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.op import Op, call_of, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Implementation
 from capibara.kernels.ops.layers.few_rows import hopper
@@ -87,6 +87,20 @@ def few_rows(
     if eps != FEW_ROWS.params["eps"]:
         params["eps"] = float(eps)
     return run(FEW_ROWS, operands, params, implementation=implementation, config=config)
+
+
+def has_kernel(
+    x: Array,
+    weight: Array,
+    residual: Array | None = None,
+    scale: Array | None = None,
+    *,
+    gate: str | None = None,
+    eps: float = 1e-6,
+) -> bool:
+    """Whether dispatch takes a kernel for this call of `few_rows`: elsewhere its steps are as well written out."""
+    call = call_of(FEW_ROWS, (x, weight, residual, scale), {"gate": gate, "eps": eps})
+    return FEW_ROWS.implementations[select(call).implementation].kernel
 
 
 FEW_ROWS.public = few_rows
