@@ -100,7 +100,9 @@ def has_kernel(
 ) -> bool:
     """Whether dispatch takes a kernel for this call of `few_rows`: elsewhere its steps are as well written out."""
     call = call_of(FEW_ROWS, (x, weight, residual, scale), {"gate": gate, "eps": eps})
-    return FEW_ROWS.implementations[select(call).implementation].kernel
+    kernels = [name for name, one in FEW_ROWS.implementations.items() if one.kernel and one.refusal(call) is None]
+    # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
+    return bool(kernels) and select(call).implementation in kernels
 
 
 FEW_ROWS.public = few_rows
