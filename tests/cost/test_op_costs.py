@@ -60,6 +60,7 @@ COUNTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "decode_int8": ((f32(256, 1024, dtype="int8"), f32(256, 4)), {}),
     "encode_int8": ((MATRIX, SEED), {}),
     "gemm": ((f32(2, 256, 512), f32(2, 512, 256)), {}),
+    "few_rows": ((f32(8, 1024), f32(512, 1024)), {}),
     "grouped_gated_gemm": ((f32(64, 2048), f32(1, 2048, 128), f32(1, 2048, 128), i32(1)), {}),
     "grouped_gemm": ((f32(64, 1024), f32(1, 1024, 128), i32(1)), {}),
     "grouped_gemm_weights": ((f32(1024, 64), f32(1024, 128), i32(1)), {}),

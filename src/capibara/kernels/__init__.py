@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.layers.activation.api import silu as silu
     from capibara.kernels.ops.layers.activation.api import swiglu as swiglu
     from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy as cross_entropy
+    from capibara.kernels.ops.layers.few_rows.api import few_rows as few_rows
     from capibara.kernels.ops.layers.grouped.api import grouped_gated_gemm as grouped_gated_gemm
     from capibara.kernels.ops.layers.grouped.api import grouped_gemm as grouped_gemm
     from capibara.kernels.ops.layers.moe.expert_parallel import expert_parallel_moe as expert_parallel_moe
@@ -157,6 +158,7 @@ __all__, __getattr__, __dir__ = exports(
         ),
         "ops.layers.activation.api": "activation dropout gated_activation geglu gelu glu silu swiglu",
         "ops.layers.cross_entropy.api": "cross_entropy",
+        "ops.layers.few_rows.api": "few_rows",
         "ops.layers.grouped.api": "grouped_gated_gemm grouped_gemm",
         "ops.layers.moe.expert_parallel": "expert_parallel_moe",
         "ops.layers.moe.layer": "MoeMetrics init_moe moe_layer",

@@ -21,7 +21,7 @@ from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
-from capibara.models.blocks.spec import LORA_SCALE, QUANTIZED_SCALE, PagedBatch, Sequences, Weight
+from capibara.models.blocks.spec import LORA_SCALE, QUANTIZED_SCALE, LastProduct, PagedBatch, Sequences, Weight
 from capibara.parallel.remat import LAYER_INPUT
 
 if TYPE_CHECKING:
@@ -348,13 +348,26 @@ def new_paged_cache(
 
 def _with_own_changes(block: Mapping[str, Any], batch: PagedBatch) -> dict[str, Any]:
     """A block's parameters, with a row of scales a token for the low-rank changes that lie side by side in it."""
-    own = dict(block)
+    own = {name: weight for name, weight in block.items() if name != "norm_"}
     if batch.adapters is not None:
         for name, scales in block.items():
             if name.endswith(LORA_SCALE):  # [adapters, ranks]
                 chosen = jnp.where(batch.adapters < 0, scales.shape[0], batch.adapters)
                 own[name] = scales.at[chosen].get(mode="fill", fill_value=0)[None]
     return own
+
+
+def _added_and_normed(
+    model: ModularModelConfig, x: jax.Array, out: jax.Array | LastProduct, norm: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """(x with what a block adds, the norm of that): together with the block's last product where a kernel does so."""
+    if isinstance(out, LastProduct):
+        together = out.added_and_normed(x, norm["scale"], model.norm_eps) if model.norm == "rms" else None
+        if together is not None:
+            return together
+        out = out.value()
+    x = x + out
+    return x, _norm(model, norm, x)
 
 
 def paged(
@@ -371,15 +384,18 @@ def paged(
     `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out
     of the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
     """
+    layers = list(zip(model.period * model.repeats, params["layers"], cache, strict=True))
+    norms = [layer[slot_of(names, number)]["norm_"] for names, layer, _ in layers for number in range(len(names))]
+    upcoming = iter([*norms, params["norm"]])
     x = _embedded(model, params, tokens[None], dtype)
+    y = _norm(model, next(upcoming), x)
     after = []
-    for names, layer, kept in zip(model.period * model.repeats, params["layers"], cache, strict=True):
+    for names, layer, kept in layers:
         slots = {}
         for number, name in enumerate(names):
             slot = slot_of(names, number)
             own = _with_own_changes(layer[slot], batch)
-            y = _norm(model, own.pop("norm_"), x)
             out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
-            x = x + out
+            x, y = _added_and_normed(model, x, out, next(upcoming))
         after.append(slots)
-    return _norm(model, params["norm"], x)[0], after
+    return y[0], after

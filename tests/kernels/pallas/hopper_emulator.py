@@ -120,8 +120,8 @@ class Ref:
         made[target] = self.array[source]
         return made
 
-    def transpose(self, axes: tuple[int, ...]) -> np.ndarray:
-        return self.read().transpose(axes)
+    def transpose(self, axes: tuple[int, ...]) -> Ref:
+        return _Transposed(self, axes)
 
     def write(self, value: Any, clip: str | None = None) -> None:
         value = np.asarray(value)
@@ -135,6 +135,24 @@ class Ref:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.narrow(index).write(value)
+
+
+class _Transposed(Ref):
+    """A part of an array with its axes in another order: read and written as a whole."""
+
+    def __init__(self, ref: Ref, axes: tuple[int, ...]) -> None:
+        super().__init__(ref.array, ref.part, ref.tiled)
+        self.ref, self.axes = ref, axes
+
+    def read(self, clip: str | None = None) -> np.ndarray:
+        return self.ref.read(clip).transpose(self.axes)
+
+    def write(self, value: Any, clip: str | None = None) -> None:
+        self.ref.write(np.transpose(value, np.argsort(self.axes)), clip)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        assert index is ..., "a transposed reference is written as a whole"
+        self.write(value)
 
 
 class _At:
@@ -411,7 +429,9 @@ def _run_grid(body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_thread
             assert turn.phase == turn.waited.get(waits, 0), "a turn was given that nobody waited for"
 
 
-def _kernel(body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int, **_: Any) -> Callable[..., Any]:
+def _kernel(
+    body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int = 1, **_: Any
+) -> Callable[..., Any]:  # fmt: skip
     def host(*arrays: Any) -> list[np.ndarray]:
         inputs = [Ref(np.asarray(x)) for x in arrays]
         # What the kernel does not write must not look like a result.
@@ -466,13 +486,15 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
         wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
         broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),
     )  # fmt: skip
-    cpu_pl = _Shim(pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when, multiple_of=lambda x, by: x)
+    cpu_pl = _Shim(
+        pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when, multiple_of=lambda x, by: x
+    )  # fmt: skip
     cpu_lax = _Shim(
         lax, axis_index=_axis_index, fori_loop=_fori_loop, optimization_barrier=lambda x: x, max=max, min=min,
         # Toward zero, as the hardware divides; every divisor here is positive.
         div=lambda x, y: np.int32(int(x / y)), rem=lambda x, y: np.int32(x - int(x / y) * y),
         clamp=lambda low, x, high: min(max(x, low), high), shift_right_logical=_shift,
-        broadcast_in_dim=_broadcast_in_dim,
+        broadcast_in_dim=_broadcast_in_dim, rsqrt=lambda x: 1 / np.sqrt(x),
     )  # fmt: skip
     cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
     shims = {

@@ -92,9 +92,10 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
 
 
 def store_to_memory(ref: Any, value: Any) -> None:
-    """A value in registers to a part of global memory, in whatever pieces its layout has.
+    """A value in registers to a part of global or shared memory, in whatever pieces its layout has.
 
-    JAX 0.12 insists on whole cache lines unless told otherwise; before, there was nothing to tell.
+    JAX 0.12 insists on whole cache lines, and on banks that do not meet, unless told otherwise; before, there was
+    nothing to tell.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)

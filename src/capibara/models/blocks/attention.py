@@ -15,7 +15,16 @@ from capibara.kernels.ops.attention.paged.api import paged_attention
 from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
+from capibara.models.blocks.spec import (
+    Block,
+    BlockOutput,
+    LastProduct,
+    PagedBatch,
+    Sequences,
+    Weight,
+    product,
+    products,
+)
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -234,7 +243,7 @@ class Attention(Block):
         x: jax.Array,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
         q, k, v = self._projected(model, params, x)
         q, k = (self._turned(y, jnp.maximum(batch.positions, 0)[None]) for y in (q, k))
         pages, page_size = cache["key"].shape[:2]
@@ -270,7 +279,8 @@ class Attention(Block):
             key_splits=batch.key_splits,
             implementation=batch.attention,
         )
-        return self._out(params, mixed[None].astype(x.dtype)), cache
+        mixed = mixed[None].astype(x.dtype)
+        return self._out(params, mixed) if self.out_bias else LastProduct(params, "out", mixed, inputs=2), cache
 
     def _widened(
         self, cache: Mapping[str, jax.Array], page_table: jax.Array, dtype: Any

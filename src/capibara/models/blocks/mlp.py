@@ -11,7 +11,17 @@ import jax
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.ops.layers.activation.api import activation, gated_activation
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import Block, BlockOutput, Sequences, Weight, product, products
+from capibara.models.blocks.spec import (
+    Block,
+    BlockOutput,
+    LastProduct,
+    PagedBatch,
+    Sequences,
+    Weight,
+    gated_products,
+    product,
+    products,
+)
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -63,17 +73,36 @@ class Mlp(Block):
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
-        def biased(name: str, y: jax.Array) -> jax.Array:
-            return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y
+        return BlockOutput(self._biased(params, "down", product(params, "down", self._inner(params, x))))
 
+    def paged(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        batch: PagedBatch,
+    ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
+        if self.bias:
+            return super().paged(model, params, x, cache, batch)
+        return LastProduct(params, "down", self._inner(params, x)), dict(cache)
+
+    def _biased(self, params: Mapping[str, jax.Array], name: str, y: jax.Array) -> jax.Array:
+        return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y
+
+    def _inner(self, params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+        """What `down` narrows, [..., ffn]."""
+        if self.gated and not self.bias:
+            inner = gated_products(params, ("gate", "up"), x, GATED[self.activation])
+            if inner is not None:
+                return inner
         names = ("gate", "up") if self.gated else ("up",)
         wide = [
-            with_sharding_constraint(biased(name, y), _INNER)
+            with_sharding_constraint(self._biased(params, name, y), _INNER)
             for name, y in zip(names, products(params, dict.fromkeys(names, (self.ffn,)), x), strict=True)
         ]
         if self.gated:
             inner = gated_activation(*wide, kind=GATED[self.activation])
         else:
             inner = activation(*wide, kind=PLAIN[self.activation])
-        inner = with_sharding_constraint(inner, _INNER)
-        return BlockOutput(biased("down", product(params, "down", inner)))
+        return with_sharding_constraint(inner, _INNER)

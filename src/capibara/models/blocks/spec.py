@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel
 from capibara.kernels.pallas.prng import normal_by_place
 
 if TYPE_CHECKING:
@@ -29,9 +30,11 @@ __all__ = [
     "QUANTIZED_SCALE",
     "Block",
     "BlockOutput",
+    "LastProduct",
     "PagedBatch",
     "Sequences",
     "Weight",
+    "gated_products",
     "initial",
     "joint_name",
     "logical_axes",
@@ -155,9 +158,57 @@ def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inp
         y = jnp.tensordot(x, params[name].astype(x.dtype), inputs)
     else:
         rows = x.reshape(*x.shape[: x.ndim - inputs], -1)
+        operands = _few_rows_operands(params, name, x, inputs)
+        if operands is not None and has_kernel(*operands):
+            return few_rows(*operands).reshape(*rows.shape[:-1], *by_output.shape[:-1])
         y = jnp.tensordot(rows, by_output.astype(x.dtype), ((rows.ndim - 1,), (by_output.ndim - 1,)))
     scale = params.get(name + QUANTIZED_SCALE)
     return y if scale is None else y * scale.astype(y.dtype)
+
+
+def _few_rows_operands(
+    params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int
+) -> tuple[jax.Array, jax.Array] | None:
+    """(x [rows, K], the weight [outputs, K]), as `few_rows` takes them; None of one that is held in another way."""
+    weight = params.get(name + BY_OUTPUT)
+    if weight is None or weight.dtype != x.dtype or name + QUANTIZED_SCALE in params:
+        return None
+    return x.reshape(math.prod(x.shape[: x.ndim - inputs]), -1), weight.reshape(-1, weight.shape[-1])
+
+
+def gated_products(
+    params: Mapping[str, jax.Array], names: tuple[str, str], x: jax.Array, gate: str
+) -> jax.Array | None:
+    """gate(x times the first weight) · (x times the second) in one pass, where there is a kernel for it; else None."""
+    operands = _few_rows_operands(params, joint_name(names), x, 1)
+    changed = any(name + LORA_DOWN in params for name in names)
+    if operands is None or changed or not has_kernel(*operands, gate=gate):
+        return None
+    return few_rows(*operands, gate=gate).reshape(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class LastProduct:
+    """What a block adds, as the product that it ends in: not taken yet, so that what follows can be taken with it."""
+
+    params: Mapping[str, jax.Array]
+    name: str
+    x: jax.Array
+    inputs: int = 1
+
+    def value(self) -> jax.Array:
+        return product(self.params, self.name, self.x, self.inputs)
+
+    def added_and_normed(self, residual: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array] | None:
+        """(the residual with this added, the RMS norm of that), where there is a kernel for all of it; else None."""
+        operands = _few_rows_operands(self.params, self.name, self.x, self.inputs)
+        if operands is None or self.name + LORA_DOWN in self.params:
+            return None
+        rows = residual.reshape(-1, residual.shape[-1])
+        if not has_kernel(*operands, rows, scale, eps=eps):
+            return None
+        total, normal = few_rows(*operands, rows, scale, eps=eps)
+        return total.reshape(residual.shape), normal.reshape(residual.shape)
 
 
 def _with_change(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int, y: jax.Array) -> jax.Array:
@@ -281,8 +332,8 @@ class Block:
         x: jax.Array,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The tokens of a ragged batch, [1, tokens, hidden], and what is kept then."""
+    ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
+        """The tokens of a ragged batch, [1, tokens, hidden] or the last product to it, and what is kept then."""
         return self(model, params, x, Sequences()).value, dict(cache)
 
     def check(self, model: ModularModelConfig, where: str) -> None:

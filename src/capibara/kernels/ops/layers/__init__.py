@@ -13,6 +13,7 @@ from capibara.kernels.ops.layers.activation.api import (
     swiglu,
 )
 from capibara.kernels.ops.layers.cross_entropy.api import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, cross_entropy
+from capibara.kernels.ops.layers.few_rows.api import FEW_ROWS, few_rows
 from capibara.kernels.ops.layers.grouped.api import (
     GROUPED_GATED_GEMM,
     GROUPED_GEMM,
@@ -32,6 +33,7 @@ __all__ = [
     "ACTIVATION_GRAD",
     "CROSS_ENTROPY",
     "CROSS_ENTROPY_GRAD",
+    "FEW_ROWS",
     "GROUPED_GATED_GEMM",
     "GROUPED_GEMM",
     "GROUPED_GEMM_WEIGHTS",
@@ -51,6 +53,7 @@ __all__ = [
     "exchange_through_experts",
     "expert_counts",
     "expert_parallel_moe",
+    "few_rows",
     "gated_activation",
     "geglu",
     "gelu",

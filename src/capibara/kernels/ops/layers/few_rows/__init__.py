@@ -1,0 +1,1 @@
+"""Products of a few rows with a weight that is read once: what decoding is made of."""

@@ -1,0 +1,109 @@
+"""few_rows: the public function and the op behind it."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from jaxtyping import Array, Float
+
+from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.op import Op, call_of, register
+from capibara.kernels.core.operands import as_array
+from capibara.kernels.core.spec import Implementation
+from capibara.kernels.ops.layers.few_rows import hopper
+from capibara.kernels.ops.layers.few_rows.cases import CASES
+from capibara.kernels.ops.layers.few_rows.reference import reference
+from capibara.kernels.ops.layers.few_rows.rules import check, cost, tolerance
+from capibara.kernels.ops.layers.few_rows.xla import xla
+
+FEW_ROWS: Op = Op(
+    "few_rows",
+    family="layers",
+    reference=reference,
+    operands=("x", "weight", "residual", "scale"),
+    params={"gate": None, "eps": 1e-6},
+    check=check,
+    cost=cost,
+    tolerance=tolerance,
+    cases=CASES,
+)
+FEW_ROWS.implement(Implementation("xla", xla), hopper.IMPLEMENTATION, Implementation("reference", reference))
+
+
+@overload
+def few_rows(
+    x: Array, weight: Array, *, gate: str | None = None, implementation: str | None = None, config: Any = None
+) -> Array: ...
+
+
+@overload
+def few_rows(
+    x: Array, weight: Array, residual: Array, scale: Array, *, gate: str | None = None, eps: float = 1e-6,
+    implementation: str | None = None, config: Any = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+def few_rows(
+    x: Float[Array, "rows K"],
+    weight: Float[Array, "held K"],
+    residual: Float[Array, "rows outputs"] | None = None,
+    scale: Float[Array, " outputs"] | None = None,
+    *,
+    gate: str | None = None,
+    eps: float = 1e-6,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Any:
+    """A few rows times a weight that is held by output: what a step of decoding does, at the memory's speed.
+
+    Args:
+      x: [rows, K]; the kernel takes up to 64 rows.
+      weight: [outputs, K]. With a gate [2 · outputs, K]: what is gated by, then what is gated.
+      residual: [rows, outputs]; then the result is (residual + product, the RMS norm of that), each in x's type.
+      scale: [outputs], of that norm.
+      gate: the activation of a gated product, act(x @ first.T) · (x @ second.T): "silu", "gelu", "gelu_tanh", "relu",
+        "sigmoid", "tanh" or "identity".
+      eps: of the norm.
+      implementation: force one by name ("xla", "hopper", "reference"); a refusal is an error.
+      config: that implementation's tuning choices; by default from the tuned table or a rule.
+
+    >>> import jax.numpy as jnp
+    >>> x, residual = jnp.ones((2, 8)), jnp.zeros((2, 4))
+    >>> few_rows(x, jnp.ones((6, 8)), gate="silu").shape
+    (2, 3)
+    >>> total, normal = few_rows(x, jnp.ones((4, 8)), residual, jnp.ones(4))
+    >>> float(total[0, 0]), round(float(normal[0, 0]), 3)
+    (8.0, 1.0)
+    """
+    operands = (
+        as_array("few_rows", "x", x),
+        as_array("few_rows", "weight", weight),
+        as_array("few_rows", "residual", residual, optional=True),
+        as_array("few_rows", "scale", scale, optional=True),
+    )
+    params: dict[str, Any] = {}
+    if gate is not None:
+        params["gate"] = gate
+    if eps != FEW_ROWS.params["eps"]:
+        params["eps"] = float(eps)
+    return run(FEW_ROWS, operands, params, implementation=implementation, config=config)
+
+
+def has_kernel(
+    x: Array,
+    weight: Array,
+    residual: Array | None = None,
+    scale: Array | None = None,
+    *,
+    gate: str | None = None,
+    eps: float = 1e-6,
+) -> bool:
+    """Whether dispatch takes a kernel for this call of `few_rows`: elsewhere its steps are as well written out."""
+    call = call_of(FEW_ROWS, (x, weight, residual, scale), {"gate": gate, "eps": eps})
+    kernels = [name for name, one in FEW_ROWS.implementations.items() if one.kernel and one.refusal(call) is None]
+    # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
+    return bool(kernels) and select(call).implementation in kernels
+
+
+FEW_ROWS.public = few_rows
+register(FEW_ROWS)

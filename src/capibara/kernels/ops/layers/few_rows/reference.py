@@ -1,0 +1,36 @@
+"""The specification of few_rows: x times a weight held by output, then a gate, or a residual and its norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.kernels.ops.layers.activation.reference import FUNCTIONS, wide_type
+from capibara.kernels.ops.layers.norm.reference import reference as norm
+
+
+def reference(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    *,
+    gate: str | None = None,
+    eps: float = 1e-6,
+) -> Any:
+    """x [rows, K] times weight [outputs, K], every step in float32 or wider, rounded once to x's type.
+
+    With a `gate` the first half of the outputs goes through that activation and multiplies the second half. With a
+    residual and a scale there are two results: the residual's sum with the product, rounded, and its RMS norm.
+    """
+    wide = wide_type(x)
+    y = jnp.matmul(x.astype(wide), weight.astype(wide).T, precision=jax.lax.Precision.HIGHEST)
+    if gate is not None:
+        first, second = jnp.split(y, 2, axis=-1)
+        y = FUNCTIONS[gate](first) * second
+    if residual is None:
+        return y.astype(x.dtype)
+    total = (y + residual.astype(wide)).astype(x.dtype)
+    return total, norm(total, scale, kind="rms", eps=eps)

@@ -1,0 +1,87 @@
+"""What a call of few_rows may be, its sizes, its cost, and how far from exact it may come."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.errors import rule_error, unknown_name
+from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.ops.layers.activation.formulas import KINDS
+from capibara.kernels.ops.layers.norm.rules import FLOATS
+
+
+class Sizes(NamedTuple):
+    rows: int
+    inner: int
+    """Numbers of a row, which the product sums over."""
+    outputs: int
+    """Of the result: half of the weight's where there is a gate."""
+
+
+def sizes(call: Call) -> Sizes:
+    (rows, inner), held = call.need("x").shape, call.need("weight").shape[0]
+    return Sizes(rows, inner, held // 2 if call.params["gate"] is not None else held)
+
+
+def check(call: Call) -> None:
+    """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
+    x, weight, residual, scale = call.args
+    gate, eps = call.params["gate"], call.params["eps"]
+    if x is None or weight is None or len(x.shape) != 2 or len(weight.shape) != 2:
+        raise rule_error("few_rows takes x [rows, K] and weight [outputs, K]", call.signature, "reshape them")
+    for name, given in zip(call.op.operands, call.args, strict=True):
+        if given is not None and np.dtype(given.dtype).name not in FLOATS:
+            raise rule_error(
+                f"few_rows takes {', '.join(FLOATS)}", f"{name} of {describe(given)}", f"convert {name} with .astype()"
+            )
+    if x.dtype != weight.dtype:
+        raise rule_error("x and the weight have one type", call.signature, "convert one with .astype()")
+    if x.shape[1] != weight.shape[1]:
+        raise rule_error(
+            "The weight is held by output, [outputs, K], with K numbers as a row of x has",
+            f"{x.shape[1]} and {weight.shape[1]} ({call.signature})",
+            "transpose the weight, or check which one it is",
+        )
+    if gate is not None and gate not in KINDS:
+        raise unknown_name("gate of few_rows", gate, KINDS)
+    if gate is not None and weight.shape[0] % 2:
+        raise rule_error(
+            "A gated weight has the gate's outputs, then as many of up", describe(weight), "concatenate both"
+        )
+    if (residual is None) != (scale is None):
+        raise rule_error("A residual and the scale of its norm come together", call.signature, "pass both, or neither")
+    n = sizes(call)
+    if residual is not None and (residual.shape != (n.rows, n.outputs) or residual.dtype != x.dtype):
+        raise rule_error(
+            f"The residual has the product's shape {(n.rows, n.outputs)} and x's type", describe(residual), "convert it"
+        )
+    if scale is not None and scale.shape != (n.outputs,):
+        raise rule_error(f"The scale is one number an output, ({n.outputs},)", describe(scale), "reshape it")
+    if not isinstance(eps, float) or not 0 < eps < float("inf"):
+        raise rule_error("eps is a finite float above 0", repr(eps), "pass a small positive float, e.g. 1e-6")
+
+
+def cost(call: Call) -> Cost:
+    """The weight, the rows and what is added read once, the results written once."""
+    n, x, residual = sizes(call), call.need("x"), call["residual"]
+    written = n.rows * n.outputs * x.dtype.itemsize * (1 if residual is None else 2)
+    products = 2.0 * n.rows * n.inner * call.need("weight").shape[0]
+    beside = n.rows * n.outputs * (10.0 * (call.params["gate"] is not None) + 8.0 * (residual is not None))
+    moved = sum(map(nbytes, call.args)) + written
+    return Cost(matrix_flops=products, vector_flops=beside, bytes=float(moved), dtype=np.dtype(x.dtype).name)
+
+
+def tolerance(call: Call) -> float:
+    """The relative error, in norm and at the worst element against the largest, that a right result stays under.
+
+    One unit of x's type for the result. An implementation may round the product before it is gated (two factors) or
+    added: two more; the sum is rounded before its norm: one. Sums in float32 grow as the root of their length, four of
+    them for an unlucky draw.
+    """
+    n, x = sizes(call), call.need("x")
+    units = 1 + 2 * (call.params["gate"] is not None) + 3 * (call["residual"] is not None)
+    wide = unit_roundoff(jnp.promote_types(jnp.float32, x.dtype))
+    return units * unit_roundoff(x.dtype) + 4 * wide * (max(n.inner, 1) ** 0.5 + max(n.outputs, 1) ** 0.5)

@@ -1,0 +1,176 @@
+"""The Hopper kernels of few_rows: their numbers and synchronisation by emulation, their cuts, what they refuse."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.kernels.pallas import hopper_emulator as emulator
+
+from capibara.kernels import target
+from capibara.kernels.ops.layers.activation import formulas
+from capibara.kernels.ops.layers.few_rows.api import FEW_ROWS
+from capibara.kernels.ops.layers.few_rows.hopper import IMPLEMENTATION, forward, join
+from capibara.kernels.ops.layers.few_rows.hopper.forward import (
+    WeightStreamConfig,
+    candidates,
+    few_rows_hopper,
+    fill,
+    program_bytes,
+)
+from capibara.kernels.pallas.hopper import SMEM_BYTES
+
+BF16 = jnp.dtype("bfloat16")
+
+
+class _Tiles:
+    """The tiles [stage, eight, atom, 8, 64] that a reference [stage, rows, columns] to swizzled memory is made of."""
+
+    def __init__(self, whole: emulator.Ref) -> None:
+        self.whole = whole
+
+    @property
+    def at(self) -> Any:
+        return emulator._At(self)
+
+    def narrow(self, index: Any) -> emulator.Ref:
+        stage, eight, atom, rows = index
+        start = int(eight) * 8 + int(rows.start)
+        columns = slice(int(atom) * 64, int(atom) * 64 + 64)
+        return self.whole.narrow((stage, slice(start, start + rows.size), columns))
+
+
+def _as_tiles(whole: Callable[[], Any], tiles: Callable[[], Any]) -> Callable[[], Any]:
+    def make() -> tuple[Any, Any]:
+        ref = whole()
+        stages, rows, columns = ref.array.shape
+        assert tiles().array.shape == (stages, rows // 8, columns // 64, 8, 64)
+        return ref, _Tiles(ref)
+
+    return make
+
+
+@contextlib.contextmanager
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with emulator.emulated(forward, join, formulas), monkeypatch.context() as patched:
+        patched.setattr(forward, "plgpu", emulator._Shim(forward.plgpu, RefUnion=_as_tiles))
+        yield
+
+
+def _normal(seed: int, *shape: int, dtype: Any = BF16) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)
+
+
+def _within(found: Any, wanted: Any, units: float, length: int) -> None:
+    """So many roundings of the result's type, and sqrt(length) of the float32 sums, of the largest number."""
+    roundoff = float(jnp.finfo(found.dtype).eps) / 2
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape
+    largest = np.abs(wanted).max()
+    assert np.all(np.abs(found - wanted) <= units * roundoff * np.abs(wanted) + 8 * 2.0**-24 * length**0.5 * largest)
+
+
+def _exact(x: Any, weight: Any) -> np.ndarray:
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 12, 24])
+@pytest.mark.parametrize(
+    "config",
+    [
+        WeightStreamConfig(64, 64, 2),  # a ring that comes round
+        WeightStreamConfig(128, 64, 3, splits=2),  # five steps in parts of three and two
+        WeightStreamConfig(64, 64, 8, splits=4),  # two, two, one and none
+    ],
+)
+def test_products(rows: int, config: WeightStreamConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = _normal(rows, rows, 320), _normal(7, 256, 320)
+    with emulated(monkeypatch):
+        y = jax.block_until_ready(few_rows_hopper(x, weight, config=config, gate=None, eps=1e-6))
+    assert y.dtype == BF16
+    _within(y, _exact(x, weight), 1, 320)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_gates(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's outputs of either half meet, the gate's first."""
+    dtype = jnp.float16 if gate == "relu" else BF16
+    x, weight = _normal(1, 3, 256, dtype=dtype), _normal(2, 256, 256, dtype=dtype)
+    with emulated(monkeypatch):
+        y = jax.block_until_ready(
+            few_rows_hopper(x, weight, config=WeightStreamConfig(64, 128, 2), gate=gate, eps=1e-6)
+        )
+    first, second = np.split(_exact(x, weight).astype(np.float32), 2, axis=1)
+    act = {"silu": jax.nn.silu, "gelu": lambda z: jax.nn.gelu(z, approximate=False), "gelu_tanh": jax.nn.gelu,
+           "relu": jax.nn.relu}[gate]  # fmt: skip
+    assert y.dtype == dtype
+    _within(y, np.asarray(act(first)) * second, 1.1, 256)
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(1, 4), (9, 2), (8, 1)])
+def test_residual_and_norm(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, residual, scale = _normal(1, rows, 256), _normal(2, 256, 256), _normal(3, rows, 256), _normal(4, 256)
+    with emulated(monkeypatch):
+        total, normal = jax.block_until_ready(
+            few_rows_hopper(
+                x, weight, residual, scale, config=WeightStreamConfig(64, 64, 4, splits), gate=None, eps=1e-3
+            )
+        )
+    wanted = _exact(x, weight) + np.asarray(residual, np.float64)
+    _within(total, wanted, 1, 256)
+    # Of what was rounded: the norm adds one rounding of its own.
+    wide = np.asarray(total, np.float64)
+    spread = 1 / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-3)
+    _within(normal, wide * spread * np.asarray(scale, np.float64), 1.1, 256)
+
+
+@pytest.mark.quick
+def test_cuts_fill_the_chip_and_fit_its_memory() -> None:
+    with target("gpu", "NVIDIA H200"):
+        for case in FEW_ROWS.cases:
+            call = FEW_ROWS.call(*case.args(), **case.params)
+            if IMPLEMENTATION.refusal(call) is not None:
+                continue
+            gated = "gate" in case.params
+            configs = candidates(call)
+            for config in configs:
+                assert program_bytes(config, case.shapes[0][0], gated=gated) <= SMEM_BYTES + 1024
+                assert not gated or config.splits == 1
+            if case.name.startswith("llama"):
+                held = case.shapes[1][0] // (2 if gated else 1)
+                alone = not gated and case.shapes[2] is None  # a sum of its parts would be a pass more
+                least = 0.45 if alone else 0.84
+                assert fill(held // configs[0].outputs, configs[0].splits, 132) > least, (case.name, configs[0])
+                assert not alone or configs[0].splits == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "said"),
+    [
+        (((65, 128), (128, 128)), "bfloat16", "1 to 64 rows, not 65"),
+        (((1, 128), (128, 128)), "float32", "not float32"),
+        (((1, 96), (128, 96)), "bfloat16", "multiples of 64"),
+        (((1, 128), (64, 128)), "bfloat16", "from 128"),
+        (((1, 128), (192, 128), (1, 192), (192,)), "bfloat16", "multiple of 128 numbers"),
+    ],
+)
+def test_what_is_refused(shapes: Any, dtype: str, said: str) -> None:
+    with target("gpu", "NVIDIA H200"):
+        call = FEW_ROWS.call(*(jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in shapes))
+        assert said in str(IMPLEMENTATION.refusal(call))
+    with target("gpu", "NVIDIA A100-SXM4-80GB"):
+        assert "Hopper" in str(IMPLEMENTATION.refusal(FEW_ROWS.call(*call.args)))
+
+
+@pytest.mark.quick
+def test_a_gated_product_is_not_split() -> None:
+    with pytest.raises(ValueError, match="not split"):
+        few_rows_hopper(
+            _normal(0, 1, 128), _normal(1, 256, 128), config=WeightStreamConfig(splits=2), gate="silu", eps=1e-6
+        )

@@ -1,0 +1,116 @@
+"""Steps of decoding on Hopper, whose products are calls of few_rows: which, how many, and the same numbers."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.kernels import explain, target
+from capibara.kernels.ops.layers.few_rows import api
+from capibara.kernels.ops.layers.few_rows.api import few_rows
+from capibara.models import decoder
+from capibara.models.blocks import spec
+from capibara.models.blocks.spec import LORA_DOWN, LORA_SCALE, LORA_UP, PagedBatch
+from capibara.models.config import ModularModelConfig
+from capibara.serve.weights import prepared
+
+BF16 = jnp.dtype("bfloat16")
+LAYERS = 2
+
+
+def _model(**changes: Any) -> ModularModelConfig:
+    blocks = {
+        "attention": {"heads": 2, "head_dim": 64, "kv_heads": 1, **changes.pop("attention", {})},
+        "mlp": {"ffn": 256, **changes.pop("mlp", {})},
+    }
+    return ModularModelConfig(hidden=128, vocab=64, layers=LAYERS, max_length=16, blocks=blocks, **changes)
+
+
+def _step(model: ModularModelConfig, tokens: int, dtype: Any = BF16, int8: bool = False) -> tuple[Any, Any]:
+    """A step of one token a sequence as a function of the parameters, and those."""
+    params = prepared(model, decoder.init(model, jax.random.key(0)), dtype, int8=int8)
+    rows = jnp.arange(tokens, dtype=jnp.int32)
+    batch = PagedBatch(jnp.zeros_like(rows), rows, rows[:, None], jnp.ones_like(rows), None, rows)
+    cache = decoder.new_paged_cache(model, tokens, 16, tokens, dtype)
+    return lambda params: decoder.paged(model, params, rows % model.vocab, cache, batch, dtype=dtype)[0], params
+
+
+def _calls(model: ModularModelConfig, tokens: int, change: Any = None, **options: Any) -> collections.Counter[str]:
+    """Calls of few_rows by what they do, in a step that is traced for an H200."""
+    step, params = _step(model, tokens, **options)
+    with target("gpu", "NVIDIA H200"):
+        found = explain(step, params if change is None else change(params)).selections
+    calls = [s for s in found if s.call.op.name == "few_rows"]
+    assert all(s.implementation == "hopper" for s in calls)
+    return collections.Counter(
+        "gated" if s.call.params["gate"] else "plain" if s.call["residual"] is None else "normed" for s in calls
+    )
+
+
+@pytest.mark.quick
+def test_a_layer_is_three_products_each_with_what_follows_it() -> None:
+    # Of many rows queries, keys and values are one more; of one row XLA's product is faster.
+    assert _calls(_model(), 8) == {"plain": LAYERS, "normed": 2 * LAYERS, "gated": LAYERS}
+    assert _calls(_model(), 1) == {"normed": 2 * LAYERS, "gated": LAYERS}
+
+
+def _with_adapter(params: Any) -> Any:
+    """A low-rank change of the first layer's `down` and `up`."""
+    first, *others = params["layers"]
+    mlp = {**first["mlp"]}
+    for name, inputs, outputs in (("down", 256, 128), ("up", 128, 256)):
+        mlp |= {name + LORA_DOWN: jnp.ones((inputs, 4)), name + LORA_UP: jnp.ones((4, outputs))}
+        mlp[name + LORA_SCALE] = jnp.ones(4)
+    return {**params, "layers": [{**first, "mlp": mlp}, *others]}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "wanted"),
+    [
+        ({}, {"tokens": 65}, {}),
+        ({}, {"dtype": jnp.dtype("float32")}, {}),
+        ({}, {"int8": True}, {}),
+        ({"norm": "layer"}, {}, {"plain": 3 * LAYERS, "gated": LAYERS}),
+        ({"mlp": {"bias": True}}, {}, {"plain": 3 * LAYERS, "normed": LAYERS}),
+        ({"attention": {"out_bias": True}}, {}, {"plain": 2 * LAYERS, "normed": LAYERS, "gated": LAYERS}),
+        ({}, {"change": _with_adapter}, {"plain": LAYERS + 2, "normed": 2 * LAYERS - 1, "gated": LAYERS - 1}),
+    ],
+    ids=["rows", "float32", "int8", "layer-norm", "mlp-bias", "out-bias", "adapter"],
+)
+def test_what_a_kernel_does_not_do_is_written_out(model: Any, options: Any, wanted: dict[str, int]) -> None:
+    assert _calls(_model(**model), **{"tokens": 8, **options}) == wanted
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_numbers_are_those_of_the_steps_written_out(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op's own XLA form in the kernel's place: every operand is where it belongs."""
+    step, params = _step(_model(norm=norm), 8, jnp.dtype("float32"))
+    written_out = np.asarray(step(params))
+    taken = []
+
+    def noted(*operands: Any, **options: Any) -> Any:
+        taken.append(options)
+        return few_rows(*operands, **options)
+
+    monkeypatch.setattr(spec, "has_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(spec, "few_rows", noted)
+    np.testing.assert_allclose(np.asarray(step(params)), written_out, rtol=0, atol=2e-5)
+    assert len(taken) == 4 * LAYERS
+
+
+@pytest.mark.quick
+def test_whether_there_is_a_kernel_is_asked_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    def has(rows: int) -> bool:
+        return api.has_kernel(jnp.zeros((rows, 128), BF16), jnp.zeros((512, 128), BF16), gate="silu")
+
+    with caplog.at_level("INFO", "capibara"):
+        assert not has(8)
+        with target("gpu", "NVIDIA H200"):
+            assert has(8) and not has(65)
+    assert not [record for record in caplog.records if record.name.startswith("capibara")]
