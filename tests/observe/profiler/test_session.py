@@ -166,3 +166,18 @@ def test_a_kernels_rows_are_those_of_the_instructions_it_was_made_of() -> None:
     assert found["add_fusion.1"].seconds == pytest.approx(10e-3)
     assert found["add_fusion.1"].bytes == 1280
     assert found["nvjet_gemm"].seconds == 1.0
+
+
+@pytest.mark.quick
+def test_rows_of_one_run_are_one_time() -> None:
+    op = HloOp("custom-call.1", "custom-call", "product", 2, 64.0, 0.0, 128.0, "bfloat16", "")
+    program = ProgramRuns("jit_step", 5, 1, HloWork("jit_step", (op,), 0, ()), 7, 0.0)
+    rows = []
+    for run in range(10):
+        rows.append(Row("/device:GPU:0", 7, "jit_step", op.name, "Memset", run, run + 1e-6))
+        rows.append(Row("/device:GPU:0", 7, "jit_step", op.name, "nvjet", run + 0.5, run + 0.5 + 7e-4))
+    chip = chip_for("NVIDIA H200")
+    assert chip is not None
+    (found,) = _ops([program], TraceReading(rows), chip, 1)
+    assert found.median_seconds == pytest.approx(7.01e-4)
+    assert found.seconds == pytest.approx(7.01e-3)

@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api, config, pjit, util
+from jax._src import api, config, pjit, util, xla_bridge
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import mlir
 from jax._src.named_sharding import UnspecifiedValue
@@ -45,6 +45,13 @@ _COMPILING = "/jax/core/compile/"
 # So many executables are held until the end; the work of more is read at once, and they are let go.
 _HELD = 256
 _BATCH = 16
+
+
+def _empty_queues() -> None:
+    """Until the devices have done what they were given; a CPU has no queue."""
+    for device in jax.local_devices():
+        if device.platform != "cpu":
+            (jax.device_put(0.0, device) + 1).block_until_ready()
 
 
 @dataclass
@@ -103,6 +110,8 @@ class Executions:
 
     def start(self) -> None:
         """Begin to listen."""
+        if xla_bridge.backends_are_initialized():
+            _empty_queues()  # what waits at the end is compiled now, and not in the time that is counted
         hook = api._post_hook_state
         self._global_before, self._local_before = hook.get_global(), hook.get_local()
         self._listener_before = util.test_event_listener
@@ -139,9 +148,7 @@ class Executions:
         waited = [*self._last_results.values(), *jax.live_arrays()]
         jax.block_until_ready([array for array in waited if not array.is_deleted()])
         self._last_results.clear()
-        for device in jax.local_devices():
-            if device.platform != "cpu":
-                (jax.device_put(0.0, device) + 1).block_until_ready()
+        _empty_queues()
 
     def compiling_spans(self) -> list[tuple[float, float]]:
         """When jax traced, lowered or compiled, by `time.perf_counter`; they may overlap."""

@@ -382,7 +382,7 @@ def _op_row(program: ProgramRuns, op: HloOp, found: list[Row], spread: float, ea
     compute = op.matrix_flops / chip.product_flops(op.dtype)
     parts = {"compute": compute, "vector": op.vector_flops / chip.vector_flops, "memory": op.bytes / chip.hbm_bandwidth}
     bound = "links" if op.kind == "collective" else max(parts, key=lambda part: parts[part])
-    seconds = [row.seconds for row in found]
+    seconds = _runs_of(found, op.times * program.runs)
     return OpRow(
         program=program.name,
         op=op.name,
@@ -402,6 +402,21 @@ def _op_row(program: ProgramRuns, op: HloOp, found: list[Row], spread: float, ea
         written_dtype=op.written_dtype,
         products=tuple((one.batch, one.m, one.n, one.k) for one in op.products),
     )
+
+
+def _runs_of(rows: list[Row], runs: int) -> list[float]:
+    """Seconds of each run of an instruction, of which a device may have several rows, one after another.
+
+    A product of a vendor's library may clear its scratch space in a row of its own.
+    """
+    by_device: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.start):
+        by_device[row.device].append(row)
+    seconds = []
+    for mine in by_device.values():
+        together = len(mine) // runs if runs and not len(mine) % runs else 1
+        seconds += [sum(row.seconds for row in mine[i : i + together]) for i in range(0, len(mine), together)]
+    return seconds
 
 
 def _best(seconds: list[float]) -> float:

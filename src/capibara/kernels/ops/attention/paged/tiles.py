@@ -6,11 +6,13 @@ compiled program serves every mixture of prompts and single tokens of the same s
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from capibara import hardware
 from capibara.kernels.core.spec import Call
@@ -125,19 +127,15 @@ def choose_splits(programs: int, blocks: int, cores: int, *, startup_blocks: int
 
 def join_splits(out: jax.Array, lse: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """One result from those of the parts along `axis` of lse; out has one axis more, the head's, at its end."""
-
-    def joined(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (a, lse_a), (b, lse_b) = one, other
-        highest = jnp.maximum(lse_a, lse_b)
-        base = jnp.where(jnp.isneginf(highest), 0, highest)
-        weight_a, weight_b = jnp.exp(lse_a - base), jnp.exp(lse_b - base)
-        total = weight_a + weight_b
-        alive = total != 0  # a NaN stays one
-        safe = jnp.where(alive, total, 1)
-        return (a * weight_a + b * weight_b) / safe, jnp.where(alive, base + jnp.log(safe), -jnp.inf)
-
-    # One reduction of both together: a GPU makes one pass of it, where maxima, weights and sums would be three.
-    nothing = (jnp.zeros((), out.dtype), jnp.full((), -jnp.inf, lse.dtype))
-    spread = jnp.broadcast_to(lse[..., None], out.shape)
-    out, spread = jax.lax.reduce((out, spread), nothing, joined, (axis,))
-    return out, spread[..., 0]
+    parts = [lax.index_in_dim(lse, i, axis, keepdims=False) for i in range(lse.shape[axis])]
+    # Part by part and not as reductions, of which a GPU would make three passes: so it is one.
+    highest = functools.reduce(jnp.maximum, parts)
+    base = jnp.where(jnp.isneginf(highest), 0, highest)
+    weights = [jnp.exp(part - base) for part in parts]
+    total = sum(weights)
+    alive = total != 0  # a NaN stays one
+    safe = jnp.where(alive, total, 1)
+    summed = sum(
+        lax.index_in_dim(out, i, axis, keepdims=False) * (weight / safe)[..., None] for i, weight in enumerate(weights)
+    )
+    return summed, jnp.where(alive, base + jnp.log(safe), -jnp.inf)

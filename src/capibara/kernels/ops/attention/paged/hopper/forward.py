@@ -130,12 +130,14 @@ def candidates(call: Call) -> Sequence[StreamConfig]:
         while tokens * n.sequences < n.tokens and 2 * tokens * n.group <= ROWS:
             tokens *= 2
     configs = []
-    for keys, pairs in ((64, 2), (64, 1), (128, 1), (256, 1)):
+    items, cores = work.most_tiles(n.tokens, n.sequences, tokens) * n.kv_heads, work.cores_of(call)
+    # Two pairs of warpgroups where there is work for both; else each item has a multiprocessor to itself.
+    cuts = ((64, 2), (64, 1), (128, 1), (256, 1)) if items > cores else ((64, 1), (64, 2), (128, 1), (256, 1))
+    for keys, pairs in cuts:
         fitting = (StreamConfig(tokens, keys, stages, pairs) for stages in (6, 5, 4, 3, 2))
         deepest = next((c for c in fitting if _fits(c, n, dtype)), None)
         if deepest is not None:
-            items = work.most_tiles(n.tokens, n.sequences, tokens) * n.kv_heads
-            blocks, takers = math.ceil(n.capacity / keys), pairs * work.cores_of(call)
+            blocks, takers = math.ceil(n.capacity / keys), pairs * cores
             splits, least = work.choose_splits(items, blocks, takers), 1
             if splits == 1 and call["query_starts"] is None:
                 # Enough items for all; but one long sequence among many would be waited for.
