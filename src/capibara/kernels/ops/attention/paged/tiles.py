@@ -6,13 +6,11 @@ compiled program serves every mixture of prompts and single tokens of the same s
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from capibara import hardware
 from capibara.kernels.core.spec import Call
@@ -127,15 +125,12 @@ def choose_splits(programs: int, blocks: int, cores: int, *, startup_blocks: int
 
 def join_splits(out: jax.Array, lse: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """One result from those of the parts along `axis` of lse; out has one axis more, the head's, at its end."""
-    parts = [lax.index_in_dim(lse, i, axis, keepdims=False) for i in range(lse.shape[axis])]
-    # Part by part and not as reductions, of which a GPU would make three passes: so it is one.
-    highest = functools.reduce(jnp.maximum, parts)
-    base = jnp.where(jnp.isneginf(highest), 0, highest)
-    weights = [jnp.exp(part - base) for part in parts]
-    total = sum(weights)
+    # Three short passes on a GPU. One reduction of both together is one pass and took longer (16 parts: 5.9 us against
+    # 3.5 on an H200), and part by part it is ten.
+    highest = lse.max(axis, keepdims=True)
+    weight = jnp.exp(lse - jnp.where(jnp.isneginf(highest), 0, highest))
+    total = weight.sum(axis, keepdims=True)
     alive = total != 0  # a NaN stays one
-    safe = jnp.where(alive, total, 1)
-    summed = sum(
-        lax.index_in_dim(out, i, axis, keepdims=False) * (weight / safe)[..., None] for i, weight in enumerate(weights)
-    )
-    return summed, jnp.where(alive, base + jnp.log(safe), -jnp.inf)
+    share = weight / jnp.where(alive, total, 1)
+    joined = jnp.where(alive, highest + jnp.log(jnp.where(alive, total, 1)), -jnp.inf)
+    return (out * share[..., None]).sum(axis), joined.squeeze(axis)

@@ -220,7 +220,9 @@ def hopper_forward(
         out, lse = jnp.where(written[..., None], out, 0), jnp.where(written, lse, -jnp.inf)
         out, lse = work.join_splits(out, lse, axis=1)
     out = rows.by_token(out.astype(query.dtype), tiles, query_starts, 0.0)
-    return (out, rows.by_token(lse, tiles, query_starts, -jnp.inf)) if return_lse else out
+    if lse is None or not return_lse:
+        return out
+    return out, rows.by_token(lse, tiles, query_starts, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,8 +300,8 @@ def _described(tiles: work.Tiles, block: int, splits: int, least: int) -> tuple[
 
 def _longest_first(parts: jax.Array, live: jax.Array) -> jax.Array:
     """Those with most blocks first, and those that there are not at the end, where nobody takes them."""
-    item = _Item(*parts.T, head=0)
-    return parts[jnp.argsort(jnp.where(live.reshape(-1), item.first - item.last, 1))]
+    first, last = (parts[:, _Item._fields.index(name)] for name in ("first", "last"))
+    return parts[jnp.argsort(jnp.where(live.reshape(-1), first - last, 1))]
 
 
 def _ceil_div(x: Any, by: int) -> Any:
@@ -344,10 +346,11 @@ def _kernel(
 
         items = todo_hbm[0] * n.kv_heads
 
-        def read(turn: Any) -> _Item:
+        def described(turn: Any) -> _Item:
             number = lax.min(item_number(turn), items - 1)
             place = lax.div(number, n.kv_heads)
-            return _Item(*(parts_hbm[place, i] for i in range(8)), head=lax.rem(number, n.kv_heads))
+            read = [parts_hbm[place, i] for i in range(len(_Item._fields) - 1)]
+            return _Item._make([*read, lax.rem(number, n.kv_heads)])
 
         def each_item(body: Any) -> None:
             """Each of this pair's items, with how many blocks went before. The next one's numbers are read ahead."""
@@ -356,11 +359,11 @@ def _kernel(
 
             def run(turn: Any, carry: tuple[Any, _Item]) -> tuple[Any, _Item]:
                 before, item = carry
-                following = read(turn + 1)
+                following = described(turn + 1)
                 body(turn, before, item)
                 return before + item.last - item.first, following
 
-            _steps(zero, turns, run, (zero, read(zero)))
+            _steps(zero, turns, run, (zero, described(zero)))
 
         @pl.when(warpgroup >= config.pairs)
         def _fetch() -> None:
