@@ -35,12 +35,19 @@ WRONG = {
         _JIT + "return jax.device_get(x)",
         _JIT + "return x.tolist()",
         "@functools.partial(jax.jit, static_argnums=1)\ndef f(x, n):\n    return int(x.T[0])",
+        "def g(a, n):\n    return float(a) + int(n)\n" + _JIT + "return g(jnp.sum(x), 2)",
+        "def g(a):\n    return a.item()\ndef h(b):\n    return g(b)\n" + _JIT + "return h(x)",
+        _JIT + "def g(a):\n        return float(a)\n    return g(jnp.sum(x))",
+        _JIT + "loss, grads = jax.value_and_grad(g)(x)\n    return float(loss), grads",
+        _JIT + "return float(sum(jnp.sum(a) for a in jax.tree.leaves(x)))",
     ],
     "CAP303": [
         _JIT + "print(x)",
         _JIT + 'print(f"loss {x}")',
         _JIT + 'print("loss {}".format(jnp.sum(x)))',
         "import logging\n" + _JIT + 'logging.info("loss %s", x)',
+        "import logging\nlog = logging.getLogger('a')\n" + _JIT + 'log.info("loss %s", x)',
+        "step = jax.grad(g)\n" + _JIT + "slope = step(x)\n    print(slope)",
     ],
     "CAP304": [
         "x = jnp.zeros(3, dtype=jnp.float64)",
@@ -100,6 +107,10 @@ RIGHT = {
         "@functools.partial(jax.jit, static_argnames='n')\ndef f(x, n):\n    return int(n)",
         "@jax.jit\ndef f(x):\n    def host(v):\n        return np.asarray(v.T)\n    return jax.pure_callback(host, x, x)",
         "@eqx.filter_jit\ndef f(x):\n    return int(x)",
+        "def g(a):\n    return float(jnp.sum(a))\ndef f(x):\n    return g(x)",  # nobody traces it
+        "def g(a):\n    return np.asarray(a.T)\n" + _JIT + "return jax.pure_callback(g, x, jnp.sum(x))",
+        _JIT + "(loss, n), grads = jax.value_and_grad(g, has_aux=True)(x)\n    return int(n)",
+        _JIT + "return float(sum(n for n in (1, 2)))",
     ],
     "CAP303": [_JIT + 'print("traced")', _JIT + "print(x.shape)", "def f(x):\n    print(x)", _JIT + 'jax.debug.print("{x}", x=x)'],
     "CAP304": [
