@@ -112,7 +112,10 @@ RIGHT = {
         _JIT + "(loss, n), grads = jax.value_and_grad(g, has_aux=True)(x)\n    return int(n)",
         _JIT + "return float(sum(n for n in (1, 2)))",
     ],
-    "CAP303": [_JIT + 'print("traced")', _JIT + "print(x.shape)", "def f(x):\n    print(x)", _JIT + 'jax.debug.print("{x}", x=x)'],
+    "CAP303": [_JIT + 'print("traced")', _JIT + "print(x.shape)", "def f(x):\n    print(x)", _JIT + 'jax.debug.print("{x}", x=x)',
+        _JIT + "zero = jax.tree.map(lambda _: True, x)\n    print(zero)",
+        "def g(a, blocks):\n    print(blocks)\n" + _JIT + "return g(x.cells, x.blocks)",
+    ],
     "CAP304": [
         "x = np.zeros(3, dtype=np.float64)",
         "if x.dtype == jnp.float64:\n    pass",

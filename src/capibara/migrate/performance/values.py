@@ -24,13 +24,11 @@ _CALLBACKS = frozenset(
         "jax.experimental.host_callback.id_tap",
     }
 )
-# Trees of what they are given.
-_TREES = frozenset(
+# Parts of what they are given; `jax.tree.map` gives whatever its function does.
+_PARTS = frozenset(
     {
-        *(f"jax.tree.{name}" for name in ("map", "leaves", "reduce", "unflatten", "transpose")),
-        *(f"jax.tree_util.tree_{name}" for name in ("map", "leaves", "reduce", "unflatten", "transpose")),
-        "jax.tree_map",
-        "jax.tree_leaves",
+        *("jax.tree.leaves", "jax.tree.unflatten", "jax.tree.transpose", "jax.tree_leaves"),
+        *("jax.tree_util.tree_leaves", "jax.tree_util.tree_unflatten", "jax.tree_util.tree_transpose"),
     }
 )
 # Of Python's own, those that give what they are given the sum or the greatest of.
@@ -180,7 +178,7 @@ class TracedValues:
         inputs = [*node.args, *(one.value for one in node.keywords)]
         if path is not None:
             # Only jax's own functions are known to give arrays for arrays; others may ask about them.
-            return (_gives_arrays(path) or path in _TREES) and any(map(self.is_traced, inputs))
+            return (_gives_arrays(path) or path in _PARTS) and any(map(self.is_traced, inputs))
         if isinstance(node.func, ast.Name) and node.func.id in _BUILTINS and not self._module.bindings_of(node.func):
             return any(map(self.is_traced, inputs))
         if transformed(self._module, node) is not None:
@@ -212,7 +210,7 @@ class TracedValues:
     def _array_call(self, node: ast.Call) -> bool:
         path = self._module.resolve(node.func)
         if path is not None:
-            return self._traced_call(node) and path not in _TREES and path.rpartition(".")[2] not in _SEVERAL
+            return self._traced_call(node) and path not in _PARTS and path.rpartition(".")[2] not in _SEVERAL
         if isinstance(node.func, ast.Name) and node.func.id in _BUILTINS:
             return self._traced_call(node) and any(map(self.is_array, node.args))
         is_method = isinstance(node.func, ast.Attribute) and node.func.attr not in ("item", "tolist")
@@ -388,8 +386,11 @@ def _given(module: Module, caller: TracedValues) -> Iterator[tuple[Function, set
         for name, argument in pairs:
             if isinstance(argument, ast.Starred):
                 break
-            names |= {name} if caller.is_traced(argument) else set()
-            arrays |= {name} if caller.is_array(argument) else set()
+            array = caller.is_array(argument)
+            # A field of a traced object may be static: `grid.shape_of_blocks`.
+            traced = array or (caller.is_traced(argument) and not isinstance(argument, ast.Attribute))
+            names |= {name} if traced else set()
+            arrays |= {name} if array else set()
         yield callee, names, arrays
 
 
