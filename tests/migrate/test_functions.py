@@ -87,6 +87,7 @@ def test_what_does_not(source: str) -> None:
         "import jax.numpy as jnp\ntry:\n  jnp.clip(x, a_min=1)\nexcept TypeError:\n  pass",
         "import jax, pytest\n@pytest.mark.skipif(not hasattr(jax, 'tree_map'), reason='')\ndef test(): jax.tree_map",
         "import jax, pytest\nif not hasattr(jax, 'tree_map'):\n  pytest.skip('')\njax.tree_map",
+        "def f(x):\n  if not hasattr(x, '__array_namespace__'):\n    import jax.experimental.array_api",
         "import jax\naval = jax.typeof(x)\nif not hasattr(aval, 'vma'):\n  jax.tree_map",
         "import jax\ntry:\n  import jax.extend.core\n  NEW = True\nexcept ImportError:\n  NEW = False\n"
         "if not NEW:\n  jax.tree_map",

@@ -75,6 +75,9 @@ def _call_asks(module: Module, call: ast.Call) -> str | None:
         return None
     if name in ("hasattr", "getattr", "signature") and of_jax(module, first):
         return f"{name}(…)"
+    second = call.args[1] if name == "hasattr" and len(call.args) == 2 else None
+    if isinstance(second, ast.Constant) and str(second.value).startswith("__array_"):
+        return "hasattr(…)"  # of an array of whichever library: what it follows is a matter of its release
     text = first.value if isinstance(first, ast.Constant) else None
     return f'{name}("{text}")' if name in ("version", "get_distribution") and text in ("jax", "jaxlib") else None
 

@@ -269,6 +269,7 @@ def _calls(module: Module) -> Iterator[Finding]:
 
 KEYWORDS: dict[str, dict[str, str]] = {
     "jax.numpy.clip": {"a": "arr", "a_min": "min", "a_max": "max"},
+    "jax.numpy.reshape": {"newshape": "shape"},
     "jax.shard_map": {"check_rep": "check_vma"},
 }
 """Function -> its keywords that have another name by now and mean the same."""
