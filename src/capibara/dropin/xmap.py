@@ -74,8 +74,8 @@ def xmap(
         laid = [_laid(leaf, axes, resources) for leaf, axes in zip(results, places, strict=True)]
         return jax.tree.unflatten(structure_out, laid)
 
-    where = {} if backend is None else {"backend": backend}  # jax warns of it, even of None some day
-    return jax.jit(mapped, donate_argnums=donate_argnums, **where)  # type: ignore[arg-type]
+    where = {} if backend is None else {"backend": backend}  # jax warns of the argument
+    return jax.jit(mapped, donate_argnums=donate_argnums, **where)
 
 
 def _is_axes(entry: Any) -> bool:
