@@ -298,7 +298,7 @@ def page() -> str:
 
 def difference(path: Path, wanted: str) -> str:
     have = path.read_text(encoding="utf-8") if path.exists() else ""
-    name = str(path.relative_to(ROOT))
+    name = path.relative_to(ROOT).as_posix()
     lines = difflib.unified_diff(have.splitlines(True), wanted.splitlines(True), name, f"{name} by the wheels", n=0)
     return "".join(lines)
 
@@ -321,9 +321,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_page()
         return 0
     changes = difference(FILE, wanted)
+    # The page of a table that is out of date says nothing; of one that is not, it is what the wheels give.
+    changes = changes or difference(PAGE, page())
     if changes:
         print(changes, end="")
-        print("The table is out of date. Run: python tools/jax_releases.py FOLDER")
+        print("The table or its page is out of date. Run: python tools/jax_releases.py FOLDER")
     return 1 if changes else 0
 
 

@@ -147,3 +147,22 @@ def test_the_page_is_made_of_the_table() -> None:
     tools = Path(__file__).parents[2] / "tools"
     code = "import jax_releases; assert jax_releases.PAGE.read_text(encoding='utf-8') == jax_releases.page()"
     subprocess.run([sys.executable, "-c", code], cwd=tools, check=True)
+
+
+@pytest.mark.parametrize("stale", ["", "FILE", "PAGE"])
+def test_the_check_compares_the_table_and_its_page(stale: str, tmp_path: Path) -> None:
+    # The wheels, which are not here, are taken to give the table that is in the repository.
+    code = (
+        "import pathlib, sys, jax_releases as tool\n"
+        "wanted, stale, tool.ROOT = tool.FILE.read_text(), sys.argv[1], pathlib.Path(sys.argv[2])\n"
+        "tool.wheels, tool.table, tool.written = lambda folder: {}, lambda *read: None, lambda table: wanted\n"
+        "for name in ('FILE', 'PAGE'):\n"
+        "    copy = tool.ROOT / name\n"
+        "    copy.write_text(getattr(tool, name).read_text() + 'old' * (name == stale))\n"
+        "    setattr(tool, name, copy)\n"
+        "sys.exit(tool.main([str(tool.ROOT), '--offline', '--check']))\n"
+    )
+    tools = Path(__file__).parents[2] / "tools"
+    ran = subprocess.run([sys.executable, "-c", code, stale, str(tmp_path)], cwd=tools, capture_output=True, text=True)
+    assert ran.returncode == bool(stale), ran.stderr
+    assert (f"--- {stale}" in ran.stdout and "out of date" in ran.stdout) == bool(stale)

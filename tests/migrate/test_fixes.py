@@ -30,7 +30,7 @@ import jax.experimental.maps
 
 h = shard_map(g, mesh, P(), P(), check_rep=True)
 y = jax.tree_map(lambda a: a + 1, x)  # a comment
-z = (jnp.product)(y), jnp.NINF, jnp.clip( x, a_min = 1 ), xla_bridge.get_backend()
+z = (jnp.product)(y), jnp.NINF, jnp.clip( x, a_min = 1 ), jnp.reshape(x, newshape=(2,)), xla_bridge.get_backend()
 m = jax.experimental.maps.Mesh
 c = jax.xla_computation(f)
 '''
@@ -48,7 +48,7 @@ from jax import shard_map
 
 h = shard_map(g, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=True)
 y = jax.tree.map(lambda a: a + 1, x)  # a comment
-z = (jnp.prod)(y), (-jnp.inf), jnp.clip( x, min = 1 ), xla_bridge.get_backend()
+z = (jnp.prod)(y), (-jnp.inf), jnp.clip( x, min = 1 ), jnp.reshape(x, shape=(2,)), xla_bridge.get_backend()
 m = jax.sharding.Mesh
 c = capibara.jax.xla_computation(f)
 '''

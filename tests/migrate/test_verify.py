@@ -9,6 +9,12 @@ import pytest
 from capibara.migrate.verify import verify
 
 
+@pytest.mark.quick
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which is not there"):
+        verify(tmp_path / "gone.py", "f", [])
+
+
 def test_verdicts(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     shapes = [("float32", (4, 8))]
@@ -27,10 +33,13 @@ def test_verdicts(tmp_path: Path) -> None:
     assert verify(file, "f", shapes).verdict == "different"
 
 
-@pytest.mark.quick
-def test_nothing_to_fix_and_nothing_there(tmp_path: Path) -> None:
+def test_nothing_to_fix_is_traced_all_the_same(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("def f(x):\n    return x\n")
-    assert verify(file, "f", []).reason == "there is nothing to fix"
-    with pytest.raises(ValueError, match="which is not there"):
-        verify(tmp_path / "gone.py", "f", [])
+    verdict = verify(file, "f", [("float32", (4,))])
+    assert (verdict.verdict, verdict.reason) == ("equal", "there is nothing to fix")
+    assert "f32[4]" in verdict.old
+    for function, shapes, why in [("g", [], "it has no g"), ("f", [], "missing 1 required")]:
+        verdict = verify(file, function, shapes)
+        assert verdict.verdict == "not comparable"
+        assert why in verdict.reason

@@ -261,6 +261,7 @@ _NAMES = (
     # jax.experimental
     *_moved("experimental", "jax.sharding", "0.4.11", "PartitionSpec"),
     *_moved("experimental.maps", "jax.sharding", "0.4.11", "Mesh"),
+    Gone("experimental.maps.xmap", "capibara.dropin.xmap:xmap", _LISTED, "jax.shard_map, or jax.vmap with axis_name"),
     *_internal("experimental.maps", "jax._src.mesh", "EMPTY_ENV ResourceEnv thread_resources"),
     *_moved("experimental.pjit", "jax.sharding", "0.4.11", "PartitionSpec NamedSharding"),
     *_moved("experimental.pjit", "jax.lax", _OLDER, "with_sharding_constraint"),

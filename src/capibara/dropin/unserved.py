@@ -7,7 +7,7 @@ from capibara.jax_releases import find
 
 __all__ = ["UNSERVED", "serves", "why_not"]
 
-_NAMED_SHAPES = "arrays with named axes are gone, and xmap with them; use jax.shard_map or jax.vmap"
+_NAMED_SHAPES = "arrays with named axes are gone; use jax.shard_map or jax.vmap"
 _INTERPRETER = "a part of how jax traces, differentiates or batches, which is another by now"
 _PMAP = "a part of the old pmap; jax.pmap is made of jax.shard_map by now"
 _OP_SHARDING = "shardings as protocol buffers are gone; an HloSharding is compared by =="

@@ -45,6 +45,8 @@ _ALL = (
     FindingCode("CAP208", "guarded-name", "info", "a removed name behind a test or a try: it does not break"),
     FindingCode("CAP209", "unevaluated-name", "warning", "a removed name in an annotation that is not evaluated"),
     FindingCode("CAP210", "private-name", "warning", "a private name of jax, which any release may move or remove"),
+    FindingCode("CAP211", "unknown-name", "error", "a public name that no jax of the table has"),
+    FindingCode("CAP212", "version-as-text", "warning", "jax's version compared as text, letter by letter"),
     # 3: performance
     FindingCode("CAP301", "loop-over-array", "warning", "a Python loop over a traced array, which is unrolled"),
     FindingCode("CAP302", "host-transfer", "warning", "a traced value that is fetched to the host in traced code"),

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from capibara.jax_releases import RELEASES, find
-from capibara.migrate.fates import fate
+from capibara.migrate.fates import OLDEST, fate
 from capibara.migrate.module import Module
 from capibara.migrate.scopes import Binding
 
-__all__ = ["asks", "caught", "fails", "last_name", "names_jax", "of_jax", "truth"]
+__all__ = ["asks", "caught", "compared_as_text", "fails", "last_name", "names_jax", "of_jax", "truth"]
 
 _TELLING = re.compile(
     r"__version(_info)?__|(?i:jax\w*(version|compat)|(version|legacy|old|new)\w*_jax)"
@@ -75,6 +75,9 @@ def _call_asks(module: Module, call: ast.Call) -> str | None:
         return None
     if name in ("hasattr", "getattr", "signature") and of_jax(module, first):
         return f"{name}(…)"
+    second = call.args[1] if name == "hasattr" and len(call.args) == 2 else None
+    if isinstance(second, ast.Constant) and str(second.value).startswith("__array_"):
+        return "hasattr(…)"  # of an array of whichever library: what it follows is a matter of its release
     text = first.value if isinstance(first, ast.Constant) else None
     return f'{name}("{text}")' if name in ("version", "get_distribution") and text in ("jax", "jaxlib") else None
 
@@ -230,6 +233,31 @@ def _compared(module: Module, test: ast.Compare) -> bool | None:
         as_text, meant = compare(one, other), compare(_numbers(one), _numbers(other))
         return as_text if as_text == meant else None
     return compare(_numbers(one), _numbers(other))
+
+
+def compared_as_text(module: Module) -> Iterator[tuple[ast.Compare, str | None]]:
+    """Comparisons of jax's version as a text with one that is written there, and the newest supported release that
+    they get wrong; None where letters and numbers say the same on all of them."""
+    supported = RELEASES[RELEASES.index(OLDEST) :]
+    for test in module.nodes(ast.Compare):
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+            continue
+        compare = _COMPARED.get(type(test.ops[0]))
+        if compare is None or compare in (operator.eq, operator.ne):
+            continue
+        left, right = test.left, test.comparators[0]
+        is_left = isinstance(_newest(module, left), str)
+        if is_left == isinstance(_newest(module, right), str):
+            continue
+        other = _written(right if is_left else left)
+        if not isinstance(other, str):
+            continue
+        wrong = None
+        for release in supported:
+            sides = (release, other) if is_left else (other, release)
+            if compare(*sides) != compare(*map(_numbers, sides)):
+                wrong = release
+        yield test, wrong
 
 
 def _newest(module: Module, node: ast.AST, depth: int = 0) -> str | tuple[int, ...] | None:

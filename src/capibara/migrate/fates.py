@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from capibara.dropin.compat import MODULES, NAMES, Gone
+from capibara.dropin.unserved import serves, why_not
 from capibara.jax_releases import RELEASES, NameHistory, find
 
 __all__ = ["OLDEST", "SHORTER", "Fate", "fate", "in_every_supported_release", "is_public"]
@@ -61,6 +62,8 @@ class Fate:
         parts = [f"use {self.instead}"] if self.instead else [f"use {self.advice}"] if self.advice else []
         if self.served and not self.instead:
             parts.append(f"capibara.{self.path} stands in for it")
+        if not parts and self.removed is not None:
+            parts.append(why_not(self.path) or "")
         return "; ".join(parts)
 
 
@@ -106,7 +109,7 @@ def fate(path: str, *, as_module: bool = False) -> Fate | None:
     instead = _instead(path, row, history)
     advice = (row.use if row is not None else "") or history.replacement or history.moved_to or ""
     removed = history.removed
-    served = row is not None or removed is None or _below_a_module(path) is not None
+    served = removed is None or serves(path)
     return Fate(path, history.kind == "module", removed, history.deprecated, instead, advice, served)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from capibara.jax_releases import Parameter, find, parse
-from capibara.migrate.fates import Fate, fate
+from capibara.jax_releases import RELEASES, Parameter, find, parse
+from capibara.migrate.conditions import compared_as_text
+from capibara.migrate.fates import Fate, fate, in_every_supported_release
 from capibara.migrate.findings import Finding
 from capibara.migrate.guards import Failing, guard, is_evaluated
 from capibara.migrate.module import Module
@@ -33,38 +34,125 @@ def check(module: Module, settings: Settings) -> Iterator[Finding]:
         found = gone_prefix(module, node)
         if found is not None:
             yield _name(module, *_nearer(module, node, found), "attribute")
+    yield from _unserved(module)
     yield from _private(module)
+    yield from _unknown(module)
     yield from _calls(module)
+    yield from _versions(module)
 
 
-_PRIVATE = "jax._src"
+def _unserved(module: Module) -> Iterator[Finding]:
+    """What breaks even where its module is there: nothing stands in for `capibara.jax.experimental.maps.xmap`.
+
+    That of a module of plain jax which is gone is said of the name too: mending the import does not mend it.
+    """
+    for node in module.nodes(ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("capibara.jax"):
+            for alias in node.names:
+                one = fate(f"{node.module}.{alias.name}".removeprefix("capibara."))
+                if one is not None and _is_lost(one):
+                    yield _name(module, alias, one, "import", node)
+    for node in module.nodes(ast.Attribute):
+        path = module.resolve(node)
+        if path is None or not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        one = fate(path) if path.startswith("jax.") and path not in module.patched else None
+        if one is not None and _is_lost(one):
+            above = fate(path.rpartition(".")[0])
+            if module.origin(node) != path or (above is not None and above.removed is not None and above.is_module):
+                yield _name(module, node, one, "attribute")
+
+
+def _is_lost(one: Fate) -> bool:
+    return one.removed is not None and one.instead is None and not one.served
+
+
+def _named_of_jax(module: Module) -> Iterator[tuple[ast.AST, str, ast.AST, Failing]]:
+    """Every name of plain jax that is imported or taken: at what, its path, the statement and what fails."""
+    for node in module.nodes(ast.Import, ast.ImportFrom, ast.Attribute, ast.Call):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name, node, "import") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if not node.level:
+                yield from ((alias, f"{node.module}.{alias.name}", node, "import") for alias in node.names)
+        elif isinstance(node, ast.Call):
+            imported = called_import(node, module.resolve)
+            if imported is not None:
+                yield node, imported.module, node, "import"
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            path = module.origin(node)
+            if path is not None and path not in module.patched:
+                yield node, path, node, "attribute"
 
 
 def _private(module: Module) -> Iterator[Finding]:
-    """Where `jax._src` comes in: its imports, and attributes of jax that are spelled out."""
-    for node in module.nodes(ast.Import, ast.ImportFrom, ast.Attribute, ast.Call):
-        imported = called_import(node, module.resolve) if isinstance(node, ast.Call) else None
-        failing: Failing = "import"
-        if isinstance(node, ast.Import):
-            path = next((alias.name for alias in node.names if _is_private(alias.name)), "")
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            path = f"{node.module}.{node.names[0].name}"
-            path = next((f"{node.module}.{one.name}" for one in node.names if one.name == "_src"), path)
-        elif imported is not None:
-            path = imported.module
-        elif isinstance(node, ast.Attribute) and module.origin(node) == _PRIVATE:
-            path, failing = _PRIVATE, "attribute"
-        else:
+    """Where a private name comes in: `jax._src` in imports, and attributes of jax that are spelled out."""
+    said: set[ast.AST] = set()
+    for _, path, statement, failing in _named_of_jax(module):
+        parts = path.split(".")
+        first = next((number for number, part in enumerate(parts) if _is_private(part)), None)
+        # An attribute of what is private already is said where that was taken or imported.
+        inner = failing == "attribute" and first != len(parts) - 1
+        if parts[0] != "jax" or first is None or inner or statement in said:
             continue
-        if _is_private(path):
-            behind = guard(module, node, failing)
-            message = f"{path} is private to jax: any release may move or remove it."
-            fix = "use a public name, or test for it and have another way"
-            yield module.finding(node, "CAP210", message, fix, "info" if behind else None)
+        if failing == "attribute" and isinstance(statement, ast.Attribute) and _was_imported(module, statement, path):
+            continue
+        said.add(statement)
+        behind = guard(module, statement, failing)
+        message = f"{path} is private to jax: any release may move or remove it."
+        fix = "use a public name, or test for it and have another way"
+        yield module.finding(statement, "CAP210", message, fix, "info" if behind else None)
 
 
-def _is_private(path: str) -> bool:
-    return path == _PRIVATE or path.startswith(f"{_PRIVATE}.")
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.endswith("__")
+
+
+def _was_imported(module: Module, node: ast.Attribute, path: str) -> bool:
+    """Whether `import jax._src.core` made the module what `jax._src` is taken of."""
+    return any(
+        alias.name.startswith(f"{path}.") or alias.name == path
+        for one in module.nodes(ast.Import)
+        if isinstance(one, ast.Import)
+        for alias in one.names
+        if alias.asname is None
+    )
+
+
+_INCOMPLETE = ("jax.experimental", "jax.example_libraries", "jax.tools", "jax.extend.mlir", "jax.lib")
+"""Modules that show what they import for their own use, or what jaxlib alone defines: the table has not all of it."""
+
+
+def _unknown(module: Module) -> Iterator[Finding]:
+    """Names of public modules that no release has: older than the table, misspelled, or newer than it."""
+    for node, path, statement, failing in _named_of_jax(module):
+        above, _, name = path.rpartition(".")
+        if not above.startswith("jax") or name.startswith("_") or name == "*" or isinstance(statement, ast.Import):
+            continue
+        owner = find(above)
+        if owner is None or owner.kind != "module" or not in_every_supported_release(above):
+            continue
+        if find(path) is not None or fate(path) is not None or fate(path, as_module=True) is not None:
+            continue
+        behind = guard(module, statement, failing)
+        unsure = f"{above}.".startswith(tuple(f"{one}." for one in _INCOMPLETE))
+        message = f"{path} is no public name of any jax from {RELEASES[0]} to {RELEASES[-1]}."
+        fix = "see what the older jax said to use, or how it is spelled"
+        if behind is not None:
+            yield module.finding(node, "CAP208", f"{message} It is guarded by {behind}.", fix)
+        elif module.path.endswith(".pyi") or not is_evaluated(module, node):
+            yield module.finding(node, "CAP209", f"{message} Here it is not evaluated.", fix)
+        else:
+            yield module.finding(node, "CAP211", message, fix, "warning" if unsure else None)
+
+
+def _versions(module: Module) -> Iterator[Finding]:
+    for node, wrong in compared_as_text(module):
+        message = 'jax.__version__ is compared as text, letter by letter: "0.10.0" comes before "0.4.9".'
+        if wrong:
+            message += f" On jax {wrong} that is not what was meant."
+        fix = "compare jax.__version_info__ with a tuple of numbers"
+        yield module.finding(node, "CAP212", message, fix, None if wrong else "info")
 
 
 def _name(module: Module, node: ast.AST, one: Fate, failing: Failing, statement: ast.AST | None = None) -> Finding:
@@ -181,13 +269,20 @@ def _calls(module: Module) -> Iterator[Finding]:
 
 KEYWORDS: dict[str, dict[str, str]] = {
     "jax.numpy.clip": {"a": "arr", "a_min": "min", "a_max": "max"},
+    "jax.numpy.reshape": {"newshape": "shape"},
     "jax.shard_map": {"check_rep": "check_vma"},
 }
 """Function -> its keywords that have another name by now and mean the same."""
+OLDER: dict[str, dict[str, tuple[str, str]]] = {
+    "jax.scipy.linalg.solve": {"sym_pos": ("0.4.30 or earlier", 'write assume_a="pos" where it was true')},
+}
+"""Function -> its keywords that went before the first release of the table -> since when, and what to write."""
 
 
 def _keyword_fix(one: Refused) -> str:
     renamed = KEYWORDS.get(one.path, {}).get(one.name)
+    if one.name in OLDER.get(one.path, {}):
+        return OLDER[one.path][one.name][1]
     return f"write {renamed}=…" if renamed else f"leave {one.name} out"
 
 
@@ -201,6 +296,9 @@ def refused_arguments(module: Module, call: ast.Call) -> Iterator[Refused]:
         path, places = module.resolve(call.args[0]), call.args[1:]
     if path is None or not path.startswith("jax."):
         return
+    for keyword in arguments:
+        if keyword.arg in OLDER.get(path, {}):
+            yield Refused(keyword, path, keyword.arg, OLDER[path][keyword.arg][0], keyword_only=False, by_place=None)
     history = find(path)
     if history is None or history.removed is not None or len(history.signatures) < 2:
         return

@@ -122,6 +122,11 @@ class Module:
             scope = scope.outer
         return None
 
+    def function_named(self, node: ast.Name) -> Function | None:
+        """The function of this module that a name stands for."""
+        defined = self._defined(node)
+        return None if defined is None else self._function_of.get(defined)
+
     def _defined(self, node: ast.Name) -> ast.AST | None:
         bindings = self.bindings_of(node)
         if len(bindings) != 1:

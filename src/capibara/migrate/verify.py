@@ -66,7 +66,10 @@ def verify(file: Path, function: str, shapes: Shapes, target: Target = "jax", *,
     except (Unreadable, FixFailed) as error:
         return Verdict("not comparable", str(error))
     if not fixed.changed:
-        return Verdict("equal", "there is nothing to fix")
+        same = _traced(file, file, function, shapes, served=False)
+        if "error" in same:
+            return Verdict("not comparable", f"there is nothing to fix, and it cannot be traced: {same['error']}")
+        return Verdict("equal", "there is nothing to fix", same["jaxpr"], same["jaxpr"])
     old = _traced(file, file, function, shapes, served=True)
     if "error" in old:
         return Verdict("not comparable", f"the old function cannot be traced: {old['error']}")

@@ -60,6 +60,8 @@ def _printing(node: ast.Call, module: Module, values: TracedValues) -> Iterator[
     path = module.resolve(node.func)
     is_print = isinstance(node.func, ast.Name) and node.func.id == "print" and not module.bindings_of(node.func)
     is_log = path is not None and path.startswith(_LOGGERS) and path.rpartition(".")[2] in _LEVELS
+    if isinstance(node.func, ast.Attribute) and _is_logger(node.func.value, module) and node.func.attr in _LEVELS:
+        is_log, path = True, ast.unparse(node.func)
     if not (is_print or is_log):
         return
     inputs = [*node.args, *(one.value for one in node.keywords)]
@@ -67,6 +69,13 @@ def _printing(node: ast.Call, module: Module, values: TracedValues) -> Iterator[
         what = "print" if is_print else path
         message = f"`{what}` of a traced value ({values.function.why}): it prints a tracer, once, while tracing"
         yield module.finding(node, "CAP303", message, 'use jax.debug.print("{x}", x=x)')
+
+
+def _is_logger(node: ast.expr, module: Module) -> bool:
+    """`log` of `log = logging.getLogger(__name__)`."""
+    bindings = module.bindings_of(node) if isinstance(node, ast.Name) else []
+    made = bindings[0].value if len(bindings) == 1 else None
+    return isinstance(made, ast.Call) and module.resolve(made.func) == "logging.getLogger"
 
 
 def _shown(node: ast.expr) -> Iterator[ast.expr]:

@@ -7,7 +7,7 @@ told from other traced values: a parameter may be a tuple of arrays, over which 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from capibara.migrate.module import Module
 from capibara.migrate.traced import Function
@@ -22,6 +22,22 @@ _CALLBACKS = frozenset(
         "jax.experimental.io_callback",
         "jax.experimental.host_callback.call",
         "jax.experimental.host_callback.id_tap",
+    }
+)
+# Parts of what they are given; `jax.tree.map` gives whatever its function does.
+_PARTS = frozenset(
+    {
+        *("jax.tree.leaves", "jax.tree.unflatten", "jax.tree.transpose", "jax.tree_leaves"),
+        *("jax.tree_util.tree_leaves", "jax.tree_util.tree_unflatten", "jax.tree_util.tree_transpose"),
+    }
+)
+# Of Python's own, those that give what they are given the sum or the greatest of.
+_BUILTINS = frozenset({"sum", "max", "min", "abs"})
+# Transformations whose result is called with the arguments of the function.
+_CALLED = frozenset(
+    {
+        *("jax.grad", "jax.value_and_grad", "jax.vmap", "jax.jit", "jax.checkpoint", "jax.remat"),
+        *("jax.jacfwd", "jax.jacrev", "jax.hessian"),
     }
 )
 # Transformations that keep what is no array as it is, so that a parameter may be anything.
@@ -55,18 +71,26 @@ _JAXTYPING = ("Float", "Int", "Bool", "Complex", "Num", "Shaped", "Inexact", "In
 
 
 class TracedValues:
-    """The traced names of one staged function."""
+    """The traced names of one staged function.
 
-    def __init__(self, module: Module, function: Function) -> None:
+    Args:
+        given: Of a function that a staged one calls: the parameters that it gives something traced.
+        arrays: Those of them that it gives an array.
+    """
+
+    def __init__(
+        self, module: Module, function: Function, given: Iterable[str] | None = None, arrays: Iterable[str] = ()
+    ) -> None:
         self._module = module
         self.function = function
-        self._several: set[str] = set()
-        self.names = set(_traced_parameters(module, function))
+        self.given, self.given_arrays = set(given or ()), set(arrays)
+        self.names = set(_traced_parameters(module, function) if given is None else given)
         """Names that hold something traced, arrays or trees of them."""
         self.arrays = {
             one.arg for one in parameters(function) if one.arg in self.names and _is_array_annotation(module, one)
         }
         """Those that are arrays, as far as the text shows."""
+        self.arrays |= self.given_arrays
         nodes = list(own_nodes(function.node))
         self._read_uses(nodes)
         assignments = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
@@ -96,6 +120,8 @@ class TracedValues:
                     self.arrays |= {target.id} if array else set()
                 elif traced and isinstance(target, ast.Tuple | ast.List):
                     self.names |= {one.id for one in target.elts if isinstance(one, ast.Name)}
+                    if self._gives_a_value_first(node.value) and isinstance(target.elts[0], ast.Name):
+                        self.arrays.add(target.elts[0].id)
         return len(self.names) + len(self.arrays) > before
 
     def is_traced(self, node: ast.expr) -> bool:
@@ -123,9 +149,26 @@ class TracedValues:
                 return any(map(self.is_traced, node.elts))
             case ast.Starred():
                 return self.is_traced(node.value)
+            case ast.ListComp() | ast.GeneratorExp():
+                return self._in_comprehension(node, self.is_traced)
             case ast.Call():
                 return self._traced_call(node)
         return False
+
+    def _in_comprehension(self, node: ast.ListComp | ast.GeneratorExp, ask: Callable[[ast.expr], bool]) -> bool:
+        """What is asked of a comprehension's element, where its own names stand for parts of what is traced."""
+        own = {
+            name.id
+            for generator in node.generators
+            if self.is_traced(generator.iter)
+            for name in ast.walk(generator.target)
+            if isinstance(name, ast.Name)
+        } - self.names
+        self.names |= own
+        try:
+            return ask(node.elt)
+        finally:
+            self.names -= own
 
     def _traced_index(self, node: ast.expr) -> bool:
         return self.is_array(node)
@@ -135,7 +178,11 @@ class TracedValues:
         inputs = [*node.args, *(one.value for one in node.keywords)]
         if path is not None:
             # Only jax's own functions are known to give arrays for arrays; others may ask about them.
-            return _gives_arrays(path) and any(map(self.is_traced, inputs))
+            return (_gives_arrays(path) or path in _PARTS) and any(map(self.is_traced, inputs))
+        if isinstance(node.func, ast.Name) and node.func.id in _BUILTINS and not self._module.bindings_of(node.func):
+            return any(map(self.is_traced, inputs))
+        if transformed(self._module, node) is not None:
+            return any(map(self.is_traced, inputs))
         # A method of an array.
         return isinstance(node.func, ast.Attribute) and self.is_array(node.func.value)
 
@@ -155,11 +202,26 @@ class TracedValues:
             case ast.Attribute():
                 return node.attr in ("T", "mT", "real", "imag") and self.is_array(node.value)
             case ast.Call():
-                path = self._module.resolve(node.func)
-                if path is None:
-                    return self._traced_call(node) and node.func.attr not in ("item", "tolist")  # type: ignore[attr-defined]
-                return self._traced_call(node) and path.rpartition(".")[2] not in _SEVERAL
+                return self._array_call(node)
+            case ast.ListComp() | ast.GeneratorExp():  # of `sum(...)`: whether each is one
+                return self._in_comprehension(node, self.is_array)
         return False
+
+    def _array_call(self, node: ast.Call) -> bool:
+        path = self._module.resolve(node.func)
+        if path is not None:
+            return self._traced_call(node) and path not in _PARTS and path.rpartition(".")[2] not in _SEVERAL
+        if isinstance(node.func, ast.Name) and node.func.id in _BUILTINS:
+            return self._traced_call(node) and any(map(self.is_array, node.args))
+        is_method = isinstance(node.func, ast.Attribute) and node.func.attr not in ("item", "tolist")
+        return is_method and transformed(self._module, node) is None and self._traced_call(node)
+
+    def _gives_a_value_first(self, node: ast.expr) -> bool:
+        """`loss, grads = jax.value_and_grad(f)(…)`: the loss is one array."""
+        call = transformed(self._module, node) if isinstance(node, ast.Call) else None
+        if call is None or self._module.resolve(call.func) != "jax.value_and_grad":
+            return False
+        return not any(one.arg in ("has_aux", None) for one in call.keywords)
 
 
 def _gives_arrays(path: str) -> bool:
@@ -178,7 +240,7 @@ def jit_keyword(function: Function, *names: str) -> list[ast.expr]:
 
 
 def _traced_parameters(module: Module, function: Function) -> Iterator[str]:
-    if function.call is None and function.why.startswith("inside "):
+    if _is_inside(function):
         return  # called by the traced function with whatever it likes
     if (function.transform or "").startswith(_FILTERED):
         return
@@ -190,6 +252,10 @@ def _traced_parameters(module: Module, function: Function) -> Iterator[str]:
     for one in parameters(function):
         if one.arg not in static and one.arg not in ("self", "cls") and not _is_plain(module, one, function):
             yield one.arg
+
+
+def _is_inside(function: Function) -> bool:
+    return function.call is None and function.why.startswith("inside ")
 
 
 def static_parameters(function: Function) -> set[str] | None:
@@ -262,17 +328,77 @@ def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
             stack.extend(reversed(list(ast.iter_child_nodes(inner))))
 
 
+def transformed(module: Module, node: ast.Call) -> ast.Call | None:
+    """`jax.grad(f)` of `jax.grad(f)(x)`, and of `g(x)` where g is that; None for other calls."""
+    made: ast.AST | None = node.func
+    if isinstance(made, ast.Name):
+        bindings = module.bindings_of(made)
+        made = bindings[0].value if len(bindings) == 1 else None
+    if not isinstance(made, ast.Call) or module.resolve(made.func) not in _CALLED:
+        return None
+    return made
+
+
 def staged_functions(module: Module) -> Iterator[TracedValues]:
-    """Functions that jax runs with tracers in place of values, but for those that a callback runs on the host."""
+    """Functions that jax runs with tracers in place of values, but for those that a callback runs on the host.
+
+    Functions of this module that those call are among them, with the parameters that they are given traced values.
+    """
     on_host = _callback_functions(module)
+    staged: dict[ast.AST, TracedValues] = {}
     for function in module.functions:
-        if not function.staged or function.node in on_host:
+        if function.staged and not _runs_on_host(module, function.node, on_host):
+            staged[function.node] = TracedValues(module, function)
+    # What those parameters are of a function inside of a staged one, its calls say.
+    direct = frozenset(node for node, one in staged.items() if not _is_inside(one.function))
+    waiting = list(staged.values())
+    while waiting:
+        caller = waiting.pop()
+        for callee, names, arrays in _given(module, caller):
+            known = staged.get(callee.node)
+            if callee.node in direct or not names or _runs_on_host(module, callee.node, on_host):
+                continue
+            before = (set(), set()) if known is None else (known.given, known.given_arrays)
+            if names <= before[0] and arrays <= before[1]:
+                continue
+            why = f"called by {caller.function.name}, {caller.function.why}" if known is None else known.function.why
+            function = Function(callee.node, callee.name, caller.function.transform, None, why)
+            staged[callee.node] = TracedValues(module, function, names | before[0], arrays | before[1])
+            waiting.append(staged[callee.node])
+    yield from staged.values()
+
+
+def _given(module: Module, caller: TracedValues) -> Iterator[tuple[Function, set[str], set[str]]]:
+    """The functions of this module that one calls, and which of their parameters get something traced, or an array."""
+    for node in own_nodes(caller.function.node):
+        if not isinstance(node, ast.Call):
             continue
-        above = module.parent(function.node)
-        while above is not None and above not in on_host:
-            above = module.parent(above)
-        if above is None:
-            yield TracedValues(module, function)
+        made = transformed(module, node)
+        called = node.func if made is None else made.args[0] if made.args else None
+        callee = module.function_named(called) if isinstance(called, ast.Name) else None
+        if callee is None:
+            continue
+        names: set[str] = set()
+        arrays: set[str] = set()
+        positional = [one.arg for one in (*callee.node.args.posonlyargs, *callee.node.args.args)]
+        pairs = list(zip(positional, node.args, strict=False))
+        pairs += [(one.arg, one.value) for one in node.keywords if one.arg is not None]
+        for name, argument in pairs:
+            if isinstance(argument, ast.Starred):
+                break
+            array = caller.is_array(argument)
+            # A field of a traced object may be static: `grid.shape_of_blocks`.
+            traced = array or (caller.is_traced(argument) and not isinstance(argument, ast.Attribute))
+            names |= {name} if traced else set()
+            arrays |= {name} if array else set()
+        yield callee, names, arrays
+
+
+def _runs_on_host(module: Module, node: ast.AST, on_host: set[ast.AST]) -> bool:
+    above: ast.AST | None = node
+    while above is not None and above not in on_host:
+        above = module.parent(above)
+    return above is not None
 
 
 def _callback_functions(module: Module) -> set[ast.AST]:
