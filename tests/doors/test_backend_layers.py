@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ X, Y, SCALE, BIAS = normal(4, 6, 32), normal(4, 6, 32), normal(32), normal(32)
 WEIGHTS, LABELS = normal(32, 50), jnp.asarray(RNG.integers(0, 50, (4, 6)))
 CODEBOOK = normal(16, 32)
 LEVELS = jnp.stack([CODEBOOK, CODEBOOK / 4])
-PARAMS = init_moe(jax.random.key(0), width=32, hidden=16, num_experts=8)
+PARAMS = jax.jit(functools.partial(init_moe, width=32, hidden=16, num_experts=8))(jax.random.key(0))
 KEY = jax.random.key(1)
 
 ops, quantizers = TpuV4LayerOps(), TpuV4VQOps()

@@ -38,8 +38,8 @@ def _kept(loss: object, *args: jax.Array) -> int:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values_and_gradients_are_the_functions_own(policy: str) -> None:
     weights, x = 0.1 * jnp.arange(24.0).reshape(6, 2, 2), jnp.ones((4, 2))
-    plain = jax.value_and_grad(_loss, (0, 1))(weights, x)
-    slim = jax.value_and_grad(checkpoint_scans(_loss, policy), (0, 1))(weights, x)
+    plain = jax.jit(jax.value_and_grad(_loss, (0, 1)))(weights, x)
+    slim = jax.jit(jax.value_and_grad(checkpoint_scans(_loss, policy), (0, 1)))(weights, x)
     # The same operations in another order of evaluation: a few roundings of float32 apart.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plain, slim)
 

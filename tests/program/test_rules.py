@@ -13,11 +13,12 @@ import pytest
 from capibara.program import trace
 from capibara.program.primitives.rule import made_of
 
-IDS = jnp.array([[3], [0], [5], [3]])
+IDS = np.array([[3], [0], [5], [3]], np.int32)
+TWOS = np.stack([2 * np.eye(3, dtype=np.float32)] * 4)
 
 
 def draw(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32))
 
 
 def rows_added(table: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
@@ -53,7 +54,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], int]] = [
     ("ragged_dot_general", lambda x, y: by_group(x, y, ((1,), (2,)), [0]), (draw(4, 6), draw(2, 8, 6)), 2),
     ("ragged_dot_general", lambda x, y: by_group(x, y, ((0,), (0,)), []), (draw(4, 6), draw(4, 8)), 2),
     ("conv_general_dilated", convolved, (draw(2, 4, 5, 5), draw(6, 4, 3, 3)), 3),
-    ("cholesky", lambda x: jnp.linalg.cholesky(x, symmetrize_input=False), (jnp.stack([jnp.eye(3)] * 4) * 2,), 1),
+    ("cholesky", lambda x: jnp.linalg.cholesky(x, symmetrize_input=False), (TWOS,), 1),
     ("reduce_sum", lambda x: jnp.sum(x, axis=1), (draw(4, 6, 2),), 3),
     ("reduce_max", lambda x: jax.lax.reduce_max_p.bind(x, axes=(0,), out_sharding=None), (draw(4, 6),), 2),
     ("cumsum", lambda x: jax.lax.cumsum(x, axis=1), (draw(4, 6),), 1),
@@ -69,7 +70,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], int]] = [
     ("pad", lambda x: jnp.pad(x, ((0, 0), (1, 0))), (draw(4, 6),), 1),
     ("dynamic_slice", lambda x: jax.lax.dynamic_slice(x, (0, 1), (x.shape[0], 2)), (draw(4, 6),), 1),
     ("gather", looked_up, (draw(6, 4), IDS), 3),
-    ("scatter-add", rows_added, (jnp.zeros((6, 4)), IDS, draw(4, 4)), 2),
+    ("scatter-add", rows_added, (np.zeros((6, 4), np.float32), IDS, draw(4, 4)), 2),
 ]  # fmt: skip
 
 

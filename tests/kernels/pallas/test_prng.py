@@ -45,13 +45,15 @@ def test_the_bits_are_those_of_the_definition() -> None:
 
 @pytest.mark.quick
 def test_signed_arithmetic_gives_the_same_bits_and_mask() -> None:
-    rows, columns = jnp.arange(64, dtype=jnp.int32)[:, None], jnp.arange(96, dtype=jnp.int32)
-    signed = prng.random_bits(prng.row_keys(jnp.asarray(SEED), rows), columns)
+    rows, columns = np.arange(64, dtype=np.int32)[:, None], np.arange(96, dtype=np.int32)
+    signed = jax.jit(lambda seed: prng.random_bits(prng.row_keys(seed, rows), columns))(jnp.asarray(SEED))
     assert signed.dtype == jnp.int32
     np.testing.assert_array_equal(np.asarray(signed).view(np.uint32), _bits()[:64, :96])
     for rate in (0.1, 0.5, 0.9):
-        wanted = prng.keep_mask(jnp.asarray(SEED), rows.astype(jnp.uint32), columns.astype(jnp.uint32), rate)
-        np.testing.assert_array_equal(prng.kept(signed, rate), wanted)
+        wanted = jax.jit(prng.keep_mask, static_argnums=3)(
+            jnp.asarray(SEED), rows.astype(np.uint32), columns.astype(np.uint32), rate
+        )
+        np.testing.assert_array_equal(jax.jit(prng.kept, static_argnums=1)(signed, rate), wanted)
 
 
 def test_eager_jit_and_tiles_agree() -> None:

@@ -46,11 +46,14 @@ def _normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:
 
 def _mask(shape: tuple[int, ...], rate: float, key: Any = KEY) -> np.ndarray:
     """What is kept, by the generator itself: rows are counted over the leading axes, columns along the last."""
-    rows = jnp.arange(math.prod(shape[:-1]), dtype=jnp.uint32)[:, None]
-    keep = prng.pair_keep_mask(
-        jax.random.bits(key, (2,), jnp.uint32), rows, jnp.arange(shape[-1], dtype=jnp.uint32), rate
-    )
-    return np.asarray(keep).reshape(shape)
+
+    @jax.jit
+    def keep(key: Any) -> Any:
+        rows = jnp.arange(math.prod(shape[:-1]), dtype=jnp.uint32)[:, None]
+        columns = jnp.arange(shape[-1], dtype=jnp.uint32)
+        return prng.pair_keep_mask(jax.random.bits(key, (2,), jnp.uint32), rows, columns, rate)
+
+    return np.asarray(keep(key)).reshape(shape)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,8 +103,12 @@ def test_the_backward_pass_draws_the_same_mask_and_stores_none(name: str) -> Non
         d_gate, d_up = pull(flow)
     kept = sorted(str(leaf.dtype) for leaf in jax.tree.leaves(pull) if leaf.size)
     assert kept == ["float32", "float32", "uint32"]  # the gate, the up and the two words
-    _, plain = jax.vjp(lambda g, u: FUNCTIONS["gelu"](g) * u, gate, up)
-    right = plain(jnp.where(_mask(gate.shape, 0.5), flow * 2, 0))
+
+    @jax.jit
+    def plain(gate: Any, up: Any, flow: Any) -> Any:
+        return jax.vjp(lambda g, u: FUNCTIONS["gelu"](g) * u, gate, up)[1](flow)
+
+    right = plain(gate, up, np.where(_mask(gate.shape, 0.5), flow * 2, 0))
     np.testing.assert_allclose(d_gate, right[0], atol=2e-5)
     np.testing.assert_allclose(d_up, right[1], atol=2e-5)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,20 +23,20 @@ def bits() -> np.ndarray:
 
 @pytest.mark.quick
 def test_a_pair_shares_the_halves_of_one_hash(bits: np.ndarray) -> None:
-    rows, pairs = jnp.arange(ROWS, dtype=jnp.uint32)[:, None], jnp.arange(COLUMNS // 2, dtype=jnp.uint32)
-    words = np.asarray(prng.random_bits(prng.row_keys(jnp.asarray(SEED), rows), pairs))
+    rows, pairs = np.arange(ROWS, dtype=np.uint32)[:, None], np.arange(COLUMNS // 2, dtype=np.uint32)
+    words = np.asarray(jax.jit(lambda seed: prng.random_bits(prng.row_keys(seed, rows), pairs))(jnp.asarray(SEED)))
     np.testing.assert_array_equal(bits[:, 0::2], words & 0xFFFF)
     np.testing.assert_array_equal(bits[:, 1::2], words >> 16)
 
 
 @pytest.mark.quick
 def test_signed_words_and_parts_that_begin_inside_a_pair_agree(bits: np.ndarray) -> None:
-    rows, columns = jnp.arange(7, 40, dtype=jnp.int32)[:, None], jnp.arange(33, 100, dtype=jnp.int32)
-    signed = prng.pair_bits(prng.row_keys(jnp.asarray(SEED), rows), columns)
+    rows, columns = np.arange(7, 40, dtype=np.int32)[:, None], np.arange(33, 100, dtype=np.int32)
+    signed = jax.jit(lambda seed: prng.pair_bits(prng.row_keys(seed, rows), columns))(jnp.asarray(SEED))
     assert signed.dtype == jnp.int32
     np.testing.assert_array_equal(signed, bits[7:40, 33:100])
     for rate in (0.1, 0.9):
-        mask = prng.pair_keep_mask(jnp.asarray(SEED), rows, columns, rate)
+        mask = jax.jit(prng.pair_keep_mask, static_argnums=3)(jnp.asarray(SEED), rows, columns, rate)
         np.testing.assert_array_equal(mask, bits[7:40, 33:100] >= round(rate * 65536))
 
 
@@ -41,14 +44,18 @@ def test_signed_words_and_parts_that_begin_inside_a_pair_agree(bits: np.ndarray)
 @pytest.mark.parametrize("rate", [2**-18, 0.1, 0.5, 0.9999999])
 def test_the_mask_in_fewer_operations_is_the_same(rate: float) -> None:
     """Hashes at the thresholds too, where an order or a half mistaken for another would show."""
-    columns = jnp.arange(COLUMNS, dtype=jnp.int32)
-    drawn = prng.random_bits(prng.row_keys(jnp.asarray(SEED), jnp.arange(64, dtype=jnp.int32)[:, None]), columns)
+    rows, columns = np.arange(64, dtype=np.int32)[:, None], np.arange(COLUMNS, dtype=np.int32)
+    drawn = jax.jit(lambda seed: prng.random_bits(prng.row_keys(seed, rows), columns))(jnp.asarray(SEED))
     limit = prng.pair_threshold(rate)
     halves = np.array([0, max(limit - 1, 0), limit, 0x7FFF, 0x8000, 0xFFFF], np.uint32)
     edges = ((halves[:, None] << 16) | halves).reshape(-1, 1).view(np.int32)
-    for hashes in (drawn, jnp.broadcast_to(jnp.asarray(edges), (edges.size, COLUMNS))):
-        wanted = prng.pair_kept(prng.half_of(hashes, columns), rate)
-        np.testing.assert_array_equal(prng.pair_kept_of(hashes, columns, rate), wanted)
+
+    @jax.jit
+    def both(hashes: Any) -> tuple[Any, Any]:
+        return prng.pair_kept_of(hashes, columns, rate), prng.pair_kept(prng.half_of(hashes, columns), rate)
+
+    for hashes in (drawn, np.broadcast_to(edges, (edges.size, COLUMNS))):
+        np.testing.assert_array_equal(*both(hashes))
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,12 @@ def test_how_much_of_the_result_is_z_loss(gradient: str, over: P | None) -> None
     def pair(hidden: Any, weights: Any) -> Any:
         return call(hidden, weights, labels, return_z_loss=True)
 
-    wanted = _plain(hidden, weights, labels, z=0.1) - _plain(hidden, weights, labels)
-    wanted = jnp.where(labels == IGNORED, 0, wanted).sum() / 7
+    @jax.jit
+    def right_share(hidden: Any, weights: Any, labels: Any) -> Any:
+        of_each = _plain(hidden, weights, labels, z=0.1) - _plain(hidden, weights, labels)
+        return jnp.where(labels == IGNORED, 0, of_each).sum() / 7
+
+    wanted = right_share(hidden, weights, labels)
     (total, of_z), slopes = jax.jit(jax.value_and_grad(pair, argnums=(0, 1), has_aux=True))(hidden, weights)
     alone, right = jax.jit(jax.value_and_grad(lambda h, w: call(h, w, labels), argnums=(0, 1)))(hidden, weights)
     # Float32, numbers of about 5, and sums over 64 logits and 8 tokens.

@@ -194,7 +194,7 @@ def test_vmap_with_a_rest(name: str, shared: str) -> None:
 
     with interpret("hlo"):
         got = jax.jit(jax.vmap(one(name), in_axes=axes))(lhs, rhs, sizes, flow)
-    wanted = jax.vmap(one("reference"), in_axes=axes)(lhs, rhs, sizes, flow)
+    wanted = jax.jit(jax.vmap(one("reference"), in_axes=axes))(lhs, rhs, sizes, flow)
     for mine, right in zip(got, wanted, strict=True):
         # Float32 sums of up to 16 products, of numbers up to about 15.
         np.testing.assert_allclose(mine, right, atol=2e-5)

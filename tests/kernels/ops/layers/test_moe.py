@@ -90,7 +90,7 @@ def test_combine_undoes_dispatch_and_nothing_scatters_rows() -> None:
     def plain(x: Any, weights: Any) -> Any:
         return jnp.sin(x) * weights.sum(-1, keepdims=True)
 
-    _close(back(x, routing.weights), plain(x, routing.weights))
+    _close(jax.jit(back)(x, routing.weights), jax.jit(plain)(x, routing.weights))
     flow = _normal(24, 6, seed=2)
     slopes = [
         jax.jit(jax.grad(lambda x, w, f=f: (f(x, w) * flow).sum(), argnums=(0, 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def _normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
 
 
-PARAMS = init_moe(jax.random.key(0), WIDTH, HIDDEN, EXPERTS)
+PARAMS = jax.jit(init_moe, static_argnums=(1, 2, 3))(jax.random.key(0), WIDTH, HIDDEN, EXPERTS)
 OPTIONS: dict[str, Any] = {"top_k": 2, "jitter": 0.1, "key": jax.random.key(3)}
 
 
@@ -100,7 +101,14 @@ def test_a_pair_capacity_drops_the_last_tokens_of_a_pair() -> None:
         ({"token_axis_names": ("rows",)}, "Unknown axis of the mesh"),
         ({"token_axis_names": ("expert",)}, "split over each axis once"),
         ({"x": _normal(30, WIDTH)}, "tokens are split evenly over the 8 devices"),
-        ({"params": init_moe(jax.random.key(0), WIDTH, HIDDEN, 12)}, "experts are split evenly over the 8 devices"),
+        (
+            {
+                "params": jax.eval_shape(
+                    functools.partial(init_moe, width=WIDTH, hidden=HIDDEN, num_experts=12), jax.random.key(0)
+                )
+            },
+            "experts are split evenly over the 8 devices",
+        ),
         ({"pair_capacity_factor": 0.0}, "capacity factor is a finite number above 0"),
     ],
 )

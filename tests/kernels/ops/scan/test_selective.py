@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -66,9 +67,9 @@ def test_decoding_goes_on_where_the_prefill_ended() -> None:
     )
     late = {name: v[:, -ahead:] for name, v in timed.items()}
     rest, rest_last = selective_scan(**late, **shared, initial_state=state, dt_softplus=True, return_state=True)
-    steps = [y]
+    steps, step = [y], jax.jit(functools.partial(selective_step, dt_softplus=True))
     for t in range(ahead):
-        one, state = selective_step(state, **{name: v[:, t] for name, v in late.items()}, **shared, dt_softplus=True)
+        one, state = step(state, **{name: v[:, t] for name, v in late.items()}, **shared)
         steps.append(one[:, None])
     # The same sums in another order: a few units of float32 of numbers up to about 10.
     for got in (jnp.concatenate(steps, 1), jnp.concatenate([y, rest], 1)):

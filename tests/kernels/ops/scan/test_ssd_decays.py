@@ -90,7 +90,7 @@ def test_a_small_error_of_strong_decays_is_seen_in_gradients(name: str) -> None:
     wanted = _in_float64(SSD_GRAD.reference, x, log_decay, *rest)
 
     def off(log_decay: Any) -> float:
-        dx, d_decay, d_b, d_c, *_ = _gradient(name, x, log_decay, *rest)
+        dx, d_decay, d_b, d_c, *_ = (None if g is None else np.asarray(g) for g in _gradient(name, x, log_decay, *rest))
         parts = (dx, wanted[0]), (d_decay[:, 1:], wanted[1][:, 1:]), (d_b[:, :1], wanted[2][:, :1])
         return max(_off(found, right) for found, right in (*parts, (d_c[:, -1:], wanted[3][:, -1:])))
 
