@@ -195,3 +195,24 @@ def test_what_is_refused(script: str, tmp_path: Path) -> None:
         document = json.loads(ran(*arguments, "--json", code=code).stdout)
         assert said in document["error"]["message"], document
         assert document["error"]["exit_code"] == code
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("installed", "before", "after"),
+    [
+        (True, "", "--xla_gpu_enable_command_buffer="),
+        (True, "--xla_dump_to=d", "--xla_dump_to=d --xla_gpu_enable_command_buffer="),
+        (True, "--xla_gpu_enable_command_buffer=FUSION", "--xla_gpu_enable_command_buffer=FUSION"),
+        (False, "--xla_dump_to=d", "--xla_dump_to=d"),
+    ],
+)
+def test_a_gpu_is_traced_without_command_buffers(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, before: str, after: str
+) -> None:
+    from capibara.cli import profile
+
+    monkeypatch.setattr(profile.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setenv("XLA_FLAGS", before)
+    profile._without_command_buffers()
+    assert os.environ["XLA_FLAGS"] == after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ def profile(
             "--against and --repeats are for times of operations", "--counting with it", "leave --counting out"
         )
     base = None if against is None else _base(against, repeats)  # before the program runs: a bad file is known at once
+    if not counting:
+        _without_command_buffers()
     wanted = repeats if base is None else base.repeats
     if wanted:
         found = _repeated(script, module, arguments, wanted, trace_dir, quiet=json)
@@ -76,6 +79,21 @@ def profile(
     _show(found, compared, top, json)
     if compared is not None and compared.slower:
         raise typer.Exit(Code.FAILED)
+
+
+_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer"
+
+
+def _without_command_buffers() -> None:
+    """Let a GPU's rows name their instruction, unless the user says how programs are to be launched.
+
+    In a command buffer (a CUDA graph) a kernel of a vendor's library has a name of its own, which changes with sizes:
+    nobody could say whose it is, nor find it again in another profile. XLA reads its flags when jax starts.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    has_gpu = any(importlib.util.find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin"))
+    if has_gpu and _COMMAND_BUFFERS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_COMMAND_BUFFERS}=".strip()
 
 
 def _base(file: Path, repeats: int) -> Profile:
