@@ -24,7 +24,7 @@ LONG = jnp.ones((1 << 19,))
 
 @pytest.fixture(autouse=True)
 def a_host_of_known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What bounds an operation hangs on what the host reaches, which is timed, and a busy one reaches any part of it."""
+    """What bounds an operation hangs on what the host reaches, which is timed; a busy one reaches any part of it."""
     rates = tuple((name, 1e11) for name in ("float32", "float64", "bfloat16"))
     known = dataclasses.replace(hardware.host(), flops_by_dtype=rates, vector_flops=2.5e10, hbm_bandwidth=2e10)
     monkeypatch.setattr(hardware, "host", lambda: known)
