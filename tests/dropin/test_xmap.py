@@ -75,6 +75,7 @@ def test_donation_and_refusals() -> None:
         xmap(abs, {0: "x"}, {0: "x"}, backend="no_such_backend")(X)
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
 def test_the_drop_in_has_it() -> None:
     with pytest.warns(DeprecationWarning, match="jax.experimental.maps.xmap is gone"):
         assert capibara.jax.experimental.maps.xmap is xmap

@@ -53,7 +53,7 @@ def few_rows(
     eps: float = 1e-6,
     implementation: str | None = None,
     config: Any = None,
-) -> Any:
+) -> Float[Array, "rows outputs"] | tuple[Float[Array, "rows outputs"], Float[Array, "rows outputs"]]:
     """A few rows times a weight that is held by output: what a step of decoding does, at the memory's speed.
 
     Args:
