@@ -279,7 +279,7 @@ def test_compile_lowers_where_there_is_no_compiler() -> None:
     ("arguments", "said"),
     [
         (["--for", "v4-33"], "v4-32 (16 chips"),
-        (["--for", "h200"], "Unknown TPU slice 'h200'"),
+        (["--for", "h300"], "Unknown slice or GPU 'h300'"),
         (["gemm", "--for", "v4-32", "--case", "nope"], "Unknown case of gemm"),
         (["gemm", "--for", "v4-32", "--models"], "--models draws the cases of every op"),
         (["--for", "v4-32", "--models", "--family", "nope"], "Unknown family of the lattice"),

@@ -22,13 +22,13 @@ PRESENT = ChipCompiler(True, "libtpu 9.9 is installed.", "9.9")
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    monkeypatch.setattr(aot, "tpu_compiler", lambda: ABSENT)
+    monkeypatch.setattr(aot, "chip_compiler", lambda platform: ABSENT)
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     """A TPU compiler that is really the CPU's: the same calls of jax, with devices that exist here."""
-    monkeypatch.setattr(aot, "tpu_compiler", lambda: PRESENT)
+    monkeypatch.setattr(aot, "chip_compiler", lambda platform: PRESENT)
     monkeypatch.setattr(aot, "_devices", lambda slice_name: jax.devices("cpu")[:1])
 
 

@@ -16,7 +16,7 @@ from capibara.kernels.core.op import lookup
 @pytest.mark.quick
 def test_grid_steps_and_matrix_cycles() -> None:
     gemm = lookup("gemm")
-    (draft,) = kernels._drafts(gemm, ["square-4096"], kernels.slice_by_name("v4-32").chip, peers=True)
+    (draft,) = kernels._drafts(gemm, ["square-4096"], kernels.place("v4-32").chip, peers=True)
     tile = draft.config
     assert draft.steps == (4096 // tile.block_m) * (4096 // tile.block_n) * (4096 // tile.block_k)
     assert draft.matrix_cycles == 2 * tile.block_m * tile.block_n * tile.block_k / 131_072
@@ -76,7 +76,7 @@ def test_the_compiler_reports_vmem_and_bundles() -> None:
 def test_a_collective_is_compiled_for_all_chips_of_the_slice() -> None:
     """v4-32 has 16 chips: so many rows, and the part of each, whatever the case says."""
     op = lookup("reduce_scatter")
-    wanted = kernels.slice_by_name("v4-32")
+    wanted = kernels.place("v4-32")
     (draft,) = kernels._drafts(op, ["small_f32"], wanted.chip, peers=True, devices=wanted.devices)
     assert "got 8 x 128" in draft.note, "128 rows are 16 on each of the case's own 8 devices"
     drafts = list(kernels._drafts(op, None, wanted.chip, peers=True, devices=wanted.devices))
@@ -87,3 +87,23 @@ def test_a_collective_is_compiled_for_all_chips_of_the_slice() -> None:
         assert rows.shape == (16, 4096, 4096)
         result = lower_for(fn, [rows], "tpu")
         assert result.ok, result.error
+
+
+@pytest.mark.quick
+def test_a_gpus_kernels_are_lowered_where_its_compiler_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from capibara.compile import availability
+
+    gone = availability.ChipCompiler(False, "not here.", None, "pip install it", "XLA's compiler for GPUs")
+    monkeypatch.setattr(availability, "gpu_compiler", lambda: gone)
+    (row,) = kernels.compile_kernels([lookup("few_rows")], "h200", cases=["float16"], peers=False)
+    assert (row.implementation, row.ok) == ("hopper", True)
+    assert row.ours is not None
+    assert not row.ours.compiled
+    assert row.matrix_cycles is None, "a TPU's account"
+
+
+@pytest.mark.quick
+def test_kernels_and_cases_are_those_of_the_platform() -> None:
+    assert [one.name for one in kernels.kernels_for(lookup("few_rows"), "gpu")] == ["hopper"]
+    assert kernels.kernels_for(lookup("few_rows"), "tpu") == []
+    assert {case.name for case in kernels.cases_for(lookup("few_rows"), "gpu")} >= {"float16", "a-tile"}

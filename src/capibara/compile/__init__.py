@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from capibara.compile.aot import compile_for as compile_for
     from capibara.compile.aot import topology_mesh as topology_mesh
     from capibara.compile.availability import ChipCompiler as ChipCompiler
+    from capibara.compile.availability import chip_compiler as chip_compiler
     from capibara.compile.availability import gpu_compiler as gpu_compiler
     from capibara.compile.availability import tpu_compiler as tpu_compiler
     from capibara.compile.buckets import bucketed as bucketed
@@ -47,7 +48,7 @@ __all__, __getattr__, __dir__ = exports(
     __name__,
     {
         "aot": "compile_for topology_mesh",
-        "availability": "ChipCompiler gpu_compiler tpu_compiler",
+        "availability": "ChipCompiler chip_compiler gpu_compiler tpu_compiler",
         "buckets": "bucketed power_of_two_buckets",
         "cache": "ExecutableCache",
         "dump": "describe_dump",

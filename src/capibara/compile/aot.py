@@ -1,4 +1,4 @@
-"""Compiling for a slice that is named and not attached, with the real TPU compiler, in this process."""
+"""Compiling for chips that are named and not attached, with the chip's own compiler, in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capibara.compile.availability import ChipCompiler, tpu_compiler
+from capibara.compile.availability import chip_compiler
 from capibara.compile.dump import dump_files
 from capibara.compile.environment import dump_dir_in
 from capibara.compile.failures import classify, over_limit, thrown_by_compilers, useful_lines
@@ -19,6 +19,7 @@ from capibara.compile.lower import custom_calls_in, jitted, lower_for
 from capibara.compile.report import RUNTIME_KIND, CompileReport, KernelSchedule
 from capibara.compile.schedule import schedule_lengths
 from capibara.errors import rule_error
+from capibara.hardware.topology import abstract_devices, place
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -35,26 +36,28 @@ def compile_for(
     dump_dir: Path | str | None = None,
     vmem_static_bytes: int | None = None,
 ) -> CompileReport:
-    """Compiles `fn(*args)` for a slice such as "v4-32" and reads back what the compiler says of it.
+    """Compiles `fn(*args)` for a slice such as "v4-32", or GPUs such as "h200", and reads back what the compiler says.
 
     Arguments without a sharding go to the slice's first chip; those that have one (over `topology_mesh`) keep
-    it. Without libtpu the case is lowered and the report says so. A case that fails gives a report, not an
-    exception.
+    it. Without the chip's compiler the case is lowered and the report says so. A case that fails gives a report, not
+    an exception.
 
     Args:
       fn: a function of arrays, static keywords already bound; a jitted one keeps its options.
       args: `jax.ShapeDtypeStruct`s, or trees of them.
-      slice_name: a slice that `capibara.hardware.topology` knows.
+      slice_name: a place that `capibara.hardware.topology` knows.
       name: what the report is called; the function's name by default.
       dump_dir: where libtpu dumps in this process. Taken from LIBTPU_INIT_ARGS by default, which must have
         been set before libtpu was loaded (`capibara.compile.environment`); without it there are no schedules.
       vmem_static_bytes: the caller's own account of its VMEM, reported where the compiler gives none.
     """
     name = name or _name_of(fn)
-    vmem_limit = _vmem_of_slice(slice_name)
-    compiler = tpu_compiler()
+    platform, vmem_limit = place(slice_name).chip.platform, _vmem_of_slice(slice_name)
+    compiler = chip_compiler(platform)
     if not compiler.available:
-        only = lower_only(fn, args, name=name, why=str(compiler), vmem_static_bytes=vmem_static_bytes)
+        only = lower_only(
+            fn, args, name=name, why=str(compiler), vmem_static_bytes=vmem_static_bytes, platform=platform
+        )
         return dataclasses.replace(only, slice_name=slice_name, vmem_limit_bytes=vmem_limit)
 
     dump = Path(dump_dir) if dump_dir is not None else dump_dir_in(os.environ)
@@ -62,7 +65,7 @@ def compile_for(
     report = CompileReport(
         name=name,
         ok=False,
-        evidence=f"compiled by {_named(compiler)} for {slice_name}; predicted, not run on a chip",
+        evidence=f"compiled by {compiler.named} for {slice_name}; predicted, not run on a chip",
         slice_name=slice_name,
         vmem_limit_bytes=vmem_limit,
         vmem_bytes=vmem_static_bytes,
@@ -82,7 +85,7 @@ def compile_for(
         if lowering:
             evidence = f"not compiled: failed in lowering for {slice_name}"
         else:
-            evidence = f"refused by {_named(compiler)} for {slice_name}"
+            evidence = f"refused by {compiler.named} for {slice_name}"
         report = dataclasses.replace(report, evidence=evidence, seconds=time.perf_counter() - start)
         return _failed(report, f"{type(error).__name__}: {error}", lowering=lowering)
     report = dataclasses.replace(
@@ -105,9 +108,10 @@ def lower_only(
     name: str | None = None,
     why: str = "no slice was named.",
     vmem_static_bytes: int | None = None,
+    platform: str = "tpu",
 ) -> CompileReport:
-    """The report of a case that is lowered for TPU and not compiled; `why` is a sentence."""
-    result = lower_for(fn, args, "tpu")
+    """The report of a case that is lowered for TPU, or GPU, and not compiled; `why` is a sentence."""
+    result = lower_for(fn, args, "cuda" if platform == "gpu" else "tpu")
     return CompileReport(
         name=name or _name_of(fn),
         ok=result.ok,
@@ -131,7 +135,7 @@ def topology_mesh(slice_name: str | None, axes: Mapping[str, int]) -> Mesh | Abs
 
     names, sizes = tuple(axes), tuple(axes.values())
     kinds = (AxisType.Auto,) * len(names)
-    if slice_name is None or not tpu_compiler().available:
+    if slice_name is None or not chip_compiler(place(slice_name).chip.platform).available:
         return AbstractMesh(sizes, names, axis_types=kinds)
     devices = _devices(slice_name)
     if math.prod(sizes) != len(devices):
@@ -152,21 +156,14 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-def _named(compiler: ChipCompiler) -> str:
-    return f"the TPU compiler libtpu {compiler.version}" if compiler.version else "the TPU compiler libtpu"
-
-
 def _devices(slice_name: str) -> list[Any]:
-    from capibara.hardware import topology
-
-    return list(topology.abstract_devices(topology.slice_by_name(slice_name)))
+    return list(abstract_devices(slice_name))
 
 
 def _vmem_of_slice(slice_name: str) -> int | None:
-    from capibara.hardware import topology
     from capibara.hardware.chips import chip
 
-    return chip(topology.slice_by_name(slice_name).chip).vmem_bytes
+    return chip(place(slice_name).chip).vmem_bytes
 
 
 def _lower_on(device: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from capibara.distribution import install_command
 
-__all__ = ["INSTALL_COMMAND", "ChipCompiler", "gpu_compiler", "tpu_compiler"]
+__all__ = ["INSTALL_COMMAND", "ChipCompiler", "chip_compiler", "gpu_compiler", "tpu_compiler"]
 
 INSTALL_COMMAND = install_command("tpu")
 
 _PACKAGES = ("libtpu", "libtpu-nightly")
+_GPU_NAME = "XLA's compiler for GPUs"
 _GPU_PLUGINS = {"jax_plugins.xla_cuda13": "jax-cuda13-plugin", "jax_plugins.xla_cuda12": "jax-cuda12-plugin"}
 
 
@@ -26,9 +27,20 @@ class ChipCompiler:
     reason: str
     version: str | None
     install: str = INSTALL_COMMAND
+    name: str = "the TPU compiler libtpu"
 
     def __str__(self) -> str:
         return self.reason if self.available else f"{self.reason} {self.install}"
+
+    @property
+    def named(self) -> str:
+        """With its version."""
+        return f"{self.name} {self.version}" if self.version else self.name
+
+
+def chip_compiler(platform: str) -> ChipCompiler:
+    """The compiler of chips of a platform, "tpu" or "gpu", whether it is here or not."""
+    return gpu_compiler() if platform == "gpu" else tpu_compiler()
 
 
 def tpu_compiler() -> ChipCompiler:
@@ -61,13 +73,13 @@ def gpu_compiler() -> ChipCompiler:
             "jax's plugin for CUDA is not installed: GPU code is lowered here, not compiled. No GPU is needed to "
             "compile; install it with:"
         )
-        return ChipCompiler(False, reason, None, install)
+        return ChipCompiler(False, reason, None, install, _GPU_NAME)
     package = _GPU_PLUGINS[found[0]]
     version, jaxlib = _version((package,)), _version(("jaxlib",))
     if version != jaxlib:
         reason = f"{package} {version} does not belong to jaxlib {jaxlib}: install both of one version with:"
-        return ChipCompiler(False, reason, version, install)
-    return ChipCompiler(True, f"{package} {version} is installed.", version, install)
+        return ChipCompiler(False, reason, version, install, _GPU_NAME)
+    return ChipCompiler(True, f"{package} {version} is installed.", version, install, _GPU_NAME)
 
 
 def _is_there(module: str) -> bool:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compile.pool import CompileJob, compile_many
 from capibara.compile.report import CompileReport, KernelSchedule
-from capibara.hardware import Chip, slice_by_name
+from capibara.hardware import Chip
+from capibara.hardware.topology import place
 
 if TYPE_CHECKING:
     from capibara.kernels.core.op import Op
     from capibara.kernels.core.spec import Call, Case, Implementation
 
-__all__ = ["KernelRow", "compile_kernels", "program", "stock", "tpu_cases", "tpu_kernels"]
+__all__ = ["KernelRow", "cases_for", "compile_kernels", "kernels_for", "program", "stock"]
 
 _PROGRAM = f"{__name__}:program"
 _STOCK = f"{__name__}:stock"
@@ -174,12 +175,12 @@ def body_bundles(report: CompileReport | None) -> int | None:
     return bodies[0].bundles if len(bodies) == 1 else None
 
 
-def tpu_kernels(op: Op) -> list[Implementation]:
-    return [impl for impl in op.implementations.values() if impl.kernel and "tpu" in impl.platforms]
+def kernels_for(op: Op, platform: str) -> list[Implementation]:
+    return [impl for impl in op.implementations.values() if impl.kernel and platform in impl.platforms]
 
 
-def tpu_cases(op: Op) -> list[Case]:
-    return [case for case in op.cases if "tpu" in case.tags]
+def cases_for(op: Op, platform: str) -> list[Case]:
+    return [case for case in op.cases if platform in case.tags]
 
 
 def compile_kernels(
@@ -192,16 +193,16 @@ def compile_kernels(
     timeout_s: float = 600.0,
     on_result: Callable[[int, int, CompileReport], None] | None = None,
 ) -> list[KernelRow]:
-    """Compile every TPU kernel of `ops` over its cases for one chip of the slice, collectives for all of them.
+    """Compile every kernel of `ops` over its cases for one chip of the slice, collectives for all of them.
 
     Args:
-      cases: names of cases; by default those tagged "tpu".
-      peers: compile the stock kernel and XLA's program too.
+      cases: names of cases; by default those tagged with the chip's platform.
+      peers: compile jax's own TPU kernel and XLA's program too.
       on_result: called with (done, total, report) as each program is done.
     """
     from capibara import hardware
 
-    wanted = slice_by_name(slice_name)
+    wanted = place(slice_name)
     chip = hardware.chip(wanted.chip)
     drafts = [draft for op in ops for draft in _drafts(op, cases, chip, peers, wanted.devices)]
     jobs: dict[str, CompileJob] = {}
@@ -259,8 +260,8 @@ def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool, devic
     from capibara.kernels.core import context, outside, tables
 
     kind = chip.device_kinds[0]
-    chosen = tpu_cases(op) if wanted is None else [op.case(name) for name in wanted]
-    for impl in tpu_kernels(op):
+    chosen = cases_for(op, chip.platform) if wanted is None else [op.case(name) for name in wanted]
+    for impl in kernels_for(op, chip.platform):
         for listed in chosen:
             case = _case_over(op, listed, devices)
             with context.target(chip.platform, kind) as target:
@@ -277,13 +278,14 @@ def _drafts(op: Op, wanted: Sequence[str] | None, chip: Chip, peers: bool, devic
             steps = cycles = stock_cycles = None
             if refusal is None:
                 fn, args = implementation_program(op, case, impl.name, config, kind)
-                steps = grid_steps(fn, args)
-                cycles = _matrix_cycles(call, chip, steps)
+                if chip.platform == "tpu":
+                    steps = grid_steps(fn, args)
+                    cycles = _matrix_cycles(call, chip, steps)
                 names["ours"] = name = f"{op.name}/{case.name}/{impl.name}"
                 plain = None if config is None else dataclasses.asdict(config)
                 jobs[name] = _job(name, op, case, impl.name, plain, kind, mesh)
             if peers:
-                if (stock_made := _stock_program(op, case)) is not None:
+                if chip.platform == "tpu" and (stock_made := _stock_program(op, case)) is not None:
                     stock_cycles = _matrix_cycles(call, chip, grid_steps(*stock_made))
                     names["stock"] = name = f"{op.name}/{case.name}/stock"
                     given = {"op": op.name, "case": case.name, "imports": list(outside.imported())}

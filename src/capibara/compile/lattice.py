@@ -14,7 +14,8 @@ from typing import Any
 
 from capibara.compile.pool import CompileJob, compile_many
 from capibara.compile.report import CompileReport
-from capibara.hardware import Chip, slice_by_name
+from capibara.hardware import Chip
+from capibara.hardware.topology import place
 
 __all__ = ["LatticeRow", "compile_lattice", "workload_program"]
 
@@ -116,7 +117,7 @@ def compile_lattice(
     """Compile the first `rows` draws for one chip of the slice; the arguments are those of `compile_kernels`."""
     from capibara import hardware
 
-    chip = hardware.chip(slice_by_name(slice_name).chip)
+    chip = hardware.chip(place(slice_name).chip)
     drawn = list(itertools.islice(_workloads(seed, families, chip), rows))
     names = list(families) if families else None
     kind = chip.device_kinds[0]

@@ -20,7 +20,7 @@ from capibara.compile.environment import DUMP_PASSES, compiler_environment
 from capibara.compile.report import CompileReport, ErrorKind
 from capibara.compile.worker import job_name
 from capibara.errors import CapibaraError, rule_error
-from capibara.hardware.topology import slice_by_name
+from capibara.hardware.topology import place
 
 __all__ = ["CompileJob", "compile_many"]
 
@@ -79,7 +79,7 @@ def compile_many(
     if workers is not None and workers < 1:
         raise rule_error("workers must be at least 1", workers, "leave it out for one worker a core")
     if slice_name is not None:
-        slice_by_name(slice_name)  # an unknown name is the caller's mistake: said before anything starts
+        place(slice_name)  # an unknown name is the caller's mistake: said before anything starts
     lines = [json.dumps(job.as_dict(slice_name)) for job in jobs]
     count = min(workers or min(os.cpu_count() or 1, _MOST_WORKERS), len(jobs))
     reports: dict[int, CompileReport] = {}

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from capibara.compile.environment import compiler_environment
 from capibara.compile.failures import thrown_by_compilers, useful_lines
 from capibara.compile.report import CompileReport
-from capibara.hardware.topology import slice_by_name
+from capibara.hardware.topology import place
 
 __all__ = ["job_name", "main", "run_job"]
 
@@ -46,7 +46,7 @@ def run_job(job: Mapping[str, Any], dump_dir: Path | None = None) -> CompileRepo
     name, slice_name, static = job_name(job), job.get("slice"), job.get("vmem_static_bytes")
     try:
         if slice_name is not None:
-            slice_by_name(slice_name)
+            place(slice_name)
         fn, args = _build(job)
     except thrown_by_compilers() as error:
         text = f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from capibara.compile.availability import ChipCompiler, gpu_compiler, tpu_compiler
+from capibara.compile.availability import chip_compiler
 from capibara.compile.failures import classify, over_limit, thrown_by_compilers, useful_lines
 from capibara.errors import rule_error
 from capibara.hardware.topology import Slice, abstract_devices, place
@@ -30,7 +30,6 @@ __all__ = [
     "LEVELS",
     "NOT_A_VERDICT",
     "Compiled",
-    "chip_compiler",
     "compile_layout",
     "partition_layout",
 ]
@@ -120,11 +119,6 @@ class Compiled:
         return cls(**{**kept, "collectives": tuple(exchanges)})
 
 
-def chip_compiler(level: str) -> ChipCompiler:
-    """The compiler of a level of `CHIP_LEVELS`, whether it is here or not."""
-    return gpu_compiler() if level == "gpu" else tpu_compiler()
-
-
 def compile_layout(job: Job, layout: Layout, on: str | Slice) -> Compiled:
     """The layout compiled for a TPU slice or a host's GPUs, in this process. A failure is in `.error`, not thrown."""
     where = place(on)
@@ -132,12 +126,9 @@ def compile_layout(job: Job, layout: Layout, on: str | Slice) -> Compiled:
     compiler = chip_compiler(level)
     if not compiler.available:
         return Compiled(level, "not compiled", error=str(compiler), error_kind="no_compiler")
-    version = compiler.version or ""
-    if level == "tpu":
-        evidence = f"compiled by the TPU compiler libtpu {version} for {where.name}; not run on a chip"
-    else:
-        # Without a GPU nothing is timed: a product may get other tiles, and other workspace, than where it runs.
-        evidence = f"compiled by XLA for GPUs {version} for {where.name}, products not tuned; not run on a chip"
+    # Without a GPU nothing is timed: a product may get other tiles, and other workspace, than where it runs.
+    untuned = ", products not tuned" if level == "gpu" else ""
+    evidence = f"compiled by {compiler.named} for {where.name}{untuned}; not run on a chip"
     return _compiled(level, evidence, job, layout, lambda: abstract_devices(where))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from capibara.compile.availability import chip_compiler
 from capibara.errors import rule_error, unknown_name
 from capibara.hardware.topology import Slice
 from capibara.plan.compiled import (
@@ -13,7 +14,6 @@ from capibara.plan.compiled import (
     LEVELS,
     NOT_A_VERDICT,
     Compiled,
-    chip_compiler,
     compile_layout,
     partition_layout,
 )

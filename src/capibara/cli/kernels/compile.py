@@ -1,10 +1,10 @@
-"""`capibara kernels compile`: every TPU kernel through the TPU compiler, for a slice that is not attached."""
+"""`capibara kernels compile`: every kernel through its chip's own compiler, for chips that are not attached."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def compile_(
-    slice_name: Annotated[str, typer.Option("--for", metavar="SLICE", help="A TPU slice: v4-32, v5e-16, ...")],
+    slice_name: Annotated[str, typer.Option("--for", metavar="SLICE", help="A TPU slice or a GPU: v4-32, h200, ...")],
     op: OpName = None,
     case: CaseNames = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compilers side by side; one a core.")] = None,
@@ -41,22 +41,22 @@ def compile_(
     modules: Imports = None,
     json: Json = False,
 ) -> None:
-    """Compile the TPU kernels over their cases, beside jax's own and XLA's program; no TPU is needed.
+    """Compile the kernels of a chip over their cases, beside jax's own and XLA's program; no chip is needed.
 
-    Without the TPU compiler they are lowered only: exit code 4.
+    Without the chip's compiler they are lowered only: exit code 4.
     """
-    from capibara.compile import tpu_compiler
+    from capibara.compile import chip_compiler
     from capibara.compile.kernels import compile_kernels
     from capibara.compile.lattice import compile_lattice
-    from capibara.hardware import slice_by_name
+    from capibara.hardware.topology import place
     from capibara.kernels.lab.bench import versions
 
     if models and (op is not None or case):
         raise rule_error(
             "--models draws the cases of every op", f"{op or '--case'}", "leave it out, or name a --family"
         )
-    wanted = slice_by_name(slice_name)
-    compiler = tpu_compiler()
+    wanted = place(slice_name)
+    compiler = chip_compiler(wanted.chip.platform)
     with output.progress(quiet=json) as bar:
         task = bar.add_task("starting compilers", total=None)
 
@@ -118,7 +118,7 @@ def _show(screen: Console, rows: list[KernelRow], named: str, compiler: str, com
                 screen.print(text, markup=False)
     failed = sum(not row.ok for row in rows)
     taken = sum(row.ours is not None for row in rows)
-    verb = "compile" if compiled else "lower for TPU"
+    verb = "compile" if compiled else "lower"
     end = "" if compiled or failed else f" Nothing was compiled: exit code {Code.ONLY_LOWERED}."
     screen.print(f"{taken - failed} of {taken} kernel cases {verb}; {len(rows) - taken} are refused by design.{end}")
 
@@ -126,38 +126,32 @@ def _show(screen: Console, rows: list[KernelRow], named: str, compiler: str, com
 def _show_compiled(screen: Console, rows: list[KernelRow], named: str) -> None:
     from capibara.compile.kernels import body_bundles
 
-    wide = screen.width >= output.WIDE
-    first = ("VMEM", "HBM temp", "bundles a step")
-    others = ("at least", "XLA's temp", "stock", "stock at least", "XLA") if wide else ()
+    columns: dict[str, Callable[[KernelRow], str]] = {
+        "VMEM": lambda row: _vmem(row.ours),
+        "HBM temp": lambda row: output.size(None if row.ours is None else row.ours.hbm_temp_bytes),
+        "bundles a step": lambda row: output.figure(body_bundles(row.ours)),
+    }
+    if screen.width >= output.WIDE:
+        columns |= {
+            "at least": lambda row: output.figure(row.matrix_cycles),
+            "XLA's temp": lambda row: output.size(None if row.xla is None else row.xla.hbm_temp_bytes),
+            "stock": lambda row: output.figure(body_bundles(row.stock)),
+            "stock at least": lambda row: output.figure(row.stock_matrix_cycles),
+            "XLA": lambda row: output.figure(None if row.xla is None else row.xla.bundles),
+        }
+    # A GPU's compiler tells of memory alone.
+    told = {
+        name: cells for name, of in columns.items() if set(cells := [of(row) for row in rows]) - {output.MISSING, ""}
+    }
     made = output.table(
-        "op / case",
-        "kernel",
-        "result",
-        *first,
-        *others,
-        title=f"Compiled for {named}: predicted, not run",
-        right=(*first, *others),
+        "op / case", "kernel", "result", *told, title=f"Compiled for {named}: predicted, not run", right=tuple(told)
     )
-    for row in rows:
-        ours = row.ours
-        beside = (
-            output.figure(row.matrix_cycles),
-            output.size(None if row.xla is None else row.xla.hbm_temp_bytes),
-            output.figure(body_bundles(row.stock)),
-            output.figure(row.stock_matrix_cycles),
-            output.figure(None if row.xla is None else row.xla.bundles),
-        )
-        output.add_row(
-            made,
-            f"{row.op} {row.case}",
-            f"{row.implementation} {_config(row)}".rstrip(),
-            _result(row),
-            _vmem(ours),
-            output.size(None if ours is None else ours.hbm_temp_bytes),
-            output.figure(body_bundles(ours)),
-            *(beside if wide else ()),
-        )
+    for number, row in enumerate(rows):
+        kernel = f"{row.implementation} {_config(row)}".rstrip()
+        output.add_row(made, f"{row.op} {row.case}", kernel, _result(row), *(cells[number] for cells in told.values()))
     screen.print(made)
+    if "bundles a step" not in told:
+        return
     screen.print(
         "bundles: length of a kernel body's schedule, one bundle a cycle of one core. A Pallas body is one grid step "
         "with every branch of it (a step clears or writes back only at its ends), XLA's figure adds up its fusions; a "
