@@ -284,7 +284,11 @@ def place(on: str | Slice) -> Slice:
                 raise rule_error(rule, repr(on), f"use {match['kind']}x{_MOST_GPUS}")
             return Slice(text, found, (count,))
         if found is not None and found.platform == "cpu":
-            raise rule_error("What is planned or compiled ahead is for a TPU slice or GPUs", repr(on), "name a slice such as v4-32, or h200")
+            raise rule_error(
+                "What is planned or compiled ahead is for a TPU slice or GPUs",
+                repr(on),
+                "name a slice such as v4-32, or h200",
+            )
     try:
         return slice_by_name(text)
     except ValueError as error:
