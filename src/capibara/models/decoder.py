@@ -384,18 +384,36 @@ def paged(
     `params["layers"]` here has an entry a layer, nothing stacked: a scan would cut each layer's weights and pages out
     of the stacks at every token, and a GPU copies what it cuts out. `cache` is as `new_paged_cache` gives it.
     """
+    x = _embedded(model, params, tokens[None], dtype)
     layers = list(zip(model.period * model.repeats, params["layers"], cache, strict=True))
     norms = [layer[slot_of(names, number)]["norm_"] for names, layer, _ in layers for number in range(len(names))]
-    upcoming = iter([*norms, params["norm"]])
-    x = _embedded(model, params, tokens[None], dtype)
-    y = _norm(model, next(upcoming), x)
+    y = _norm(model, norms[0], x)
+    upcoming = iter([*norms[1:], params["norm"]])
+    # A function of its own: layers that are alike are traced once and lowered once, where most of the time before XLA's
+    # went into the kernels of each. XLA puts it in wherever it is called, and the program is the same.
+    of_layer = {names: jax.jit(functools.partial(_paged_layer, model, names)) for names in dict.fromkeys(model.period)}
     after = []
     for names, layer, kept in layers:
-        slots = {}
-        for number, name in enumerate(names):
-            slot = slot_of(names, number)
-            own = _with_own_changes(layer[slot], batch)
-            out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
-            x, y = _added_and_normed(model, x, out, next(upcoming))
+        x, y, slots = of_layer[names](x, y, layer, kept, [next(upcoming) for _ in names], batch)
         after.append(slots)
     return y[0], after
+
+
+def _paged_layer(
+    model: ModularModelConfig,
+    names: tuple[str, ...],
+    x: jax.Array,
+    y: jax.Array,
+    layer: Mapping[str, Any],
+    kept: Mapping[str, Any],
+    norms: list[Mapping[str, jax.Array]],
+    batch: PagedBatch,
+) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """(x, its norm by what follows, what is kept then); `norms` are those that follow each block."""
+    slots = {}
+    for number, (name, norm) in enumerate(zip(names, norms, strict=True)):
+        slot = slot_of(names, number)
+        own = _with_own_changes(layer[slot], batch)
+        out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
+        x, y = _added_and_normed(model, x, out, norm)
+    return x, y, slots

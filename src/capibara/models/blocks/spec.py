@@ -10,7 +10,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -237,6 +237,11 @@ class Sequences:
         return replace(self, key=jax.random.fold_in(jax.random.fold_in(self.key, layer), number))
 
 
+_STATIC = {"static": True}
+"""Of a field of a pytree: part of what a program is traced for, and no array."""
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedBatch:
     """A ragged batch of serving: prompts, pieces of prompts and single tokens of many sequences, one after another.
@@ -256,11 +261,11 @@ class PagedBatch:
     """[sequences + 1]: where each sequence's tokens start; None where each has one."""
     slots: jax.Array
     """[sequences]: which state each goes on from, for blocks that keep one; past the last for padding."""
-    longest: int = 1
+    longest: int = field(default=1, metadata=_STATIC)
     """No sequence has more tokens here."""
-    key_splits: int | None = None
+    key_splits: int | None = field(default=None, metadata=_STATIC)
     """Into how many parts attention cuts the keys; what is fastest when None."""
-    attention: str | None = None
+    attention: str | None = field(default=None, metadata=_STATIC)
     """The implementation of attention, by name; the fastest when None."""
     adapters: jax.Array | None = None
     """[tokens]: the number of the low-rank change that each takes, -1 for none; None where the weights have none."""
