@@ -46,6 +46,17 @@ def test_how_it_runs_does_not_change_the_tokens(change: str, programs: Path) -> 
     assert shared == 0 if change in ("nothing shared", "no keys kept") else 4 + 15 + 28 <= shared <= 4 + 15 + 28 + 11
 
 
+def test_who_is_done_inside_of_a_program_of_several_steps_computes_no_more(programs: Path) -> None:
+    """Not a page more is read of it, nor written: its keys are those of its tokens, but for the last, which is drawn."""
+    engine = engine_of(model_of("attention"), programs, decode_steps=8, prefix_sharing=False)
+    prompts = prompts_of(5, 6)
+    asked = [Request(str(n), prompts[n], SamplingParams(max_tokens=n_new, **GREEDY)) for n, n_new in enumerate((3, 9))]
+    outputs = tokens_of(run(engine, asked))
+    assert outputs == {"0": wanted("attention", prompts[0])[:3], "1": wanted("attention", prompts[1], 9)}
+    keys = np.asarray(engine.runner.state.cache[0]["attention"]["key"])
+    assert np.any(keys, axis=-1).sum() == (5 + 3 - 1) + (6 + 9 - 1)
+
+
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
 def test_what_is_sent_away_comes_back_with_the_same_tokens(name: str, programs: Path) -> None:
     prompts = prompts_of(9, 10, 11, 12)

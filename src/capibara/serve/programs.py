@@ -110,6 +110,7 @@ def decode_fields(shape: Shape) -> Fields:
         **sampling_fields(n),
         tokens=((n,), _INT),
         context_lengths=((n,), _INT),
+        left=((n,), _INT),
         adapters=((n,), _INT),
         page_table=((n, shape.pages), _INT),
     )
@@ -167,9 +168,12 @@ class StepPrograms:
     def _decode(
         self, params: Any, state: DeviceState, tokens: jax.Array, parts: Mapping[str, jax.Array], done: Any = 0
     ) -> tuple[jax.Array, list[Any]]:
-        """One token a sequence, `done` tokens after where `parts` has them."""
+        """One token a sequence, `done` tokens after where `parts` has them.
+
+        Who has as many as it may is padding from then on: its keys are what a step of many sequences is made of.
+        """
         contexts = parts["context_lengths"]
-        contexts = jnp.where(contexts > 0, contexts + done, 0)
+        contexts = jnp.where((contexts > 0) & (done < parts["left"]), contexts + done, 0)
         batch = PagedBatch(
             positions=contexts - 1,
             rows=jnp.arange(contexts.shape[0], dtype=jnp.int32),

@@ -306,6 +306,7 @@ class Runner:
         parts["slot"][:] = np.arange(shape.rows) % self.config.max_sequences
         if shape.decodes:
             parts["context_lengths"][:] = half
+            parts["left"][:] = shape.steps
             return whole
         parts["slots"][:] = np.arange(count) % self.config.max_sequences
         starts = np.minimum(np.arange(count + 1) * half, shape.tokens)
@@ -424,6 +425,7 @@ class Runner:
         here = np.arange(count)
         parts["tokens"][:count] = [_token(chunk, chunk.start) for chunk in plan.chunks]
         parts["context_lengths"][:count] = starts + 1
+        parts["left"][:count] = [chunk.sequence.last_token_number for chunk in plan.chunks] - (starts + 1)
         parts["adapters"][:] = -1
         parts["adapters"][:count] = self._adapter[slots]
         parts["page_table"][:count] = self._table[slots, : shape.pages]
