@@ -47,7 +47,7 @@ def test_how_it_runs_does_not_change_the_tokens(change: str, programs: Path) -> 
 
 
 def test_who_is_done_inside_of_a_program_of_several_steps_computes_no_more(programs: Path) -> None:
-    """Not a page more is read of it, nor written: its keys are those of its tokens, but for the last, which is drawn."""
+    """Nothing more is read of it, nor written: its keys are those of its tokens, but for the last, which is drawn."""
     engine = engine_of(model_of("attention"), programs, decode_steps=8, prefix_sharing=False)
     prompts = prompts_of(5, 6)
     asked = [Request(str(n), prompts[n], SamplingParams(max_tokens=n_new, **GREEDY)) for n, n_new in enumerate((3, 9))]

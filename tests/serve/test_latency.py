@@ -17,19 +17,25 @@ from capibara.serve.programs import Shape
 from capibara.serve.scheduler import StepPlan
 
 
-def seconds_of(shape: Shape) -> float:
-    """A device that takes 2 ms a pass and 0.1 ms a token."""
+def seconds_of(shape: Shape, context: int = 0) -> float:
+    """A device that takes 2 ms a pass and 0.1 ms a token, whatever they look back on."""
+    del context
     return shape.steps * (2e-3 + 1e-4 * shape.tokens)
 
 
+def seconds_by_keys(shape: Shape, context: int = 0) -> float:
+    """The same, and 1 us more for each key of each sequence."""
+    return seconds_of(shape) + shape.steps * 1e-6 * context * shape.sequences
+
+
 def controller_of(
-    programs: Path, target_ms: float | None, seconds: Callable[[Shape], float] = seconds_of, **changes: Any
+    programs: Path, target_ms: float | None, seconds: Callable[[Shape, int], float] = seconds_of, **changes: Any
 ) -> LatencyController:
     choose_batch = changes.pop("choose_batch", True)
     engine = engine_of(
         model_of("attention"), programs, **{"max_sequences": 64, "max_batch_tokens": 512, "decode_steps": 4, **changes}
     )
-    engine.runner.time_step = lambda shape, repeats=3: seconds(shape)  # type: ignore[method-assign]
+    engine.runner.time_step = lambda shape, context=0, repeats=3: seconds(shape, context)  # type: ignore[method-assign]
     return LatencyController(engine, target_ms, choose_batch=choose_batch)
 
 
@@ -65,6 +71,31 @@ def test_the_batch_and_prompts_pieces_are_the_largest_within_the_target(programs
     started(controller, 1)
     controller.adjust()
     assert controller.engine.decode_steps == 4  # of one sequence: 8.4 ms
+
+
+def _of_length(engine: Engine, length: int) -> None:
+    """Every running sequence has so many tokens, all but the last computed."""
+    for sequence in engine.scheduler.running:
+        sequence.tokens += [0] * (length - len(sequence.tokens))
+        sequence.computed = length - 1
+
+
+@pytest.mark.quick
+def test_what_a_step_may_hold_follows_from_how_long_contexts_are(programs: Path) -> None:
+    controller = controller_of(programs, 10.0, seconds_by_keys, max_length=4096, pages=2048)
+    controller.calibrate()
+    engine = started(controller, 4)
+    controller.saw([_output("0")], 0.0)
+    controller.saw([_output("0")], 0.011)  # a long step was just now: another has to be within the target
+    _of_length(engine, 100)
+    controller.adjust()
+    # A program for 64 takes 8.4 ms and 100 us for each that is there, so that 16 are: one for 32 takes 5.2 ms.
+    assert engine.limits.max_sequences == 32
+    assert engine.limits.prefill_tokens == 64 - 4  # 8.4 ms, and 0.4 for the keys of those that draw beside it
+    _of_length(engine, 600)
+    controller.adjust()
+    assert engine.limits.max_sequences == 10  # a program for 16 takes 3.6 ms, and 10 times 0.6 are left
+    assert engine.limits.prefill_tokens == 0  # 8.4 ms and 2.4
 
 
 def test_without_the_optimizer_the_batch_stays(programs: Path) -> None:

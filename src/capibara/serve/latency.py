@@ -1,18 +1,20 @@
 """Keeping a latency: how many sequences run and how much of prompts a step takes, chosen from measured step times.
 
 What a user sees between two tokens is the time of the step that brings the second. A step runs in one of a few compiled
-shapes, so that its time is known from that shape's own past: each is timed once before there are requests, and goes on
-being measured while there are. The largest shapes whose time is within the target then bound what the next step may
-hold. Where even the smallest piece of a prompt takes too long, pieces come so seldom that they stay outside of the 95th
-percentile.
+shapes, and grows with the keys that its sequences have: each shape is timed before there are requests, with short
+contexts and with long ones, and goes on being measured while there are. The most that is within the target by these
+times bounds what the next step may hold. Where even the smallest piece of a prompt takes too long, pieces come so
+seldom that they stay outside of the 95th percentile.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,6 +91,27 @@ class LatencyReport:
         return f"{self.target_ms:g} ms a token is kept with up to {self.max_sequences} sequences at a time"
 
 
+@dataclass
+class _ShapeTime:
+    """Seconds of a step of one shape, by the keys that its sequences have in all."""
+
+    base: float
+    per_key: float = 0.0
+    off: float = 1.0
+    """Times what the line says: as steps of late were."""
+
+    def seconds(self, keys: float) -> float:
+        return self.off * (self.base + self.per_key * keys)
+
+    def took(self, seconds: float, keys: float) -> None:
+        self.off += _NEW * (seconds / (self.base + self.per_key * keys) - self.off)
+
+    def most_keys(self, seconds: float) -> float:
+        """That a step has within so long; endless where keys cost nothing, below 0 where it is longer without any."""
+        left = seconds / self.off - self.base
+        return left / self.per_key if self.per_key else math.copysign(math.inf, left)
+
+
 class LatencyController:
     """Bounds an engine's steps so that a target is kept; `adjust` before each step, `saw` after it."""
 
@@ -96,7 +119,7 @@ class LatencyController:
         self.engine = engine
         self.target_ms = target_ms
         self.choose_batch = choose_batch
-        self._times: dict[Shape, float] = {}
+        self._times: dict[Shape, _ShapeTime] = {}
         self._margin = 1.0
         self._since_long = _SELDOM
         self._gaps: deque[float] = deque(maxlen=_SEEN)
@@ -107,41 +130,67 @@ class LatencyController:
     # What is known of step times.
 
     def calibrate(self, repeats: int = 3) -> LatencyReport:
-        """Time every shape of steps, and say what the target comes to. Nothing may be running."""
+        """Time every shape of steps, with short contexts and with long, and say what the target comes to.
+
+        Nothing may be running.
+        """
         if self.engine.has_work():
             raise rule_error("Steps are timed while nothing runs", "an engine with requests", "calibrate it first")
-        for shape in self.engine.runner.shapes.all():
-            self._times[shape] = self.engine.runner.time_step(shape, repeats=repeats)
+        # Those of single tokens first: what a key takes is read off them for the others.
+        for shape in sorted(self.engine.runner.shapes.all(), key=lambda shape: not shape.decodes):
+            self._times[shape] = self._timed(shape, repeats)
         self.adjust()
         report = self.report()
         if self.target_ms is not None and not report.possible:
             _log.warning("%s.", report)
         return report
 
+    def _timed(self, shape: Shape, repeats: int = 3) -> _ShapeTime:
+        runner = self.engine.runner
+        if shape.decodes:
+            few, many = (shape.sequences * context for context in (1, self._half(shape)))
+            short, long = (runner.time_step(shape, context=n // shape.sequences, repeats=repeats) for n in (few, many))
+            per_key = max(0.0, long - short) / (many - few) if many > few else 0.0
+            return _ShapeTime(max(short, long) - per_key * many, per_key)
+        # Of prompts, which have no past; the keys of those that draw beside them are read as in a step of these alone.
+        seconds, per_key = runner.time_step(shape, repeats=repeats), 0.0
+        if self._decodes_alone():
+            per_key = self._time(runner.shapes.decode(shape.sequences, shape.pages)).per_key
+        return _ShapeTime(max(seconds - per_key * shape.tokens, 0.1 * seconds), per_key)
+
+    def _half(self, shape: Shape) -> int:
+        return max(1, shape.pages * self.engine.config.page_size // 2)
+
     def _measured(self, step: StepTime) -> None:
-        self.took(step.shape, step.seconds)
+        self.took(step.shape, step.seconds, sum(chunk.start + chunk.count for chunk in step.plan.chunks))
 
-    def took(self, shape: Shape, seconds: float) -> None:
-        """A step of this shape took so long."""
-        before = self._times.get(shape)
-        self._times[shape] = seconds if before is None else before + _NEW * (seconds - before)
+    def took(self, shape: Shape, seconds: float, keys: int = 0) -> None:
+        """A step of this shape, whose sequences had so many keys, took so long."""
+        if shape in self._times:
+            self._times[shape].took(seconds, keys)
+        else:
+            self._times[shape] = _ShapeTime(seconds)
 
-    def _milliseconds(self, shape: Shape) -> float:
+    def _time(self, shape: Shape) -> _ShapeTime:
         """Of a step of this shape: as it was measured, else as the nearest measured one has it by its tokens."""
         known = self._times.get(shape)
-        if known is None:
-            like = [s for s in self._times if s.decodes == shape.decodes]
-            if not like:
-                return 0.0
-            near = min(like, key=lambda s: abs(s.tokens * s.steps - shape.tokens * shape.steps))
-            known = self._times[near] * max(1.0, shape.tokens * shape.steps / (near.tokens * near.steps))
-        return known * 1e3
+        if known is not None:
+            return known
+        like = [s for s in self._times if s.decodes == shape.decodes]
+        if not like:
+            return _ShapeTime(0.0)
+        near = min(like, key=lambda s: abs(s.tokens * s.steps - shape.tokens * shape.steps))
+        more = max(1.0, shape.tokens * shape.steps / (near.tokens * near.steps))
+        return replace(self._times[near], off=self._times[near].off * more)
+
+    def _milliseconds(self, shape: Shape, keys: float) -> float:
+        return 1e3 * self._time(shape).seconds(keys)
 
     @property
     def best_ms(self) -> float:
         """Of one sequence's next token, nothing else in the step."""
         shapes = self.engine.runner.shapes
-        return self._milliseconds(self._decode(1) if self._decodes_alone() else shapes.ragged(1, 1))
+        return self._milliseconds(self._decode(1) if self._decodes_alone() else shapes.ragged(1, 1), self._context())
 
     def _decodes_alone(self) -> bool:
         config = self.engine.config
@@ -151,6 +200,12 @@ class LatencyController:
         shapes = self.engine.runner.shapes
         longest = max((len(s.pages.pages) for s in self.engine.scheduler.running), default=1)
         return shapes.decode(sequences, longest, steps)
+
+    def _context(self) -> float:
+        """Tokens of a sequence, in the mean: of those that run, else of those that wait, else half of a short table."""
+        scheduler = self.engine.scheduler
+        lengths = [s.length for s in scheduler.running or itertools.islice(scheduler.waiting, _SEEN)]
+        return sum(lengths) / len(lengths) if lengths else self._half(self._decode(1))
 
     # What follows from it.
 
@@ -165,35 +220,38 @@ class LatencyController:
         if self.choose_batch:
             limits.max_sequences = self._most_sequences(budget)
         decoding = [s for s in engine.scheduler.running if s.length - s.computed <= 1]
+        keys = sum(s.length for s in decoding)
         longest = engine.config.prefill_chunk or config.max_batch_tokens
         if not decoding:  # nobody waits for a next token
             limits.prefill_tokens = limits.prefill_chunk = longest
         else:
-            limits.prefill_tokens = self._prompt_tokens(budget, len(decoding))
+            limits.prefill_tokens = self._prompt_tokens(budget, len(decoding), keys)
             limits.prefill_chunk = max(1, min(longest, limits.prefill_tokens))
         several = (
-            self._decodes_alone() and self._milliseconds(self._decode(max(1, len(decoding)), self._steps)) <= budget
+            self._decodes_alone()
+            and self._milliseconds(self._decode(max(1, len(decoding)), self._steps), keys) <= budget
         )
         engine.decode_steps = self._steps if several else 1
 
     def _most_sequences(self, budget: float) -> int:
-        shapes, config = self.engine.runner.shapes, self.engine.config
+        shapes, config, context = self.engine.runner.shapes, self.engine.config, self._context()
         if self._decodes_alone():
-            return max(self._within(shapes.sequences, self._decode, budget), default=1)
+            most, smaller = 1, 0
+            for size in shapes.sequences:
+                fit = min(size, self._time(self._decode(size)).most_keys(1e-3 * budget) / max(context, 1))
+                most, smaller = max(most, int(fit) if fit > smaller else 1), size
+            return most
         # Every step is ragged: as many as the longest one within the budget has tokens for.
-        fit = self._within(shapes.tokens, lambda n: shapes.ragged(n, 1), budget)
-        tokens = max((shapes.ragged(n, 1).tokens for n in fit), default=1)
+        fits = [n for n in shapes.tokens if self._milliseconds(shapes.ragged(n, 1), n) <= budget]
+        tokens = max((shapes.ragged(n, 1).tokens for n in fits), default=1)
         return max(1, min(config.max_sequences, tokens // (1 + config.speculative_tokens)))
 
-    def _within(self, sizes: Iterable[int], shape_of: Callable[[int], Shape], budget: float) -> list[int]:
-        """Of sizes in rising order, those whose steps are within the budget: by measurement not only the first ones."""
-        return [n for n in sizes if self._milliseconds(shape_of(n)) <= budget]
-
-    def _prompt_tokens(self, budget: float, decoding: int) -> int:
+    def _prompt_tokens(self, budget: float, decoding: int, keys: int) -> int:
         """Of prompts, beside so many sequences that draw; none where that takes too long and was allowed just now."""
         shapes, most = self.engine.runner.shapes, self.engine.config.max_sequences
         sizes = [n for n in shapes.tokens if n > decoding]
-        fit = self._within(sizes, lambda n: shapes.ragged(n, min(decoding + 1, most)), budget)
+        of_size = {n: shapes.ragged(n, min(decoding + 1, most)) for n in sizes}
+        fit = [n for n in sizes if self._milliseconds(of_size[n], keys + n) <= budget]
         if fit:
             return max(fit) - decoding
         if self._since_long < _SELDOM:

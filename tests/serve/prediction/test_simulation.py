@@ -22,7 +22,8 @@ class Clockwork:
     def __init__(self, config: EngineConfig, step: float = 1e-3, token: float = 0.0) -> None:
         self.config, self._step, self._token = config, step, token
 
-    def of_shape(self, shape: Shape) -> float:
+    def of_shape(self, shape: Shape, context: int | None = None) -> float:
+        del context
         return shape.steps * (self._step + self._token * shape.tokens)
 
     def of_plan(self, shape: Shape, plan: Any) -> float:

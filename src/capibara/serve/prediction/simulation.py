@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -107,28 +107,18 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    def time_step(self, shape: Shape, *, context: int | None = None, repeats: int = 1) -> float:
+        del repeats  # the same every time
+        return self.times.of_shape(shape, context)
+
 
 class _PredictedLatency(LatencyController):
     """A shape is timed when it is first thought of, in place of all of them at the start."""
 
-    def _milliseconds(self, shape: Shape) -> float:
+    def _time(self, shape: Shape) -> Any:
         if shape not in self._times:
-            self._times[shape] = cast(Any, self.engine).times.of_shape(shape)
-        return super()._milliseconds(shape)
-
-    def _within(self, sizes: Iterable[int], shape_of: Callable[[int], Shape], budget: float) -> list[int]:
-        # Predicted times rise with the size: past one that is over the budget, no program is traced to be told so.
-        fit: list[int] = []
-        over = False
-        for size in sizes:
-            shape = shape_of(size)
-            if over and shape not in self._times:
-                continue
-            if self._milliseconds(shape) <= budget:
-                fit.append(size)
-            else:
-                over = True
-        return fit
+            self._times[shape] = self._timed(shape)
+        return self._times[shape]
 
 
 @dataclass
@@ -217,7 +207,7 @@ class _Clock:
             outputs.append(RequestOutput(id, tuple(tokens), "", usage, finish_reason="length" if done else None))
         if engine.latency is not None:
             engine.latency.saw(outputs, self.now)
-            engine.latency.took(sent.shape, sent.seconds)
+            engine.latency.took(sent.shape, sent.seconds, sum(chunk.start + chunk.count for chunk in plan.chunks))
         return ended
 
     def _heard(self, id: str, prompt: int, tokens: int) -> None:

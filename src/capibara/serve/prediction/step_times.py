@@ -182,11 +182,11 @@ class StepTimes:
         """Of a step that a scheduler planned."""
         return self.seconds(shape, (Tokens(chunk.count, chunk.start + chunk.count) for chunk in plan.chunks))
 
-    def of_shape(self, shape: Shape) -> float:
-        """Of a step as an engine times it before there are requests: contexts half as long as they may be."""
+    def of_shape(self, shape: Shape, context: int | None = None) -> float:
+        """Of a step as an engine times it before there are requests: contexts half as long as they may be, or so."""
         half = max(1, min(shape.pages, self.pages) * self.config.page_size // 2)
         if shape.decodes:
-            return self.seconds(shape, [Tokens(1, half)] * shape.sequences)
+            return self.seconds(shape, [Tokens(1, context or half)] * shape.sequences)
         counts = [max(0, min(half, shape.tokens - number * half)) for number in range(shape.sequences)]
         return self.seconds(shape, [Tokens(count, count) for count in counts if count])
 
