@@ -18,7 +18,9 @@ engine's own programs and without a GPU. The last line on a laptop tries the scr
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -207,83 +209,101 @@ def _lacking(form: str) -> str:
     return "" if torch.cuda.is_available() else "left out: torch sees no CUDA GPU"
 
 
-def trace_of_lengths(count: int, longest: int, seed: int = 0) -> list[tuple[int, int]]:
-    """(prompt, new) of each request: median 400 together, 95th percentile 2k, a quarter of it new tokens."""
-    import numpy as np
-
-    whole = np.exp(np.log(400) + np.log(5) / 1.645 * np.random.default_rng(seed).normal(size=count))
-    return [(max(1, int(n * 3 / 4)), max(2, int(n / 4))) for n in np.clip(whole, 8, longest - 8)]
+FIXED = ((64, 256), (96, 384), (128, 384), (128, 512), (192, 384), (256, 1024))
+"""Settings that the controller is held against: sequences that run, tokens of prompts in a step."""
 
 
 def _latency(asked: argparse.Namespace) -> dict[str, Any]:
-    """Users who ask again as soon as they are answered; a fixed time for each number of them."""
+    """Users who ask again as soon as they are answered, for the fixed trace of lengths: so many seconds for each number
+    of them with the target kept to, and with the most of them for each fixed setting."""
+    from capibara.serve.latency import LatencyController
+    from capibara.serve.load.trace import fixed_trace, scaled
+
+    engine = _engine(asked, max_length=asked.longest, max_sequences=256, max_batch_tokens=2048, memory_share=0.8)
+    begin = time.perf_counter()
+    made = engine.warm_up(forms=("greedy",))
+    warm = time.perf_counter() - begin
+    trace = scaled(fixed_trace(), engine.max_length)
+    controller = LatencyController(engine, asked.target)
+    report = controller.calibrate()
+    rows = [_users(asked, engine, trace, users, controller) for users in asked.users]
+    engine.on_step = None
+    steps, fixed = engine.config.decode_steps, []
+    for sequences, prompts in asked.fixed and FIXED:
+        for engine.decode_steps in dict.fromkeys((1, steps)):
+            engine.limits.max_sequences = sequences
+            engine.limits.prefill_tokens = engine.limits.prefill_chunk = prompts
+            setting = {"sequences": sequences, "prompt_tokens": prompts, "steps": engine.decode_steps}
+            fixed.append({**setting, **_users(asked, engine, trace, max(asked.users))})
+    within = [row["tokens_per_second"] for row in fixed if row["p95_ms"] <= asked.target]
+    return {
+        "target_ms": asked.target, "possible": report.possible, "best_ms": report.best_ms, "rows": rows,
+        "impossible": str(dataclasses.replace(report, target_ms=1.0, possible=report.best_ms <= 1.0)), "fixed": fixed,
+        "of_best_fixed": rows[-1]["tokens_per_second"] / max(within) if within else None,
+        "programs": made.programs, "warm_up_seconds": warm,
+    }  # fmt: skip
+
+
+def _users(asked: argparse.Namespace, engine: Any, trace: Any, users: int, controller: Any = None) -> dict[str, float]:
     import numpy as np
 
     from capibara.serve import Request, SamplingParams
-    from capibara.serve.latency import LatencyController
 
-    longest = asked.longest
-    engine = _engine(asked, max_length=longest, max_sequences=256, max_batch_tokens=2048, memory_share=0.8)
-    vocab, longest = engine.model.config.vocab, engine.max_length
-    engine.warm_up()
-    controller = LatencyController(engine, asked.target)
-    report = controller.calibrate()
-    rows = []
-    lengths = trace_of_lengths(100_000, longest)
-    number = 0
-    for users in asked.users:
-        draw = np.random.default_rng(users)
-        gaps: list[float] = []
-        firsts: list[float] = []
-        running: list[int] = []
-        last: dict[str, float] = {}
-        began: dict[str, float] = {}
+    draw, vocab = np.random.default_rng(users), engine.model.config.vocab
+    numbers = itertools.count()
+    gaps: list[float] = []
+    firsts: list[float] = []
+    running: list[int] = []
+    last: dict[str, float] = {}
+    began: dict[str, float] = {}
 
-        def ask(draw: Any = draw, began: dict[str, float] = began) -> None:
-            nonlocal number
-            prompt, new = lengths[number % len(lengths)]
-            tokens = tuple(draw.integers(0, min(vocab, 30000), prompt).tolist())
-            engine.add(Request(str(number), tokens, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)))
-            began[str(number)] = time.perf_counter()
-            number += 1
+    def ask() -> None:
+        number = next(numbers)
+        lengths = trace[number % len(trace)]
+        tokens = tuple(draw.integers(0, min(vocab, 30000), lengths.prompt).tolist())
+        sampling = SamplingParams(max_tokens=lengths.output, temperature=0, ignore_eos=True)
+        engine.add(Request(str(number), tokens, sampling))
+        began[str(number)] = time.perf_counter()
 
-        for _ in range(users):
-            ask()
-        start, seen = time.perf_counter(), 0
-        while (now := time.perf_counter()) - start < asked.seconds:
+    for _ in range(users):
+        ask()
+    start, seen = time.perf_counter(), 0
+    settled = start + asked.seconds / 3  # who came first all begin together: they are not what is measured
+    while (now := time.perf_counter()) - start < asked.seconds:
+        if controller is not None:
             controller.adjust()
-            outputs = engine.step()
-            now = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        if controller is not None:
             controller.saw(outputs, now)
-            running.append(engine.stats().running)
-            for output in outputs:
-                if output.tokens:
-                    seen += len(output.tokens)
-                    if output.id in last:
-                        gaps += [now - last[output.id], *[0.0] * (len(output.tokens) - 1)]
-                    else:
-                        firsts.append(now - began[output.id])
-                    last[output.id] = now
-                if output.finish_reason is not None:
-                    ask()
-        seconds = time.perf_counter() - start
-        for id in list(began):
-            engine.cancel(id)
-        while engine.has_work():
-            engine.step()
-        rows.append(
-            {
-                "users": users,
-                "p50_ms": 1e3 * float(np.percentile(gaps, 50)),
-                "p95_ms": 1e3 * float(np.percentile(gaps, 95)),
-                "first_token_p50_ms": 1e3 * float(np.percentile(firsts, 50)),
-                "first_token_p95_ms": 1e3 * float(np.percentile(firsts, 95)),
-                "running": float(np.mean(running)),
-                "tokens_per_second": seen / seconds,
-            }
-        )
-        print(rows[-1], file=sys.stderr, flush=True)
-    return {"target_ms": asked.target, "possible": report.possible, "best_ms": report.best_ms, "rows": rows}
+        counted = now >= settled
+        running += [engine.stats().running] * counted
+        for output in outputs:
+            if output.tokens:
+                seen += len(output.tokens) * counted
+                if output.id in last:
+                    gaps += [now - last[output.id], *[0.0] * (len(output.tokens) - 1)] * counted
+                else:
+                    firsts += [now - began[output.id]] * counted
+                last[output.id] = now
+            if output.finish_reason is not None:
+                ask()
+    seconds = time.perf_counter() - settled
+    for id in list(began):
+        engine.cancel(id)
+    while engine.has_work():
+        engine.step()
+    row = {
+        "users": users,
+        "p50_ms": 1e3 * float(np.percentile(gaps, 50)),
+        "p95_ms": 1e3 * float(np.percentile(gaps, 95)),
+        "first_token_p50_ms": 1e3 * float(np.percentile(firsts, 50)) if firsts else float("nan"),
+        "first_token_p95_ms": 1e3 * float(np.percentile(firsts, 95)) if firsts else float("nan"),
+        "running": float(np.mean(running)),
+        "tokens_per_second": seen / seconds,
+    }
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def run_form(form: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -316,8 +336,10 @@ def _show(form: str, found: dict[str, Any]) -> None:
             off = expected / row["tokens_per_second"] - 1
             line += f"; predicted on {found['predicted']['on']} {expected:,.0f} ({100 * off:+.0f} %)"
         print(line, flush=True)
-    for row in found.get("rows", ()):
+    for row in (*found.get("rows", ()), *found.get("fixed", ())):
         print(form, {key: round(value, 2) for key, value in row.items()}, flush=True)
+    if "of_best_fixed" in found:
+        print(form, "of the best fixed setting:", found["of_best_fixed"], "|", found["impossible"], flush=True)
 
 
 def main() -> None:
@@ -332,9 +354,12 @@ def main() -> None:
     parser.add_argument("--preset", default="llama-1b")
     parser.add_argument("--programs", help="a folder where compiled programs are kept from run to run")
     parser.add_argument("--target", type=float, default=5.0, help="of the form latency, in ms")
-    parser.add_argument("--longest", type=int, default=8192, help="of the form latency")
+    parser.add_argument("--longest", type=int, default=9216, help="of the form latency")
     parser.add_argument("--users", default="1,16,64,200", help="of the form latency, one number after another")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the form latency, for each number of users")
+    parser.add_argument("--seconds", type=float, default=9.0, help="of the form latency, for each number of users")
+    parser.add_argument(
+        "--no-fixed", dest="fixed", action="store_false", help="of latency: no fixed settings beside it"
+    )
     parser.add_argument("--out", help="write the rows as JSON")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -103,6 +103,19 @@ def test_outputs_end_once_and_say_why(programs: Path) -> None:
     assert engine.stats().generation_tokens == 3 + first + 1 + 4
 
 
+def test_programs_of_forms_that_nobody_asks_for_are_made_when_somebody_does(programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs, cache_folder=None, max_sequences=1, decode_steps=2)
+    few = engine.warm_up(forms=("greedy",))
+    prompts = prompts_of(5)
+    assert answers(engine, prompts) == [wanted("attention", prompts[0])]
+    assert engine.compilations == few.programs
+    answers(engine, prompts, temperature=1.0, seed=1)
+    assert engine.compilations > few.programs
+    assert engine.warm_up().programs > 0
+    with pytest.raises(ValueError, match="form of drawing"):
+        engine.warm_up(forms=("best",))  # type: ignore[arg-type]
+
+
 def test_end_of_text_ends_a_request_unless_it_is_ignored(programs: Path) -> None:
     engine = engine_of(model_of("attention"), programs)
     (prompt,) = prompts_of(6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from capibara.serve.invariance import check_invariant, keeps_state
 from capibara.serve.kv_cache import PagePool
 from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
 from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
+from capibara.serve.sampling import FORMS, Form
 from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence, StepPlan
 from capibara.serve.speculation import NgramDrafts
 from capibara.serve.text import OutputText
@@ -283,13 +284,22 @@ class Engine:
         self._compiling.clear()
         return sorted([*(sequence.request for sequence in unbegun), *reading], key=lambda request: request.arrival)
 
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> WarmupReport:
+    def warm_up(
+        self,
+        progress: Callable[[int, int, str], None] | None = None,
+        forms: Collection[Form] | None = None,
+    ) -> WarmupReport:
         """Make every program that a step may need, so that none is compiled while requests wait.
 
         Args:
           progress: called with how many are done, how many there are, and the name of the last one done.
+          forms: how tokens are drawn in the requests to come, such as ("greedy",), where that is known: programs of
+            other forms are then made when a request asks for one.
         """
-        return self.runner.warm_up(progress)
+        unknown = set(forms or ()) - set(FORMS)
+        if unknown:
+            raise unknown_name("form of drawing", sorted(unknown)[0], FORMS)
+        return self.runner.warm_up(progress, forms)
 
     def close(self) -> None:
         """End what runs, as cancelled, and give the device's memory back."""

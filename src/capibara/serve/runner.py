@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -224,9 +224,21 @@ class Runner:
     def _copying(self) -> Any:
         return functools.partial(programs.copy_pages, self.model)
 
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> WarmupReport:
-        """Make every program that a step may need."""
-        every = {key: program for key, program in self._all_programs().items() if key not in self._executables}
+    def warm_up(
+        self,
+        progress: Callable[[int, int, str], None] | None = None,
+        forms: Collection[sampling.Form] | None = None,
+    ) -> WarmupReport:
+        """Make every program that a step may need; of those that draw, the ones of these forms, or all."""
+
+        def wanted(kind: str, *of: Any) -> bool:
+            return forms is None or kind not in ("several", "draw") or of[1] in forms
+
+        every = {
+            key: program
+            for key, program in self._all_programs().items()
+            if key not in self._executables and wanted(*key)
+        }
         made, report = warm_up(list(every.values()), self._disk, progress=progress)
         self._executables.update(zip(every, made, strict=True))
         self.compilations += report.compiled
