@@ -33,7 +33,7 @@ class CacheSize:
     page_bytes: int
     """Of one page of every layer, on one device."""
     state_bytes: int
-    """Of what is kept a sequence and not a token, on one device."""
+    """Of what is kept a sequence and not a token, and of a page that nobody has, on one device."""
     max_length: int
     limited_by: Literal["max_sequences", "memory", "pages"]
 
@@ -107,7 +107,7 @@ def cache_size(
 
 
 def _bytes(model: ModularModelConfig, config: EngineConfig, dtype: Any) -> tuple[int, int]:
-    """(of a page, of all states) on one device."""
+    """(of a page, of all states and a page that nobody has) on one device."""
 
     def of(pages: int) -> int:
         shapes = jax.eval_shape(
@@ -115,9 +115,9 @@ def _bytes(model: ModularModelConfig, config: EngineConfig, dtype: Any) -> tuple
         )
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
-    page = of(2) - of(1)
-    states = of(1) - page
-    return -(-page // _split(model, config)), states
+    whole = of(2) - of(1)
+    page = -(-whole // _split(model, config))
+    return page, of(0) - whole + page
 
 
 def _split(model: ModularModelConfig, config: EngineConfig) -> int:

@@ -225,11 +225,11 @@ class Attention(Block):
         self, model: ModularModelConfig, pages: int, page_size: int, slots: int, dtype: Any
     ) -> dict[str, jax.Array]:
         # A key's heads side by side: what `paged_attention` fetches from on every chip. Over a mesh each device has
-        # some of the heads.
+        # some of the heads. A page more than there are is for what is written nowhere.
         def pool(width: int, dtype: Any) -> jax.Array:
-            heads = jnp.zeros((pages, page_size, self.kv_heads, width), dtype)
+            heads = jnp.zeros((pages + 1, page_size, self.kv_heads, width), dtype)
             heads = with_sharding_constraint(heads, (None, None, "heads", None))
-            return heads.reshape(pages, page_size, -1)
+            return heads.reshape(pages + 1, page_size, -1)
 
         cache = {name: pool(self.width(model), dtype) for name in ("key", "value")}
         if jnp.dtype(dtype) == jnp.int8:  # a scale a token and head
@@ -246,18 +246,23 @@ class Attention(Block):
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
         q, k, v = self._projected(model, params, x)
         q, k = (self._turned(y, jnp.maximum(batch.positions, 0)[None]) for y in (q, k))
-        pages, page_size = cache["key"].shape[:2]
+        pages, page_size = cache["key"].shape[0] - 1, cache["key"].shape[1]
         column = jnp.clip(batch.positions // page_size, 0, batch.page_table.shape[1] - 1)
         page = batch.page_table[batch.rows, column]
         # Padding, and tokens past the pages that a sequence has, are written nowhere.
         inside = (batch.positions >= 0) & (batch.positions < batch.page_table.shape[1] * page_size)
-        page = jnp.where(inside, page, pages)
+        inside &= (page >= 0) & (page < pages)
         at = batch.positions % page_size
 
         def put(name: str, new: jax.Array) -> jax.Array:
             pool = cache[name]
             new = new.reshape(new.shape[1], -1).astype(pool.dtype)
-            return pool.at[page, at].set(new, mode="drop", unique_indices=True)
+            if new.shape[0] == 1:
+                # A slice has to lie somewhere. XLA makes of a scatter of one row what was there, chosen or not, and
+                # then the slice: a pass more in each layer of a lone sequence's token.
+                where = (jnp.where(inside, page, pages)[0], at[0], 0)
+                return jax.lax.dynamic_update_slice(pool, new[None], where)
+            return pool.at[jnp.where(inside, page, pages + 1), at].set(new, mode="drop", unique_indices=True)
 
         new = {"key": k, "value": v}
         if "key_scale" in cache:
