@@ -229,7 +229,7 @@ def _latency(asked: argparse.Namespace) -> dict[str, Any]:
     rows = [_users(asked, engine, trace, users, controller) for users in asked.users]
     engine.on_step = None
     steps, fixed = engine.config.decode_steps, []
-    for sequences, prompts in asked.fixed and FIXED:
+    for sequences, prompts in FIXED if asked.fixed else ():
         for engine.decode_steps in dict.fromkeys((1, steps)):
             engine.limits.max_sequences = sequences
             engine.limits.prefill_tokens = engine.limits.prefill_chunk = prompts
