@@ -193,9 +193,20 @@ def step(tiny: bool) -> dict[str, Any]:
         product = jax.jit(jnp.matmul)
         inside = op.median_seconds or 0.0
         by_itself = seconds_of(functools.partial(product, left, right), 5, 10)
+        # Traced too, which leaves the host's part out and says what the compiler made of it: inside of a step a product
+        # may have taken in what stands around it, or have its operands the other way round.
+        with profile("alone", "tracing") as recording:
+            for _ in range(10):
+                product(left, right)
+        assert recording.profile is not None
+        own = next(one for one in recording.profile.ops if one.products)
+        traced = own.median_seconds or 0.0
         alone.append(
-            {"op": op.source or op.op, "sizes": op.products[0], "inside": inside, "alone": by_itself,
-             "off_by": inside / by_itself - 1}
+            {"op": op.source or op.op, "instruction": op.op, "count": op.count, "dtype": op.dtype,
+             "written_dtype": op.written_dtype, "sizes": op.products[0], "vector_flops": op.flops - op.matrix_flops,
+             "inside": inside, "alone": by_itself, "off_by": inside / by_itself - 1, "alone_instruction": own.op,
+             "alone_dtype": own.dtype, "alone_sizes": own.products, "alone_traced": traced,
+             "off_by_traced": inside / traced - 1 if traced else None}
         )  # fmt: skip
     return {
         "wall_seconds": wall,

@@ -91,6 +91,21 @@ def test_a_table_for_people(script: str, tmp_path: Path, times_of_work: None) ->
     assert list((tmp_path / "kept").rglob("*.xplane.pb"))
 
 
+def test_what_is_in_the_way_is_said(tmp_path: Path) -> None:
+    """A function that is compiled anew in every step of a loop."""
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import jax\nimport jax.numpy as jnp\n\n\ndef grows(x):\n    return (x * 2).sum()\n\n\n"
+        "step = jax.jit(grows)\nfor number in range(6):\n    step(jnp.ones((number + 1, 3)))\n"
+    )
+    document = json.loads(ran(str(script), "--json").stdout)
+    (told,) = [one for one in document["bottlenecks"] if one["kind"] == "recompilation"]
+    assert "was compiled 6 times" in told["description"]
+    shown = " ".join(ran(str(script)).stdout.split())
+    assert "in the way (recompilation): grows at" in shown
+    assert "make the jitted function once" in shown
+
+
 def test_a_program_may_ask_for_devices_first(tmp_path: Path) -> None:
     """Which jax takes before its backends are up only; in a process of its own, for in this one they are."""
     script = tmp_path / "devices.py"

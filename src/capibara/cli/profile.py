@@ -198,7 +198,10 @@ def _run(
 
 
 def _show(found: Profile, compared: Comparison | None, top: int, json: bool) -> None:
+    from capibara.observe.bottleneck import analyze_performance_bottlenecks
+
     changes = () if compared is None else compared.slower
+    in_the_way = analyze_performance_bottlenecks(found).bottlenecks
     if json:
         told = None
         if compared is not None:
@@ -211,7 +214,10 @@ def _show(found: Profile, compared: Comparison | None, top: int, json: bool) -> 
                 "repeats": found.repeats, "judged": compared.judged, "pace": compared.pace, "new": list(compared.new),
             }  # fmt: skip
         problem = failures.error(Code.FAILED, _sentence(changes), kind="slower") if changes else {}
-        document = {"command": output.command_line(), "profile": found.as_dict(), "against": told}
+        document = {
+            "command": output.command_line(), "profile": found.as_dict(), "against": told,
+            "bottlenecks": [dataclasses.asdict(one) for one in in_the_way],
+        }  # fmt: skip
         output.show_json({**document, **problem})
         return
     screen = output.console()
@@ -246,6 +252,8 @@ def _show(found: Profile, compared: Comparison | None, top: int, json: bool) -> 
     screen.print(made)
     if len(found.ops) > top:
         screen.print(f"... and {len(found.ops) - top} more", markup=False)
+    for one in in_the_way:
+        screen.print(f"in the way ({one.kind}): {one.description} {one.suggestion}", markup=False)
     for note in found.notes:
         screen.print(f"note: {note}", markup=False)
     if found.trace_file is not None:
