@@ -231,11 +231,29 @@ def test_the_worst_comes_first() -> None:
     assert recording.profile is not None
     more = dataclasses.replace(
         recording.profile, compilations={"f at train.py:1": 9}, compile_seconds=1.0, wall_seconds=2.0,
-        peak_flops={**recording.profile.peak_flops, "bfloat16": 16e11},
+        platform="gpu", peak_flops={**recording.profile.peak_flops, "bfloat16": 16e11},
     )  # fmt: skip
     shares = [one.evidence["share"] for one in bottleneck.analyze_performance_bottlenecks(more).bottlenecks]
     assert len(shares) >= 2
     assert shares == sorted(shares, reverse=True)
+
+
+def test_tiles_that_a_cpu_has_not_come_last_there() -> None:
+    with profile(mode="tracing") as recording:
+        padding()()
+    assert recording.profile is not None
+    more = dataclasses.replace(
+        recording.profile, compilations={"f at train.py:1": 9}, compile_seconds=0.6, wall_seconds=2.0
+    )
+    here = analyze_performance_bottlenecks(more).bottlenecks
+    assert [one.kind for one in here][-1] == "padding"
+    assert here[-1].suggestion.startswith("A cpu has no such tiles; for a TPU or a GPU: Make")
+    (there,) = [
+        one
+        for one in analyze_performance_bottlenecks(dataclasses.replace(more, platform="tpu")).bottlenecks
+        if one.kind == "padding"
+    ]
+    assert there.suggestion.startswith("Make the dimensions")
 
 
 def test_where_bfloat16_is_no_faster_it_is_said_and_comes_last() -> None:

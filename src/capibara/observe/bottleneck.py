@@ -115,7 +115,7 @@ def _time(ops: list[OpRow]) -> float:
 
 
 def _names(ops: list[OpRow]) -> list[str]:
-    return [op.source or op.op for op in ops[:5]]
+    return list(dict.fromkeys(op.source or op.op for op in ops))[:5]
 
 
 def _recompilation(found: Profile) -> Bottleneck | None:
@@ -183,9 +183,14 @@ def _padding(found: Profile) -> Bottleneck | None:
     return Bottleneck(
         "padding",
         f"{share:.0%} of the matrix units' work is padding: {', '.join(shapes)} are no multiples of {_TILE}.",
-        f"Make the dimensions of products multiples of {_TILE}: pad a vocabulary, a head or a hidden size once, where "
-        f"the weights are made; or batch small products into one.",
-        {"share": share, "shapes": [list(shape) for shape, _ in worst.most_common(5)]},
+        ("" if found.platform != "cpu" else "A cpu has no such tiles; for a TPU or a GPU: ")
+        + f"Make the dimensions of products multiples of {_TILE}: pad a vocabulary, a head or a hidden size once, "
+        f"where the weights are made; or batch small products into one.",
+        {
+            "share": share,
+            "shapes": [list(shape) for shape, _ in worst.most_common(5)],
+            "gains_here": found.platform != "cpu",
+        },
     )
 
 
