@@ -161,6 +161,22 @@ def test_an_operation_that_became_slower_is_named(script: str, times_of_work: No
     assert ran(script, "1", "--against", "base.json", "--tolerance", "0.6").exit_code == 0
 
 
+def test_on_a_machine_that_is_much_busier_it_is_taken_once_more(
+    script: str, times_of_work: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capibara.observe.profiler import compare as comparing
+
+    Path("base.json").write_text(ran(script, "--repeats", "3", "--json").stdout)
+    paces = iter((1.2, 1.8, 1.7))
+    compare = comparing.compare
+    monkeypatch.setattr(comparing, "compare", lambda *args: dataclasses.replace(compare(*args), pace=next(paces)))
+    assert "once more" not in ran(script, "--against", "base.json").stderr
+    answer = ran(script, "--against", "base.json")  # and no third time
+    assert "took 1.80 times as long" in answer.stderr
+    assert "operations took 1.70 times as long" in answer.stdout
+    assert (answer.stdout + answer.stderr).count("own words") == 8
+
+
 def test_a_first_run_in_a_process_does_not_count(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from capibara.observe.profiler import session
 
