@@ -9,7 +9,9 @@ products whose length is set by what a transfer takes on this machine: `--work` 
 
 What is hidden: the rounds without prefetch take the products and the transfers, those of one tensor that stays take the
 products alone, and prefetch's rounds lie between the two: hidden = (without - with) / (without - products). The forms
-take turns. The same is done for `HBMOptimizer.stream`, "random" (nothing ahead) against "sequential".
+take turns. The same is done for `HBMOptimizer.stream` of numpy arrays, "random" (nothing ahead) against "sequential"
+with and without staging in pinned memory; with it, what the staging threads and the transfers reached is told: the one
+that is slower than the products bounds what can be hidden.
 
 On a GPU jax keeps at most 64 GB of pinned host memory, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise.
 """
@@ -112,9 +114,9 @@ def products_alone(side: int, count: int, start: jax.Array, length: jax.Array) -
 
 
 def streamed(
-    optimizer: HBMOptimizer, arrays: list[np.ndarray], start: jax.Array, length: jax.Array, gib: float
+    optimizer: HBMOptimizer, arrays: list[np.ndarray], start: jax.Array, length: jax.Array, gib: float, stage: bool
 ) -> None:
-    stream = optimizer.stream(arrays, capacity_gb=gib)
+    stream = optimizer.stream(arrays, capacity_gb=gib, stage=stage)
     for tensor in stream:
         used(tensor, start, length).block_until_ready()
 
@@ -122,6 +124,14 @@ def streamed(
 def hidden(without: float, ahead: float, alone: float) -> float | None:
     """The share of the transfers' time; None where they take none that can be seen."""
     return (without - ahead) / (without - alone) if without > alone else None
+
+
+def _rates(told: dict[str, float]) -> dict[str, float]:
+    """What the last stream told of itself, and GB a second of its two legs, each a thread's while it was at it."""
+    legs = {"transfer": "transfer_seconds", "staging_a_thread": "staging_seconds"}
+    return told | {
+        f"{leg}_gb_per_second": told["bytes"] / told[key] / 1e9 for leg, key in legs.items() if told.get(key)
+    }
 
 
 def main() -> int:
@@ -154,14 +164,17 @@ def main() -> int:
         for number in range(count):
             manager.register(f"{number}", np.asarray(drawn(number, side)), policy="offload")
     arrays = [np.asarray(drawn(number, side)) for number in range(count)]
+    streams = {
+        "stream, random": (HBMOptimizer("random", "lru", 1e6), False),
+        "stream, sequential, not staged": (HBMOptimizer("sequential", "lru", 1e6), False),
+        "stream, sequential": (HBMOptimizer("sequential", "lru", 1e6), True),
+    }
     forms: dict[str, Any] = {
         "products alone": lambda: products_alone(side, count, start, length),
         **{name: functools.partial(round_of, one, count, start, length) for name, one in managers.items()},
         **{
-            f"stream, {pattern}": functools.partial(
-                streamed, HBMOptimizer(pattern, "lru", 1e6), arrays, start, length, asked.limit_gib
-            )
-            for pattern in ("random", "sequential")
+            name: functools.partial(streamed, one, arrays, start, length, asked.limit_gib, stage)
+            for name, (one, stage) in streams.items()
         },
     }
     for form in forms.values():
@@ -182,6 +195,10 @@ def main() -> int:
         "gets": stats["hits"] + stats["misses"],
         "hidden_by_prefetch": hidden(seconds["without prefetch"], seconds["with prefetch"], alone),
         "hidden_by_stream": hidden(seconds["stream, random"], seconds["stream, sequential"], alone),
+        "hidden_by_stream_not_staged": hidden(
+            seconds["stream, random"], seconds["stream, sequential, not staged"], alone
+        ),
+        "streams": {name: _rates(one.last_stream) for name, (one, _) in streams.items()},
         "promise_hidden": 0.7,
     }
     text = json.dumps(document, indent=1)

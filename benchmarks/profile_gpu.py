@@ -52,41 +52,69 @@ def seconds_of(call: Callable[[], Any], few: int = 20, more: int = 40) -> float:
 
 
 def gemm(tiny: bool) -> dict[str, Any]:
+    """Each burst of products by the clock around it, and inside of a profile by both: what the profiler says of a burst
+    is held against that burst's own time, which no other clock rate of the GPU can explain, and against the bursts that
+    ran without it. First rounds before any trace of the process, then with one in every round."""
     size, calls, rounds = (256, 50, 3) if tiny else (8192, 50, 5)
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(x, x))
 
-    def burst() -> None:
+    def rate(seconds: float) -> float:
+        return calls * 2 * size**3 / seconds / 1e12
+
+    def burst() -> float:
+        start = time.perf_counter()
         for _ in range(calls):
             y = product(x, x)
         jax.block_until_ready(y)
+        return time.perf_counter() - start
 
-    def by_the_clock() -> float:
-        start = time.perf_counter()
-        burst()
-        return calls * 2 * size**3 / (time.perf_counter() - start) / 1e12
+    def by_the_clock() -> dict[str, Any]:
+        seconds = burst()
+        return {"tflops": rate(seconds), "burst_seconds": seconds}
 
-    def by_the_profiler(mode: str) -> float:
+    def by_the_profiler(mode: str) -> dict[str, Any]:
         with profile("gemm", mode) as recording:
-            burst()
-        assert recording.profile is not None
-        return recording.profile.tflops
+            seconds = burst()
+        found = recording.profile
+        assert found is not None
+        return {
+            "tflops": found.tflops,
+            "burst_seconds": seconds,
+            "tflops_of_the_burst": rate(seconds),
+            "runs": found.runs,
+            "seconds": found.seconds,
+            "window": dict(found.window),
+        }
 
     # In turns: a GPU that has run for a while is slower than one that rested.
-    ways = {
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
         "by_the_clock": by_the_clock,
         "counting": functools.partial(by_the_profiler, "counting"),
         "tracing": functools.partial(by_the_profiler, "tracing"),
     }
-    seen: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            seen[name].append(way())
-    found: dict[str, Any] = {name: statistics.median(values) for name, values in seen.items()}
+    seen = []
+    for traced in (False, True):
+        for number in range(rounds):
+            for name in ways if traced else ("by_the_clock", "counting"):
+                seen.append({"way": name, "round": number, "after_a_trace": traced and number > 0, **ways[name]()})
+
+    def middle(name: str, key: str = "tflops", **only: Any) -> float:
+        rows = [one for one in seen if one["way"] == name and all(one[k] == v for k, v in only.items())]
+        return statistics.median(one[key] for one in rows)
+
+    found: dict[str, Any] = {name: middle(name) for name in ways}
     for mode in ("counting", "tracing"):
-        found[f"{mode}_off_by"] = found[mode] / found["by_the_clock"] - 1
-    return {**found, "rounds": seen, "promise": "within 3 %"}
+        found[f"{mode}_off_by"] = middle(mode) / middle("by_the_clock") - 1
+        found[f"{mode}_off_by_its_own_burst"] = statistics.median(
+            one["tflops"] / one["tflops_of_the_burst"] - 1 for one in seen if one["way"] == mode
+        )
+    for after, words in ((False, "before_any_trace"), (True, "after_a_trace")):
+        found[f"counting_off_by_{words}"] = (
+            middle("counting", after_a_trace=after) / middle("by_the_clock", after_a_trace=after) - 1
+        )
+    return {**found, "calls": calls, "rounds": seen, "promise": "within 3 %"}
 
 
 def overhead(tiny: bool) -> dict[str, Any]:
@@ -165,9 +193,20 @@ def step(tiny: bool) -> dict[str, Any]:
         product = jax.jit(jnp.matmul)
         inside = op.median_seconds or 0.0
         by_itself = seconds_of(functools.partial(product, left, right), 5, 10)
+        # Traced too, which leaves the host's part out and says what the compiler made of it: inside of a step a product
+        # may have taken in what stands around it, or have its operands the other way round.
+        with profile("alone", "tracing") as recording:
+            for _ in range(10):
+                product(left, right)
+        assert recording.profile is not None
+        own = next(one for one in recording.profile.ops if one.products)
+        traced = own.median_seconds or 0.0
         alone.append(
-            {"op": op.source or op.op, "sizes": op.products[0], "inside": inside, "alone": by_itself,
-             "off_by": inside / by_itself - 1}
+            {"op": op.source or op.op, "instruction": op.op, "count": op.count, "dtype": op.dtype,
+             "written_dtype": op.written_dtype, "sizes": op.products[0], "vector_flops": op.flops - op.matrix_flops,
+             "inside": inside, "alone": by_itself, "off_by": inside / by_itself - 1, "alone_instruction": own.op,
+             "alone_dtype": own.dtype, "alone_sizes": own.products, "alone_traced": traced,
+             "off_by_traced": inside / traced - 1 if traced else None}
         )  # fmt: skip
     return {
         "wall_seconds": wall,

@@ -91,6 +91,21 @@ def test_a_table_for_people(script: str, tmp_path: Path, times_of_work: None) ->
     assert list((tmp_path / "kept").rglob("*.xplane.pb"))
 
 
+def test_what_is_in_the_way_is_said(tmp_path: Path) -> None:
+    """A function that is compiled anew in every step of a loop."""
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import jax\nimport jax.numpy as jnp\n\n\ndef grows(x):\n    return (x * 2).sum()\n\n\n"
+        "step = jax.jit(grows)\nfor number in range(6):\n    step(jnp.ones((number + 1, 3)))\n"
+    )
+    document = json.loads(ran(str(script), "--json").stdout)
+    (told,) = [one for one in document["bottlenecks"] if one["kind"] == "recompilation"]
+    assert "was compiled 6 times" in told["description"]
+    shown = " ".join(ran(str(script)).stdout.split())
+    assert "in the way (recompilation): grows at" in shown
+    assert "make the jitted function once" in shown
+
+
 def test_a_program_may_ask_for_devices_first(tmp_path: Path) -> None:
     """Which jax takes before its backends are up only; in a process of its own, for in this one they are."""
     script = tmp_path / "devices.py"
@@ -144,6 +159,22 @@ def test_an_operation_that_became_slower_is_named(script: str, times_of_work: No
     assert document["error"]["kind"] == "slower"
     assert "head" in document["error"]["message"]
     assert ran(script, "1", "--against", "base.json", "--tolerance", "0.6").exit_code == 0
+
+
+def test_on_a_machine_that_is_much_busier_it_is_taken_once_more(
+    script: str, times_of_work: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capibara.observe.profiler import compare as comparing
+
+    Path("base.json").write_text(ran(script, "--repeats", "3", "--json").stdout)
+    paces = iter((1.2, 1.8, 1.7))
+    compare = comparing.compare
+    monkeypatch.setattr(comparing, "compare", lambda *args: dataclasses.replace(compare(*args), pace=next(paces)))
+    assert "once more" not in ran(script, "--against", "base.json").stderr
+    answer = ran(script, "--against", "base.json")  # and no third time
+    assert "took 1.80 times as long" in answer.stderr
+    assert "operations took 1.70 times as long" in answer.stdout
+    assert (answer.stdout + answer.stderr).count("own words") == 8
 
 
 def test_a_first_run_in_a_process_does_not_count(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ def test_a_second_start_compiles_nothing(trained: tuple[Path, dict[str, Any], st
 def test_a_run_fills_its_folder_and_says_how_it_went(trained: tuple[Path, dict[str, Any], str]) -> None:
     folder, summary, told = trained
     assert summary["step"] == 4
+    assert summary["first_step"]["cpu_seconds"] > 0
     assert summary["folder"] == str(folder)
     assert 0 < summary["loss"] < 8
     assert 0 < summary["eval_loss"] < 8

@@ -70,6 +70,21 @@ def test_the_allocators_own_error_gets_the_buffers_and_their_makers() -> None:
     assert product.nbytes == large.nbytes
 
 
+def test_calls_on_one_line_are_counted_together_and_not_as_devices() -> None:
+    device = jax.devices()[0]
+    with jax.default_device(device):
+        params = {"up": jnp.ones((96, 1024)), "down": jnp.ones((1024, 96)), "head": jnp.ones((1024, 192))}
+    found = examine(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."))
+    here = [one for one in found.buffers if one.bytes == 2 * 96 * 1024 * 4 or one.bytes == 96 * 1024 * 4]
+    (both,) = [one for one in here if any("96" in said for said in one.arrays)]
+    assert both.devices == (str(device),)
+    assert (both.count, both.bytes) == (2, sum(params[name].nbytes for name in ("up", "down")))
+    assert set(both.arrays) == {"float32[96,1024]", "float32[1024,96]"}
+    (head,) = [one for one in found.buffers if one.arrays == ("float32[1024,192]",)]
+    assert (head.count, head.bytes) == (1, params["head"].nbytes)
+    assert [one.bytes for one in found.buffers] == sorted((one.bytes for one in found.buffers), reverse=True)
+
+
 def test_parts_on_several_devices_are_one_row_and_host_copies_none() -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[4:8])
     divided = jax.device_put(np.zeros((4, 1 << 21), np.float32), NamedSharding(mesh, PartitionSpec("data")))

@@ -74,6 +74,19 @@ def host_batches() -> Callable[[], jax.Array]:
     return steps(np.ones((256, 256), jnp.bfloat16), SQUARE)
 
 
+def among_small_operations() -> Callable[[], jax.Array]:
+    """A loop whose single operations, of other shapes each time, are more runs than its steps."""
+
+    def run() -> jax.Array:
+        jnp.ones((3, 3)) + 1, jnp.zeros((3, 3)) + 1  # outside of the loop
+        for number in range(STEPS):
+            y = product(np.ones((256, 256), jnp.bfloat16), SQUARE)
+            jnp.ones((3, 3)) + number, jnp.ones((3, 3)) * number
+        return y
+
+    return run
+
+
 def calling_back() -> Callable[[], jax.Array]:
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
@@ -153,6 +166,7 @@ PLANTED = [
     (input_bound, "input", batches_ahead),
     (fetching, "host_transfer", clean),
     (host_batches, "host_transfer", clean),
+    (among_small_operations, "host_transfer", clean),
     (calling_back, "host_transfer", clean),
     (memory_bound, "memory", fused),
     (launch_bound, "launch", one_program),
@@ -216,8 +230,43 @@ def test_the_worst_comes_first() -> None:
         float32()(), padding()()
     assert recording.profile is not None
     more = dataclasses.replace(
-        recording.profile, compilations={"f at train.py:1": 9}, compile_seconds=1.0, wall_seconds=2.0
-    )
+        recording.profile, compilations={"f at train.py:1": 9}, compile_seconds=1.0, wall_seconds=2.0,
+        platform="gpu", peak_flops={**recording.profile.peak_flops, "bfloat16": 16e11},
+    )  # fmt: skip
     shares = [one.evidence["share"] for one in bottleneck.analyze_performance_bottlenecks(more).bottlenecks]
     assert len(shares) >= 2
     assert shares == sorted(shares, reverse=True)
+
+
+def test_tiles_that_a_cpu_has_not_come_last_there() -> None:
+    with profile(mode="tracing") as recording:
+        padding()()
+    assert recording.profile is not None
+    more = dataclasses.replace(
+        recording.profile, compilations={"f at train.py:1": 9}, compile_seconds=0.6, wall_seconds=2.0
+    )
+    here = analyze_performance_bottlenecks(more).bottlenecks
+    assert [one.kind for one in here][-1] == "padding"
+    assert here[-1].suggestion.startswith("A cpu has no such tiles; for a TPU or a GPU: Make")
+    (there,) = [
+        one
+        for one in analyze_performance_bottlenecks(dataclasses.replace(more, platform="tpu")).bottlenecks
+        if one.kind == "padding"
+    ]
+    assert there.suggestion.startswith("Make the dimensions")
+
+
+def test_where_bfloat16_is_no_faster_it_is_said_and_comes_last() -> None:
+    with profile(mode="tracing") as recording:
+        for number in range(3):
+            jax.jit(lambda x, n=number: x @ x * n)(SQUARE.astype(jnp.float32))
+    found = recording.profile
+    assert found is not None
+    report = analyze_performance_bottlenecks(found)
+    last = report.bottlenecks[-1]
+    assert last.kind == "float32"
+    assert last.suggestion.startswith("A cpu multiplies bfloat16 no faster; for a TPU or a GPU: Compute")
+    assert len(report.bottlenecks) > 1
+    fast = dataclasses.replace(found, peak_flops={**found.peak_flops, "bfloat16": 16e11})
+    kinds = {one.kind: one for one in analyze_performance_bottlenecks(fast).bottlenecks}
+    assert kinds["float32"].suggestion.startswith("Compute products in bfloat16")

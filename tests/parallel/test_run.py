@@ -11,6 +11,7 @@ import pytest
 
 import capibara
 from capibara.parallel.optimizers import optimizer_named
+from capibara.parallel.run import lower_program
 from capibara.parallel.training_step import training_step
 
 WIDTH, ROWS = 16, 16
@@ -49,6 +50,22 @@ def test_a_planned_step_runs_as_planned(mesh: str) -> None:
     for got, expected in zip(jax.tree.leaves(made[0]), jax.tree.leaves(right[0]), strict=True):
         assert np.abs(np.asarray(got) - np.asarray(expected)).max() < 3e-7
     assert float(made[2]) == pytest.approx(float(right[2]), rel=4 * WIDTH * float(jnp.finfo(jnp.float32).eps))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_step_is_traced_once_to_be_laid_out_and_lowered(devices: int) -> None:
+    traced = 0
+
+    def loss(params: Any, batch: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return _loss(params, batch)
+
+    where = "v4-8" if devices == 4 else "h200"
+    plan = capibara.plan.plan(loss, _arguments(), on=where, train=True, calibrated=False)
+    planned = traced
+    lower_program(plan.program(jax.devices("cpu")[:devices]))
+    assert traced == planned + 1
 
 
 def test_what_cannot_be_placed_or_run_is_refused() -> None:

@@ -65,7 +65,7 @@ def train(
     from capibara.train.report import write_report
     from capibara.train.run import train as run
 
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.thread_time()
     loud = process_index() == 0
 
     def tell(text: str) -> None:
@@ -77,7 +77,7 @@ def train(
     def first_step(step: int, row: Any) -> None:
         nonlocal begun
         if begun is None:
-            begun = _begun(time.perf_counter() - started - row["seconds"], counts)
+            begun = _begun(time.perf_counter() - started - row["seconds"], time.thread_time() - worked, counts)
             tell(
                 f"first step begun after {begun['seconds']:.1f} s: {begun['compiled']} programs compiled, "
                 f"{begun['from_disk']} from disk"
@@ -137,10 +137,12 @@ def _out_of_memory(found: Any, folder: Path, json: bool) -> None:
         typer.echo(f"capibara: {found}\nAll of it: {folder / 'autopsy.json'}", err=True)
 
 
-def _begun(seconds: float, counts: CompileCounts) -> dict[str, Any]:
-    """What the first step waited for: tracing is done at every start, compiling where the cache has nothing."""
+def _begun(seconds: float, cpu_seconds: float, counts: CompileCounts) -> dict[str, Any]:
+    """What the first step waited for: tracing is done at every start, compiling where the cache has nothing. Others on
+    the machine stretch `seconds`, and not `cpu_seconds`, this thread's own."""
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "trace_seconds": counts.trace_seconds,
         "compile_seconds": counts.compile_seconds,
         "compiled": counts.compiled,

@@ -263,14 +263,20 @@ def _buffers(notes: list[str]) -> tuple[BuffersMade, ...]:
         notes.append(f"who made the buffers is not known: {useful_lines(str(failed), limit=1, width=300)}")
         parts.sort(reverse=True)
         return tuple(BuffersMade((device,), 1, size, (said,), None, None) for size, device, said in parts[:_LISTED])
-    alike: dict[Any, list[str]] = {}
+    # Calls on one line are samples of their own: those that made buffers of one size are put together.
+    together: dict[Any, tuple[int, int]] = {}
     for one in samples:
         # The profile has what lies in the host's memory too, under the device whose programs see it.
         if one.bytes and not any(map(is_host_copy, one.stack)):
-            alike.setdefault((one.count, one.bytes, one.stack), []).append(one.device)
+            key = (one.device, one.stack, one.bytes / max(one.count, 1))
+            count, size = together.get(key, (0, 0))
+            together[key] = (count + one.count, size + one.bytes)
+    alike: dict[Any, list[str]] = {}
+    for (device, stack, _), (count, size) in together.items():
+        alike.setdefault((count, size, stack), []).append(device)
     return tuple(
         BuffersMade(tuple(sorted(on)), count, size, tuple(shapes.get(size // max(count, 1), ())), *made_by(stack))
-        for (count, size, stack), on in list(alike.items())[:_LISTED]
+        for (count, size, stack), on in sorted(alike.items(), key=lambda item: -item[0][1])[:_LISTED]
     )
 
 

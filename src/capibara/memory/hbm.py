@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from capibara.cost.padding import padded_bytes
 from capibara.errors import rule_error
@@ -20,7 +21,8 @@ from capibara.hardware.devices import default
 from capibara.memory.eviction import POLICIES, EvictionOrder
 from capibara.memory.limits import checked_choice, checked_size, gib_for, limit_error
 from capibara.memory.live import in_device_memory, nbytes_of
-from capibara.memory.offload import put
+from capibara.memory.offload import host_kind, put
+from capibara.memory.staging import Staging, staging_kind
 from capibara.program.chip import Buffer
 
 __all__ = ["ACCESS_PATTERNS", "HBMOptimizer", "Placement", "StreamPlan"]
@@ -93,7 +95,9 @@ class HBMOptimizer:
             )
         self.bandwidth_limit_gbps = float(bandwidth_limit_gbps)
         self.last_stream: dict[str, float] = {}
-        """Of the stream that ended last: seconds, bytes, loads, waited_seconds (for arrays that had not arrived)."""
+        """Of the stream that ended last: seconds, bytes, loads, waited_seconds (for arrays that had not arrived),
+        transfer_seconds (of the thread that brings them), and, where arrays were staged, staged, most_staged and
+        staging_seconds."""
 
     def plan(
         self,
@@ -149,6 +153,7 @@ class HBMOptimizer:
         capacity_gb: float | None = None,
         compute_seconds: float = 0.0,
         sharding: Any = None,
+        stage: bool | None = None,
     ) -> Iterator[jax.Array]:
         """The arrays on a device one after the other, as `plan` says: brought by a thread ahead of their use, no faster
         than the bandwidth limit.
@@ -157,6 +162,9 @@ class HBMOptimizer:
           arrays: numpy arrays or arrays in the host's memory. One that lies on a device already is given as it is.
           order, capacity_gb, compute_seconds: as in `plan`.
           sharding: where they go; the first local device by default.
+          stage: whether numpy arrays are copied into pinned memory of the host on their way, a few ahead of their
+            transfer: a device reads that by itself. By default where the platform has such memory and the pattern asks
+            ahead; not on a CPU. What is staged is read ahead of its use, so do not change it before.
         """
         named = _named(arrays)
         there = {name: one for name, one in named.items() if isinstance(one, jax.Array) and in_device_memory(one)}
@@ -170,26 +178,66 @@ class HBMOptimizer:
             sharding=sharding,
         )
         where = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return self._streamed(plan, uses, there, moved, where)
+        return self._streamed(plan, uses, there, moved, where, self._staging_kind(stage, where))
+
+    def _staging_kind(self, stage: bool | None, where: Any) -> str | None:
+        if stage is None:
+            return None if self.access_pattern == "random" else staging_kind(where)
+        if not stage:
+            return None
+        if self.access_pattern == "random":
+            raise rule_error(
+                "Arrays are staged ahead of their use, in an order that is known",
+                'stage=True with access_pattern="random"',
+                'use "sequential" or "mixed"',
+            )
+        kind = host_kind(next(iter(where.device_set)))
+        if kind is None:
+            raise rule_error(
+                "Arrays are staged where the platform has a memory of the host beside the device's",
+                f"stage=True on a {next(iter(where.device_set)).platform}",
+                "leave stage out",
+            )
+        return kind
 
     def _streamed(
-        self, plan: StreamPlan, uses: list[Hashable], there: dict[Hashable, Any], moved: dict[Hashable, Any], where: Any
+        self,
+        plan: StreamPlan,
+        uses: list[Hashable],
+        there: dict[Hashable, Any],
+        moved: dict[Hashable, Any],
+        where: Any,
+        staged_in: str | None,
     ) -> Iterator[jax.Array]:
         started = time.perf_counter()
         throttle = _Throttle(self.bandwidth_limit_gbps * _GB)
         loads, evictions = _by_position(plan.loads), _by_position(plan.evictions)
         arrived: dict[Hashable, Future[jax.Array]] = {}
         counts: Counter[str] = Counter()
-        waited = 0.0
+        waited = sending = 0.0
         position = 0
+        staging = None
+        if staged_in is not None:
+            # In the order of the loads, which is the one that `bring` takes them in.
+            through = [moved[name] for _, name in plan.loads if isinstance(moved[name], np.ndarray)]
+            staging = Staging(through, where, staged_in)
 
-        def bring(name: Hashable) -> jax.Array:
-            array = moved[name]
+        def sent(array: Any) -> jax.Array:
+            nonlocal sending
             throttle.take(array.nbytes)
             counts["loads"] += 1
             counts["bytes"] += array.nbytes
-            # Until it is there: a transfer that has been started is not yet one that the limit allows the next after.
-            return put(array, where).block_until_ready()
+            begun = time.perf_counter()
+            try:
+                # Until it is there: a transfer that has been started is not yet one that the limit allows the next
+                # after.
+                return put(array, where).block_until_ready()
+            finally:
+                sending += time.perf_counter() - begun
+
+        def bring(name: Hashable) -> jax.Array:
+            array = moved[name]
+            return staging.send(sent) if staging is not None and isinstance(array, np.ndarray) else sent(array)
 
         worker = ThreadPoolExecutor(1, thread_name_prefix="capibara-memory-stream")
         try:
@@ -209,10 +257,13 @@ class HBMOptimizer:
                 del array
         finally:
             throttle.stop()
+            # What waits for its turn to be staged ends first: `bring` may wait for it.
+            if staging is not None:
+                staging.stop()
             worker.shutdown(wait=True, cancel_futures=True)
             self.last_stream = {
                 "seconds": time.perf_counter() - started, "waited_seconds": waited, "bytes": counts["bytes"],
-                "loads": counts["loads"],
+                "loads": counts["loads"], "transfer_seconds": sending, **({} if staging is None else staging.stats()),
             }  # fmt: skip
 
 

@@ -92,7 +92,9 @@ def analyze_performance_bottlenecks(
     else:
         note = "The profile has no times of operations: what only a trace can tell is not judged."
     said = [one for one in (rule(found) for rule in rules) if one is not None]
-    return BottleneckReport(tuple(sorted(said, key=lambda one: -float(one.evidence.get("share", 0.0)))), note)
+    # What would gain nothing on this device comes last, however much of the work it is of.
+    order = sorted(said, key=lambda one: (not one.evidence.get("gains_here", True), -one.evidence.get("share", 0.0)))
+    return BottleneckReport(tuple(order), note)
 
 
 def _profiled(function: Callable[[], Any]) -> Profile:
@@ -113,7 +115,7 @@ def _time(ops: list[OpRow]) -> float:
 
 
 def _names(ops: list[OpRow]) -> list[str]:
-    return [op.source or op.op for op in ops[:5]]
+    return list(dict.fromkeys(op.source or op.op for op in ops))[:5]
 
 
 def _recompilation(found: Profile) -> Bottleneck | None:
@@ -145,12 +147,14 @@ def _float32(found: Profile) -> Bottleneck | None:
     share = sum(op.matrix_flops for op in wide) / whole if whole else 0.0
     if share < _MUCH or whole < _MUCH * sum(op.flops for op in found.ops):
         return None
+    gains = found.peak_flops["bfloat16"] > found.peak_flops["float32"]
     return Bottleneck(
         "float32",
         f"{share:.0%} of the operations in matrix products have float32 operands: {', '.join(_names(wide))}.",
-        "Compute products in bfloat16 and keep their sums in float32: x.astype(jnp.bfloat16) on both operands, with "
+        ("" if gains else f"A {found.platform} multiplies bfloat16 no faster; for a TPU or a GPU: ")
+        + "Compute products in bfloat16 and keep their sums in float32: x.astype(jnp.bfloat16) on both operands, with "
         "preferred_element_type=jnp.float32.",
-        {"share": share, "flops": sum(op.matrix_flops for op in wide), "ops": _names(wide)},
+        {"share": share, "flops": sum(op.matrix_flops for op in wide), "ops": _names(wide), "gains_here": gains},
     )
 
 
@@ -179,9 +183,14 @@ def _padding(found: Profile) -> Bottleneck | None:
     return Bottleneck(
         "padding",
         f"{share:.0%} of the matrix units' work is padding: {', '.join(shapes)} are no multiples of {_TILE}.",
-        f"Make the dimensions of products multiples of {_TILE}: pad a vocabulary, a head or a hidden size once, where "
-        f"the weights are made; or batch small products into one.",
-        {"share": share, "shapes": [list(shape) for shape, _ in worst.most_common(5)]},
+        ("" if found.platform != "cpu" else "A cpu has no such tiles; for a TPU or a GPU: ")
+        + f"Make the dimensions of products multiples of {_TILE}: pad a vocabulary, a head or a hidden size once, "
+        f"where the weights are made; or batch small products into one.",
+        {
+            "share": share,
+            "shapes": [list(shape) for shape, _ in worst.most_common(5)],
+            "gains_here": found.platform != "cpu",
+        },
     )
 
 
@@ -221,8 +230,19 @@ def _host_transfer(found: Profile) -> Bottleneck | None:
 
 
 def _looping(found: Profile) -> int:
-    """Runs of the program that ran most often."""
-    return max(program.runs for program in found.programs)
+    """Runs of the loop's program: of those that ran in one, the one that took the device longest.
+
+    Single operations between its calls (`jnp.ones`, an index) are programs too, and may run more often.
+    """
+    runs: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for program in found.programs:
+        runs[program.name] = max(runs.get(program.name, 0), program.runs)
+    for op in found.ops:
+        if runs.get(op.program, 0) >= _LOOP:
+            seconds[op.program] = seconds.get(op.program, 0.0) + op.steady_seconds
+    longest = max(seconds, key=lambda name: seconds[name], default=None)
+    return max(runs.values()) if longest is None else runs[longest]
 
 
 def _input(found: Profile) -> Bottleneck | None:

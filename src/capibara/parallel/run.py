@@ -165,12 +165,14 @@ def jitted_layout(job: Job, layout: Layout, mesh: Mesh, *, host_memory: bool = T
     run = _fetching(
         fn, tree, {index: NamedSharding(mesh, layout.specs[index], memory_kind="device") for index in hosted}
     )
+    arguments = jax.tree.unflatten(tree, shaped)
     with surroundings(layout, mesh):
-        results, results_tree = jax.tree.flatten(jax.eval_shape(fn, *args))
+        # With the very function and shardings that it is lowered with: jax then traces it once.
+        results, results_tree = jax.tree.flatten(jax.eval_shape(run, *arguments))
         taken = _replaced(results, leaves, _donated(job, args))
         placed = [None if index is None else sharding(index) for index in taken]
     jitted = jax.jit(run, donate_argnums=job.donate, out_shardings=jax.tree.unflatten(results_tree, placed))
-    return jitted, jax.tree.unflatten(tree, shaped)
+    return jitted, arguments
 
 
 def _donated(job: Job, args: Sequence[Any]) -> list[int]:

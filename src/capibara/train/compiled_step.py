@@ -125,8 +125,8 @@ class StepMaker:
                 self.tell("a CPU has one memory: activations stay there, and are computed again as on a chip")
         self.tell(f"compiling the step: {chosen.layout.name}")
         started = time.perf_counter()
-        program = layouts_run.laid_out(job, layout, devices)
-        with recording() as decisions:
+        with recording() as decisions:  # traced in the first of these two, and not again in the second
+            program = layouts_run.laid_out(job, layout, devices)
             lowered = layouts_run.lower_program(program)
         with stable_key(lowered):
             executable = lowered.compile(compiler_options=self._compiler_options(options, devices))

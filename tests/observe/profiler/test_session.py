@@ -14,6 +14,7 @@ import pytest
 from capibara.hardware import chip_for
 from capibara.observe.profiler import last_profile, profile
 from capibara.observe.profiler.executions import Executions, ProgramRuns
+from capibara.observe.profiler.queues import FLUSH
 from capibara.observe.profiler.result import Profile
 from capibara.observe.profiler.session import _named, _ops
 from capibara.observe.profiler.trace import Row, TraceReading
@@ -181,3 +182,11 @@ def test_rows_of_one_run_are_one_time() -> None:
     (found,) = _ops([program], TraceReading(rows), chip, 1)
     assert found.median_seconds == pytest.approx(7.01e-4)
     assert found.seconds == pytest.approx(7.01e-3)
+
+
+def test_the_profilers_own_program_is_no_row() -> None:
+    rows = [
+        Row("gpu:0", 7, "jit_step", "fusion", "fusion", 0.0, 1.0),
+        Row("gpu:0", 9, f"jit_{FLUSH}", "wrapped_add", "wrapped_add", 1.0, 2.0),
+    ]
+    assert [row.module for row in _named(TraceReading(rows), []).rows] == ["jit_step"]

@@ -19,6 +19,7 @@ profile says so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -36,6 +37,7 @@ from jax._src.interpreters import mlir
 from jax._src.named_sharding import UnspecifiedValue
 
 from capibara.lru import LRU
+from capibara.observe.profiler.queues import Queues, last_ready, still_computed
 from capibara.program.hlo_work import HloWork, hlo_work
 
 __all__ = ["Executions", "ProgramRuns"]
@@ -45,13 +47,6 @@ _COMPILING = "/jax/core/compile/"
 # So many executables are held until the end; the work of more is read at once, and they are let go.
 _HELD = 256
 _BATCH = 16
-
-
-def _empty_queues() -> None:
-    """Until the devices have done what they were given; a CPU has no queue."""
-    for device in jax.local_devices():
-        if device.platform != "cpu":
-            (jax.device_put(0.0, device) + 1).block_until_ready()
 
 
 @dataclass
@@ -94,7 +89,10 @@ class Executions:
         self.problems: Counter[str] = Counter()
         """What kept a call from being counted, and how many calls."""
         self.first_call: float | None = None
+        """When the first program had been handed to a device, by `time.perf_counter`."""
+        self.queues = Queues()
         self._compiling: list[tuple[float, float]] = []
+        self._waited_for: list[tuple[float, float]] = []
         self._held: dict[int, _Held] = {}
         self._read: list[ProgramRuns] = []
         self._by_result: LRU[Any, tuple[Any, int]] = LRU(4096)
@@ -110,8 +108,6 @@ class Executions:
 
     def start(self) -> None:
         """Begin to listen."""
-        if xla_bridge.backends_are_initialized():
-            _empty_queues()  # what waits at the end is compiled now, and not in the time that is counted
         hook = api._post_hook_state
         self._global_before, self._local_before = hook.get_global(), hook.get_local()
         self._listener_before = util.test_event_listener
@@ -140,19 +136,27 @@ class Executions:
         util.test_event_listener = self._listener_before
         jax.monitoring.unregister_event_duration_listener(self._compiled)
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         """Until what was started is done: every array there is, and whatever else a device has in its queue.
 
         On a CPU, which has no queue, a program may outlive this whose first call's result was dropped at once.
+
+        Returns when it was done, by `time.perf_counter`: what it takes to find out is not the program's.
         """
-        waited = [*self._last_results.values(), *jax.live_arrays()]
-        jax.block_until_ready([array for array in waited if not array.is_deleted()])
+        left = time.perf_counter()
+        if not xla_bridge.backends_are_initialized():
+            return left
+        ready = last_ready(left, [*self._last_results.values(), *jax.live_arrays()])
         self._last_results.clear()
-        _empty_queues()
+        return self.queues.emptied(ready)
 
     def compiling_spans(self) -> list[tuple[float, float]]:
         """When jax traced, lowered or compiled, by `time.perf_counter`; they may overlap."""
         return list(self._compiling)
+
+    def waited_for(self) -> list[tuple[float, float]]:
+        """Of them, those at whose end no device was seen to be at work still: it had to wait for the program."""
+        return list(self._waited_for)
 
     def programs(self) -> list[ProgramRuns]:
         """Every program that ran. Reading their work takes a moment, and is done once."""
@@ -171,6 +175,8 @@ class Executions:
 
     def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """After a call that jax ran in C++."""
+        # The call has handed its program over; which one it was is looked up while the device runs it.
+        handed_over = time.perf_counter() if self.first_call is None else 0.0
         before = getattr(self._own, "hook_before", self._global_before)
         if self._stopped:  # in another thread than the one that stopped it
             api._post_hook_state.set_local(before)
@@ -183,6 +189,8 @@ class Executions:
         try:
             leaf = _first_leaf(result)
             self._count(self._program_of(function, args, kwargs, leaf))
+            if self.first_call is None:
+                self.first_call = handed_over
             self._note_arguments(args, kwargs)
             if leaf is not None:
                 self._last_results[threading.get_ident()] = leaf
@@ -206,6 +214,8 @@ class Executions:
             else:
                 executable = self._lowered(caller, caller["args"])
             self._count(self._hold(executable))
+            if self.first_call is None:
+                self.first_call = time.perf_counter()  # compiled, and about to run
             self._note_arguments(caller["args"], {})
         except Exception as problem:  # noqa: BLE001 - as above
             self.problems[f"{type(problem).__name__}: {problem}"[:200]] += 1
@@ -233,10 +243,13 @@ class Executions:
             self._listen_here()
 
     def _compiled(self, event: str, duration_secs: float, **labels: str | int) -> None:
-        if not event.startswith(_COMPILING):
+        if not event.startswith(_COMPILING) or getattr(self._own, "looking_up", False):
             return
         now = time.perf_counter()
         self._compiling.append((now - duration_secs, now))
+        with contextlib.suppress(RuntimeError):  # deleted by another thread since it was looked at
+            if not any(still_computed(array) for array in list(self._last_results.values())):
+                self._waited_for.append(self._compiling[-1])
         if event == _BACKEND_COMPILE:
             self.compilations[getattr(self._own, "source", None) or str(labels.get("fun_name", "?"))] += 1
 
@@ -254,8 +267,6 @@ class Executions:
         with self._lock:
             if key not in self._held:
                 self._held[key] = _Held(loaded)
-            if self.first_call is None:
-                self.first_call = time.perf_counter()
         return key
 
     def _program_of(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> int:
@@ -289,12 +300,12 @@ class Executions:
         return key
 
     def _looked_up(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._own.asking = True
+        self._own.asking = self._own.looking_up = True
         try:
             # Both steps are answered by jax's caches: the call has just run.
             return function.lower(*args, **kwargs).compile()._executable
         finally:
-            self._own.asking = False
+            self._own.asking = self._own.looking_up = False
 
     def _lowered(self, params: dict[str, Any], args: tuple[Any, ...]) -> Any:
         """The executable of a call that jax is about to make: compiled now, it is in jax's cache for the call."""

@@ -102,8 +102,8 @@ class Profile:
     wall_seconds: float
     """From entering to leaving, with the results waited for."""
     seconds: float
-    """What rates are of. Counting: from the first call to the last result, less what compiling took. Tracing: the time
-    in which the device ran something."""
+    """What rates are of. Counting: from the first call to the last result, less compiling that the device waited for.
+    Tracing: the time in which the device ran something."""
     compile_seconds: float
     platform: str
     device_kind: str
@@ -143,6 +143,11 @@ class Profile:
     """How often the whole program was run and profiled after a first time that did not count; 0: once, cold."""
     op_times: tuple[OpTimes, ...] = ()
     """With repeats: what each operation took in each of them; all else here is of the last."""
+    window: Mapping[str, float] = field(default_factory=dict)
+    """How the seconds of counting came about: from entering to the first call ("before_first_call"), from there to the
+    last result ("seconds"), without the compiling that the device waited for ("waited_for_compiling"); how long after
+    the body the last result came ("after_body"), and what it took to know that, which is left out ("finding_out", in
+    which "idle_flush" is what a device's empty queue takes to say so)."""
 
     @property
     def total_flops(self) -> float:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.errors import rule_error, unknown_name
 from capibara.observe.profiler.executions import Executions, ProgramRuns
+from capibara.observe.profiler.queues import FLUSH
 from capibara.observe.profiler.result import OpRow, Profile, ProgramRow, keep_last
 from capibara.observe.profiler.trace import Interval, Row, TraceReading, merged, overlap, read_trace, union_seconds
 
@@ -111,16 +112,19 @@ def _recorded(
     up = xla_bridge.backends_are_initialized()
     memory_before = _memory() if up else {"in_use": 0.0}
     trace = _Trace(recording, trace_dir, notes)
-    if up and mode == "tracing":
-        trace.start()
     executions = Executions(trace.start if mode == "tracing" and not up else None)
+    if up:
+        executions.queues.calibrate()  # compiled and measured now: not in the time that is counted, nor in the trace
+        if mode == "tracing":
+            trace.start()
     started = time.perf_counter()
     try:
         executions.start()
         yield recording
+        left = time.perf_counter()
         executions.stop()
-        executions.wait()
-        ended = time.perf_counter()
+        ended = executions.wait()
+        told = time.perf_counter()
         if mode == "tracing":
             trace.start()  # nothing ran: an empty one
     finally:
@@ -130,11 +134,47 @@ def _recorded(
     xplane = _newest(folder, "*.xplane.pb")
     reading = None if xplane is None else _named(read_trace(xplane), executions.programs())
     recording.profile = _result(
-        name, executions, reading, (started, ended), memory_before, notes, captures,
+        name, executions, reading, _Clock(started, left, ended, told), memory_before, notes, captures,
         trace_file=_newest(folder, "*.trace.json.gz"),
         xplane_file=xplane,
     )  # fmt: skip
     keep_last(recording.profile)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clock:
+    """Moments of a recording, by `time.perf_counter`."""
+
+    entered: float
+    left: float
+    """When the body was."""
+    ended: float
+    """When the devices had done what the body gave them; not after `told`, and before `left` never."""
+    told: float
+    """When that was known."""
+
+    @property
+    def wall_seconds(self) -> float:
+        return self.ended - self.entered
+
+    def window(self, executions: Executions) -> dict[str, float]:
+        """From the first call to the last result, and what lies around it; {} where nothing was called."""
+        first = executions.first_call
+        if first is None:
+            return {}
+        compiling = union_seconds(
+            (max(start, first), min(end, self.ended))
+            for start, end in executions.waited_for()
+            if end > first and start < self.ended
+        )
+        return {
+            "before_first_call": first - self.entered,
+            "seconds": self.ended - first - compiling,
+            "waited_for_compiling": compiling,
+            "after_body": self.ended - self.left,
+            "finding_out": self.told - self.ended,
+            "idle_flush": executions.queues.idle_seconds or 0.0,
+        }
 
 
 class _Trace:
@@ -178,7 +218,10 @@ class _Trace:
 
 
 def _named(reading: TraceReading, programs: list[ProgramRuns]) -> TraceReading:
-    """The same rows with the numbers of their programs; where the runtime gave none, by name and instruction."""
+    """The same rows with the numbers of their programs; where the runtime gave none, by name and instruction.
+
+    Without those of the profiler's own program, which waits for the devices at the end.
+    """
     numbers = {(program.program_id, program.name) for program in programs}
     by_name: dict[tuple[str, str], int] = {}
     for program in programs:
@@ -189,6 +232,7 @@ def _named(reading: TraceReading, programs: list[ProgramRuns]) -> TraceReading:
         if (row.program_id, row.module) in numbers
         else dataclasses.replace(row, program_id=by_name.get((row.module, row.op), row.program_id))
         for row in reading.rows
+        if row.module != f"jit_{FLUSH}"
     ]
     return dataclasses.replace(reading, rows=rows)
 
@@ -226,7 +270,7 @@ def _peak_memory(before: dict[str, float], programs: list[ProgramRuns]) -> tuple
 
 
 def _result(
-    name: str, executions: Executions, reading: TraceReading | None, span: Interval, memory_before: dict[str, float],
+    name: str, executions: Executions, reading: TraceReading | None, clock: _Clock, memory_before: dict[str, float],
     notes: list[str], captures: tuple[str, ...], *, trace_file: Path | None, xplane_file: Path | None,
 ) -> Profile:  # fmt: skip
     import jax
@@ -254,11 +298,11 @@ def _result(
     memory, source = _peak_memory(memory_before, programs)
     ops = _ops(programs, reading, chip, shared)
     compiling = union_seconds(executions.compiling_spans())
-    first = executions.first_call
-    counted = 0.0 if first is None else max(span[1] - first - _within(executions, first), 1e-9)
+    window = clock.window(executions)
+    counted = max(window["seconds"], 1e-9) if window else 0.0
     timed: dict[str, Any] = {}
     if reading is not None:
-        timed = _times(reading, programs, span[1] - span[0], len(reading.devices()) // chips or 1)
+        timed = _times(reading, programs, clock.wall_seconds, len(reading.devices()) // chips or 1)
         unseen = {row.module for row in reading.rows if row.module} - {program.name for program in programs}
         if unseen:
             notes.append(f"{', '.join(sorted(unseen))} ran and could not be counted; their rows have times and no work")
@@ -270,7 +314,7 @@ def _result(
     return Profile(
         name=name,
         mode="counting" if reading is None else "tracing",
-        wall_seconds=span[1] - span[0],
+        wall_seconds=clock.wall_seconds,
         seconds=timed.get("busy_seconds", counted) or counted,
         compile_seconds=compiling,
         platform=chip.platform,
@@ -291,13 +335,9 @@ def _result(
         trace_file=None if trace_file is None else str(trace_file),
         xplane_file=None if xplane_file is None else str(xplane_file),
         notes=tuple(notes),
+        window=window,
         **timed,
     )
-
-
-def _within(executions: Executions, first: float) -> float:
-    """Seconds of compiling after the first call."""
-    return union_seconds((max(start, first), end) for start, end in executions.compiling_spans() if end > first)
 
 
 def _program_row(program: ProgramRuns) -> ProgramRow:
