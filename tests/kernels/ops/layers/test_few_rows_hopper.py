@@ -187,7 +187,7 @@ def test_eight_bits_with_residual_and_norm(rows: int, splits: int, monkeypatch: 
                 config=WeightStreamConfig(64, 256, 2, splits),
                 gate=None,
                 eps=1e-3,
-            )  # fmt: skip
+            )
         )
     _within(total, _exact(x, wide) + np.asarray(residual, np.float64), 1, 1024)
     exact = np.asarray(total, np.float64)

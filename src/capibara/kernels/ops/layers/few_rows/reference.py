@@ -22,10 +22,11 @@ def reference(
     eps: float = 1e-6,
     out_dtype: str | None = None,
 ) -> Any:
-    """x [rows, K] times weight [outputs, K], every step in float32 or wider, rounded once to `out_dtype`, else x's type.
+    """x [rows, K] times weight [outputs, K], every step in float32 or wider, rounded once: to `out_dtype`, or x's type.
 
-    Outputs of an 8-bit weight are multiplied by their scales before anything else is done with them. With a `gate` the first half of the outputs goes through that activation and multiplies the second half. With a
-    residual and a scale there are two results: the residual's sum with the product, rounded, and its RMS norm.
+    Outputs of an 8-bit weight are multiplied by their scales before anything else is done with them. With a `gate` the
+    first half of the outputs goes through that activation and multiplies the second half. With a residual and a scale
+    there are two results: the residual's sum with the product, rounded, and its RMS norm.
     """
     wide = wide_type(x)
     y = jnp.matmul(x.astype(wide), weight.astype(wide).T, precision=jax.lax.Precision.HIGHEST)

@@ -5,9 +5,9 @@ pieces of the rows, by TMA into a ring that is as deep as shared memory allows: 
 memory busy. Another multiplies them. The weight is the product's left operand, whose 64 rows are outputs, and the rows
 of x are its columns, in eights: few rows cost few instructions. Tensor cores do not multiply 8-bit numbers with 16-bit
 ones: a weight of 8 bits goes through registers, where its numbers are widened, which takes as long as the memory does.
-Two warpgroups share that, each with half of every piece's inner axis, and add what they have at the end. Where the outputs alone are too few for all of the
-chip's multiprocessors, programs share an output along the inner axis and write float32 parts of its sum, which a second
-kernel, `join`, adds up together with the residual, and takes the norm of.
+Two warpgroups share that, each with half of every piece's inner axis, and add what they have at the end. Where the
+outputs alone are too few for all of the chip's multiprocessors, programs share an output along the inner axis and write
+float32 parts of its sum, which a second kernel, `join`, adds up together with the residual, and takes the norm of.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ MOST_ROWS = 64
 EIGHT = 8  # rows of a swizzled tile, and what a product's columns are counted in
 ATOM = 64  # 16-bit numbers of a swizzled tile's row
 WIDE_ATOM = 128  # 8-bit numbers of one
+THREADS = 128  # of a warpgroup
+REGISTERS = 1 << 16  # of a multiprocessor
+MOST_REGISTERS = 168  # of a thread, of three warpgroups
 RESERVED = 1024  # bytes of shared memory that the chip takes for each program
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,  # the other has no memory that is swizzled and not tiled
@@ -130,14 +133,33 @@ def fill(tiles: int, splits: int, cores: int) -> float:
     return tiles * splits / (waves * cores)
 
 
+def program_registers(config: WeightStreamConfig, rows: int, *, gated: bool) -> int:
+    """Of a thread that multiplies 8-bit weights, about: a piece widened, the sums, and what every kernel has.
+
+    ptxas took 63 and 103 of one row, plain and gated, 79 and 128 of 32 rows; this says 68, 104, 80 and 128.
+    """
+    held = config.outputs * (2 if gated else 1)
+    widened = held * config.depth // multipliers(config, jnp.int8) // 2
+    sums = held * math.ceil(rows / EIGHT) * EIGHT
+    return 32 + (widened + sums) // THREADS
+
+
 def candidates(call: Call) -> Sequence[WeightStreamConfig]:
     """The fewest splits that leave few multiprocessors idle first, each cut with rings that fit once and twice."""
-    n, gated = sizes(call), call.params["gate"] is not None
-    weight_dtype = call.need("weight").dtype
+    n, gated, eight_bits = sizes(call), call.params["gate"] is not None, is_quantized(call)
     # As many bytes of either weight: what is on its way counts.
-    depths = (256, 512, 128) if is_quantized(call) else (128, 256, 64)
+    depths = (256, 512, 128) if eight_bits else (128, 256, 64)
     cores = multiprocessors(call.target.device_kind)
-    budget = SMEM_BYTES + RESERVED
+
+    def fits(config: WeightStreamConfig, times: int) -> bool:
+        """Whether a multiprocessor has room for so many programs at a time."""
+        dtype = call.need("weight").dtype
+        if program_bytes(config, n.rows, gated=gated, weight_dtype=dtype) * times > SMEM_BYTES + RESERVED:
+            return False
+        registers = program_registers(config, n.rows, gated=gated) if eight_bits else 0
+        threads = THREADS * (1 + multipliers(config, dtype))
+        return registers <= MOST_REGISTERS and registers * threads * times <= REGISTERS
+
     configs = []
     for outputs, depth in itertools.product((64, 128), depths):
         if n.outputs % outputs or n.inner % depth:
@@ -151,15 +173,11 @@ def candidates(call: Call) -> Sequence[WeightStreamConfig]:
         for together in (1, 2):
             # Six pieces on their way are as many as parts of a sum need, and leave room for the next kernel's programs.
             deepest = min(math.ceil(steps / splits), 6 if splits > 1 else 16)
-            for stages in range(max(deepest, 2), 1, -1):
-                config = WeightStreamConfig(outputs, depth, stages, splits)
-                taken = program_bytes(config, n.rows, gated=gated, weight_dtype=weight_dtype)
-                if taken * together <= budget:
-                    configs.append(config)
-                    break
+            rings = (WeightStreamConfig(outputs, depth, stages, splits) for stages in range(max(deepest, 2), 1, -1))
+            configs += [config for config in rings if fits(config, together)][:1]
     # Where programs are more than multiprocessors, two at a time leave none of them idle.
     crowded = [c for c in configs if (n.outputs // c.outputs) * c.splits > cores]
-    half = [c for c in crowded if 2 * program_bytes(c, n.rows, gated=gated, weight_dtype=weight_dtype) <= budget]
+    half = [c for c in crowded if fits(c, 2)]
     return list(dict.fromkeys([c for c in configs if c not in crowded] + half + crowded))
 
 
