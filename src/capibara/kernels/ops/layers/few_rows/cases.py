@@ -56,6 +56,7 @@ CASES = (
     *(case for rows in (1, 32) for case in _layer("llama-1b", rows, 2048, 8192, 4096, REAL | {"gpu"}, int8=True)),
     *(case for rows in (1, 32) for case in _layer("llama-8b", rows, 4096, 14336, 6144, int8=True)),
     *(_head("llama-1b", rows, 2048, 32000, int8=int8) for rows in (1, 32) for int8 in (False, True)),
+    *(_head("llama-8b", rows, 4096, 128256, int8=int8) for rows in (1, 32) for int8 in (False, True)),
     _case("one", 1, 1, 1, HOSTILE, dtype="float32"),
     _case("odd", 3, 130, 65, HOSTILE, residual=True),
     _case("a-tile", 1, 128, 128, HOSTILE | {"gpu"}, gate="gelu"),
