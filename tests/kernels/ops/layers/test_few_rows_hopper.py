@@ -40,10 +40,24 @@ class _Tiles:
         return emulator._At(self)
 
     def narrow(self, index: Any) -> emulator.Ref:
+        if len(index) == 2:
+            return _AllTiles(self.whole, *index)
         stage, eight, atom, rows = index
         start = int(eight) * 8 + int(rows.start)
         columns = slice(int(atom) * 64, int(atom) * 64 + 64)
         return self.whole.narrow((stage, slice(start, start + rows.size), columns))
+
+
+class _AllTiles:
+    """The tiles [atom, 8, 64] of eight rows of a stage, as one copy writes them."""
+
+    tiled = False
+
+    def __init__(self, whole: emulator.Ref, stage: Any, eight: int) -> None:
+        self.rows = whole.narrow((stage, slice(eight * 8, eight * 8 + 8)))
+
+    def write(self, value: Any) -> None:
+        self.rows.write(value.swapaxes(0, 1).reshape(self.rows.shape))
 
 
 def _as_tiles(whole: Callable[[], Any], tiles: Callable[[], Any]) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ float32 parts of its sum, which a second kernel, `join`, adds up together with t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -90,35 +91,40 @@ def multipliers(config: WeightStreamConfig, weight_dtype: Any) -> int:
 def scratch(
     config: WeightStreamConfig, rows: int, dtype: Any, weight_dtype: Any, out_dtype: Any, *, gated: bool
 ) -> dict[str, Any]:
-    """A program's shared memory: the ring of the weight and the rows, and the results on their way out.
-
-    A stage of the ring is one array for each warpgroup that multiplies.
-    """
-    outputs, stages, sharers = config.outputs, config.stages, multipliers(config, weight_dtype)
-    depth = config.depth // sharers
+    """A program's shared memory: the ring of the weight and the rows, and the results on their way out."""
+    outputs, depth, stages = config.outputs, config.depth, config.stages
+    sharers = multipliers(config, weight_dtype)
     halves = 2 if gated else 1
     eights = math.ceil(rows / EIGHT)
-    x: Any = plgpu.SMEM((stages * sharers, eights * EIGHT, depth), dtype, transforms=swizzled(dtype))
+    x: Any = plgpu.SMEM((stages, eights * EIGHT, depth), dtype, transforms=swizzled(dtype))
     copies = 1
     if rows % EIGHT:
         # TMA by whole tiles wants rows in eights. The same memory, seen as the tiles that it is made of, takes fewer;
         # what lies in the others is their own columns' of the product alone, and those are not written.
         swizzle = (plgpu.SwizzleTransform(SWIZZLE),)
-        copies = eights * (depth // ATOM)
-        tiles = stages * sharers, eights, depth // ATOM, EIGHT, ATOM
+        copies = 1 if _is_one_copy(rows, weight_dtype) else eights * (depth // ATOM)
+        tiles = stages, eights, depth // ATOM, EIGHT, ATOM
         x = plgpu.RefUnion(x, plgpu.SMEM(tiles, dtype, transforms=swizzle))
-    weight = plgpu.SMEM((stages * sharers, halves * outputs, depth), weight_dtype, transforms=swizzled(weight_dtype))
     shared = {}
     if sharers > 1:
         shared = {"others": plgpu.SMEM((halves * outputs, eights * EIGHT), jnp.float32), "added": plgpu.Barrier()}
     return {
-        "weight": weight,
+        "weight": plgpu.SMEM((stages, halves * outputs, depth), weight_dtype, transforms=swizzled(weight_dtype)),
         "x": x,
         "out": plgpu.SMEM((eights * EIGHT, outputs), out_dtype),
-        "filled": plgpu.Barrier(num_arrivals=sharers * (halves + copies), num_barriers=stages),
+        "filled": plgpu.Barrier(num_arrivals=halves + copies, num_barriers=stages),
         "drained": plgpu.Barrier(num_arrivals=sharers, num_barriers=stages),
         **shared,
     }
+
+
+def _is_one_copy(rows: int, weight_dtype: Any) -> bool:
+    """Whether one row's piece comes as one copy, of tiles whose other rows lie outside of x, where TMA puts zeros.
+
+    Every thread of a warpgroup arrives for every copy. Pieces of 8-bit weights are twice as deep for as many bytes:
+    tile by tile, copies of x would be most of what a program waits for.
+    """
+    return rows == 1 and jnp.dtype(weight_dtype) == jnp.int8
 
 
 def program_bytes(config: WeightStreamConfig, rows: int, *, gated: bool, weight_dtype: Any = jnp.bfloat16) -> int:
@@ -232,7 +238,9 @@ def few_rows_hopper(
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
     )
-    (parts,) = kernel(x, weight) if weight_scale is None else kernel(x, weight, weight_scale)
+    # As the tiles that a row is cut into: the same bytes.
+    source = x.reshape(inner // ATOM, 1, ATOM) if _is_one_copy(rows, weight.dtype) else x
+    (parts,) = kernel(source, weight) if weight_scale is None else kernel(source, weight, weight_scale)
     if residual is not None and scale is not None:
         return join(parts, residual, scale, eps=eps)
     return parts[0] if whole else parts.sum(0).astype(out)
@@ -240,14 +248,13 @@ def few_rows_hopper(
 
 def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStreamConfig, gate: str | None) -> None:
     *weight_scale, out_hbm = scale_and_out
-    outputs, stages, splits = config.outputs, config.stages, config.splits
-    rows, inner = x_hbm.shape
+    outputs, depth, stages, splits = config.outputs, config.depth, config.stages, config.splits
+    rows, inner = out_hbm.shape[1], weight_hbm.shape[1]
     halves = 1 if gate is None else 2
     columns = math.ceil(rows / EIGHT) * EIGHT
-    steps = inner // config.depth
+    steps = inner // depth
     each = math.ceil(steps / splits)
     sharers = multipliers(config, weight_hbm.dtype)
-    depth = config.depth // sharers
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
         tile, split = lax.axis_index("tile"), lax.axis_index("split")
@@ -270,41 +277,42 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                 def _() -> None:
                     plgpu.barrier_wait(smem["drained"].at[slot])
 
+                start = (first + step) * depth
                 filled = smem["filled"].at[slot]
-                starts = [(first + step) * config.depth + sharer * depth for sharer in range(sharers)]
-                places = [slot * sharers + sharer for sharer in range(sharers)]
-                # The weight first: it is what takes time.
-                for (place, start), half in itertools.product(zip(places, starts, strict=True), range(halves)):
-                    target = smem["weight"].at[place, pl.ds(half * outputs, outputs)]
+                for half in range(halves):
+                    target = smem["weight"].at[slot, pl.ds(half * outputs, outputs)]
                     plgpu.copy_gmem_to_smem(weight_hbm.at[held(half), pl.ds(start, depth)], target, filled)
-                for place, start in zip(places, starts, strict=True):
-                    if x_tiles is None:
-                        plgpu.copy_gmem_to_smem(x_hbm.at[:, pl.ds(start, depth)], x_smem.at[place], filled)
-                        continue
-                    for eight, atom in itertools.product(range(columns // EIGHT), range(depth // ATOM)):
-                        some = min(EIGHT, rows - eight * EIGHT)
-                        source = x_hbm.at[pl.ds(eight * EIGHT, some), pl.ds(start + atom * ATOM, ATOM)]
-                        plgpu.copy_gmem_to_smem(source, x_tiles.at[place, eight, atom, pl.ds(0, some)], filled)
+                if x_tiles is None:
+                    plgpu.copy_gmem_to_smem(x_hbm.at[:, pl.ds(start, depth)], x_smem.at[slot], filled)
+                    return
+                if _is_one_copy(rows, weight_hbm.dtype):
+                    # A first row that no compiler knows: else there would be too few.
+                    source = x_hbm.at[pl.ds((first + step) * (depth // ATOM), depth // ATOM), pl.ds(tile * 0, EIGHT)]
+                    plgpu.copy_gmem_to_smem(source, x_tiles.at[slot, 0], filled)
+                    return
+                for eight, atom in itertools.product(range(columns // EIGHT), range(depth // ATOM)):
+                    some = min(EIGHT, rows - eight * EIGHT)
+                    source = x_hbm.at[pl.ds(eight * EIGHT, some), pl.ds(start + atom * ATOM, ATOM)]
+                    plgpu.copy_gmem_to_smem(source, x_tiles.at[slot, eight, atom, pl.ds(0, some)], filled)
 
-        @pl.when(warpgroup < sharers)
-        def _multiply() -> None:
+        def multiply(sharer: int) -> None:
+            mine = pl.ds(sharer * (depth // sharers), depth // sharers)
+
             def contract(acc: Any) -> Any:
                 @pl.loop(0, count)
                 def _step(step: Any) -> None:
                     slot = lax.rem(step, stages)
                     plgpu.barrier_wait(smem["filled"].at[slot])
-                    place = slot if sharers == 1 else slot * sharers + warpgroup
-                    x = x_smem.at[place].transpose((1, 0))
                     if weight_scale:
-                        narrow = load(smem["weight"].at[place], plgpu.Layout.WGMMA_UPCAST_2X)
+                        narrow = load(smem["weight"].at[slot, :, mine], plgpu.Layout.WGMMA_UPCAST_2X)
                         # Neighbours exchange what they have while it is narrow.
                         narrow = plgpu.layout_cast(narrow, plgpu.Layout.WGMMA)
-                        plgpu.wgmma(acc, narrow.astype(x_hbm.dtype), x)
+                        plgpu.wgmma(acc, narrow.astype(x_hbm.dtype), x_smem.at[slot, :, mine].transpose((1, 0)))
                         # Its registers are the next piece's too.
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(smem["drained"].at[slot])
                         return
-                    plgpu.wgmma(acc, smem["weight"].at[place], x)
+                    plgpu.wgmma(acc, smem["weight"].at[slot], x_smem.at[slot].transpose((1, 0)))
                     # One product stays in flight; the one before it is done with its stage.
                     plgpu.wgmma_wait(1)
 
@@ -318,41 +326,34 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
             # Asked for before the loop, so that they are there after it.
             of_outputs = [
                 load(scales.at[held(half)], plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
-                for scales in weight_scale
+                for scales in (weight_scale if sharer == 0 else ())
                 for half in range(halves)
             ]
-            acc = plgpu.WGMMAAccumulatorRef((halves * outputs, columns), jnp.float32)
-            z = pl.run_scoped(contract, acc)
-
-            def finish(z: Any) -> None:
-                parts = [z] if halves == 1 else [z[:outputs], z[outputs:]]
-                if of_outputs:
-                    parts = [
-                        part * lax.broadcast_in_dim(scale, part.shape, (0,))
-                        for part, scale in zip(parts, of_outputs, strict=True)
-                    ]
-                z = parts[0] if gate is None else value(gate, parts[0], short=True) * parts[1]
-                # Pairs of outputs, where the accumulator has pairs of rows: they lie side by side in the result.
-                z = plgpu.layout_cast(z.astype(out_hbm.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                store_to_memory(smem["out"].at[:, :].transpose((1, 0)), z)
-                plgpu.commit_smem()
-                target = out_hbm.at[split, :, pl.ds(tile * outputs, outputs)]
-                plgpu.copy_smem_to_gmem(smem["out"].at[pl.ds(0, rows)], target)
-                plgpu.wait_smem_to_gmem(0)
-
-            if sharers == 1:
-                finish(z)
-                return
-
-            @pl.when(warpgroup == 1)
-            def _hand_over() -> None:
+            z = pl.run_scoped(contract, plgpu.WGMMAAccumulatorRef((halves * outputs, columns), jnp.float32))
+            if sharer == 1:
                 store_to_memory(smem["others"], z)
                 plgpu.barrier_arrive(smem["added"])
-
-            @pl.when(warpgroup == 0)
-            def _add() -> None:
+                return
+            if sharers > 1:
                 plgpu.barrier_wait(smem["added"])
-                finish(z + load(smem["others"], plgpu.Layout.WGMMA, optimized=False))
+                z = z + load(smem["others"], plgpu.Layout.WGMMA, optimized=False)
+            parts = [z] if halves == 1 else [z[:outputs], z[outputs:]]
+            if of_outputs:
+                parts = [
+                    part * lax.broadcast_in_dim(scale, part.shape, (0,))
+                    for part, scale in zip(parts, of_outputs, strict=True)
+                ]
+            z = parts[0] if gate is None else value(gate, parts[0], short=True) * parts[1]
+            # Pairs of outputs, where the accumulator has pairs of rows: they lie side by side in the result.
+            z = plgpu.layout_cast(z.astype(out_hbm.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            store_to_memory(smem["out"].at[:, :].transpose((1, 0)), z)
+            plgpu.commit_smem()
+            target = out_hbm.at[split, :, pl.ds(tile * outputs, outputs)]
+            plgpu.copy_smem_to_gmem(smem["out"].at[pl.ds(0, rows)], target)
+            plgpu.wait_smem_to_gmem(0)
+
+        for sharer in range(sharers):
+            pl.when(warpgroup == sharer)(functools.partial(multiply, sharer))
 
     allocated = scratch(config, rows, x_hbm.dtype, weight_hbm.dtype, out_hbm.dtype, gated=gate is not None)
     pl.run_scoped(run_warpgroups, allocated, collective_axes="warpgroup")
