@@ -243,7 +243,7 @@ def measure(pool: ThreadPoolExecutor, case: Case, weights: Sequence[jax.Array], 
     configs = [None, *(cuts(call, most) if on_gpu else [])]
     jobs = [pool.submit(build, config, case, given) for config in configs]
     wide = [None if operand is None else operand.astype(jnp.float32) for operand in given[-1]]
-    wanted = reference(*wide, **case.params)  # type: ignore[arg-type]
+    wanted = reference(*wide, **case.params)
     forms, rows = [], []
     for config, job in zip(configs, jobs, strict=True):
         try:

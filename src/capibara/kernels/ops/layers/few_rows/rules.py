@@ -32,7 +32,8 @@ def is_quantized(call: Call) -> bool:
 
 
 def out_dtype_of(call: Call) -> np.dtype[Any]:
-    return jnp.dtype(call.params["out_dtype"] or call.need("x").dtype)
+    chosen: Any = call.params["out_dtype"]
+    return jnp.dtype(chosen or call.need("x").dtype)
 
 
 def check(call: Call) -> None:
