@@ -1,12 +1,15 @@
 """The products of a decoding step on a GPU: `few_rows` by its kernel, in several cuts, beside XLA's form, in one run.
 
     python benchmarks/few_rows_gpu.py --out few_rows.json               # both models, at 1, 32, 8 and 64 rows
+    python benchmarks/few_rows_gpu.py --weights int8 --rows 1,32 --models 1b --seconds 85 --out few_rows_int8.json
     python benchmarks/few_rows_gpu.py --rows 1,32 --models 1b --seconds 85 --out few_rows.json
     python benchmarks/few_rows_gpu.py --products qkv,gated --configs 2
     JAX_PLATFORMS=cpu python benchmarks/few_rows_gpu.py --tiny
 
-A row is one product of a model's layer at so many rows of x. A program has it sixteen times, each with a weight of its
-own, so that no weight is still in a cache when it is read. Times are microseconds a product:
+A row is one product of a model's layer, or its head, at so many rows of x, with a weight of 16 bits or of 8 with a
+scale an output; XLA's form has the same weights. No rule or cut is chosen by the 8b model's rows: they are held back,
+to say what happens at sizes that nobody looked at. A program has it sixteen times, each with a weight of its own, so
+that no weight is still in a cache when it is read. Times are microseconds a product:
 
     busy_us       the sum of its kernels' times, by the profiler; `microseconds` has XLA's and the best cut's
     span_us       from the first kernel's start to the last one's end, programs queued back to back: with the gaps
@@ -25,6 +28,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import itertools
 import json
 import math
 import statistics
@@ -51,11 +55,12 @@ from capibara.kernels.ops.layers.few_rows.hopper.forward import (
     program_bytes,
 )
 from capibara.kernels.ops.layers.few_rows.reference import reference
-from capibara.kernels.ops.layers.few_rows.rules import sizes
+from capibara.kernels.ops.layers.few_rows.rules import out_dtype_of, sizes
 from capibara.kernels.pallas.hopper import SMEM_BYTES
 
 MODELS = ("1b", "8b")
-PRODUCTS = ("qkv", "out", "gated", "down")
+PRODUCTS = ("qkv", "out", "gated", "down", "head")
+WEIGHT_TYPES = ("bf16", "int8")
 WEIGHTS = 16  # of a program, each its own
 ROUNDS, QUEUED = 5, 8  # of the host's clock: how often, and programs at a time
 PROFILED = 4  # programs under the profiler
@@ -82,35 +87,46 @@ class Event(NamedTuple):
     name: str
 
 
-def case_of(model: str, product: str, rows: int, *, tiny: bool) -> Case:
+def case_of(model: str, product: str, weights: str, rows: int, *, tiny: bool) -> Case:
     """The op's own case of that product, at so many rows."""
-    known = FEW_ROWS.case(f"llama-{model}-{product}-32")
-    (_, inner), (held, _), residual, _ = known.shapes
+    kind = f"{model}-int8-{product}" if weights == "int8" else f"{model}-{product}"
+    known = FEW_ROWS.case(f"llama-{kind}-32")
+    (_, inner), (held, _), residual, _, of_outputs = known.shapes
     outputs = None if residual is None else residual[1]
     if tiny:
         inner, held, outputs = inner // TINY, held // TINY, outputs and outputs // TINY
     added = (None, None) if outputs is None else ((rows, outputs), (outputs,))
-    name = f"{'tiny' if tiny else 'llama'}-{model}-{product}-{rows}"
-    return Case(name, ((rows, inner), (held, inner), *added), known.dtype, known.params)
+    shapes = (rows, inner), (held, inner), *added, None if of_outputs is None else (held,)
+    name = f"{'tiny' if tiny else 'llama'}-{kind}-{rows}"
+    return Case(name, shapes, known.dtype, known.params, dtypes=known.dtypes)
 
 
 def draw_weights(case: Case) -> list[jax.Array]:
-    held, inner = case.shapes[1]
-    keys = jax.random.split(jax.random.key(0), WEIGHTS)
-    scaled = jax.jit(lambda key: jax.random.normal(key, (held, inner), case.dtype) * inner**-0.5)
-    return [scaled(key).astype(case.dtype) for key in keys]
+    (held, inner), dtype = case.shapes[1], case.args()[1].dtype
+
+    @jax.jit
+    def drawn(key: jax.Array) -> jax.Array:
+        if dtype == jnp.int8:
+            return jax.random.randint(key, (held, inner), -127, 128, jnp.int8)
+        return (jax.random.normal(key, (held, inner), dtype) * inner**-0.5).astype(dtype)
+
+    return [drawn(key) for key in jax.random.split(jax.random.key(0), WEIGHTS)]
 
 
-def draw_operands(case: Case, weights: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
-    """Those of every call of a program: x and the weight, and what is added and the norm's scale where there are."""
-    x, _, residual, scale = case.shapes
+def draw_operands(case: Case, weights: Sequence[jax.Array]) -> list[tuple[jax.Array | None, ...]]:
+    """Those of every call of a program: x and the weight, and what is added, the norm's scale and the outputs' scales
+    where there are."""
+    (x, (_, inner), residual, scale, of_outputs), dtype = case.shapes, case.dtype
     made = []
     for number, weight in enumerate(weights):
-        first, second = jax.random.split(jax.random.key(1 + number))
-        operands = (jax.random.normal(first, x, case.dtype), weight)
-        if residual is not None:
-            operands += (jax.random.normal(second, residual, case.dtype), jnp.full(scale, 1.25, case.dtype))
-        made.append(operands)
+        first, second, third = jax.random.split(jax.random.key(1 + number), 3)
+        made.append((
+            jax.random.normal(first, x, dtype),
+            weight,
+            None if residual is None else jax.random.normal(second, residual, dtype),
+            None if scale is None else jnp.full(scale, 1.25, dtype),
+            None if of_outputs is None else jax.random.uniform(third, of_outputs, minval=0.5) / (73 * inner**0.5),
+        ))  # fmt: skip
     return made
 
 
@@ -120,26 +136,26 @@ def cuts(call: Call, most: int) -> list[WeightStreamConfig]:
     first, n = ruled[0], sizes(call)
     others = []
     if call.params["gate"] is None:
-        tiles = n.outputs // 64
+        tiles, dtype = n.outputs // 64, call.need("weight").dtype
         for splits in (1, 2, 3, 4, 6, 8):
             if splits == first.splits or not 60 <= tiles * splits < 400:
                 continue
-            rings = (WeightStreamConfig(64, 128, stages, splits) for stages in range(16, 1, -1))
-            fits = (c for c in rings if program_bytes(c, n.rows, gated=False) <= SMEM_BYTES + RESERVED)
-            others += list(fits)[:1]
+            rings = [WeightStreamConfig(64, first.depth, stages, splits) for stages in range(16, 1, -1)]
+            taken = [program_bytes(c, n.rows, gated=False, weight_dtype=dtype) for c in rings]
+            others += [c for c, used in zip(rings, taken, strict=True) if used <= SMEM_BYTES + RESERVED][:1]
     alike = [config for config in ruled if (config.outputs, config.depth) == (first.outputs, first.depth)]
     return list(dict.fromkeys([first, *others[:2], *alike, *ruled]))[:most]
 
 
-def build(config: WeightStreamConfig | None, case: Case, given: Sequence[tuple[jax.Array, ...]]) -> Any:
+def build(config: WeightStreamConfig | None, case: Case, given: Sequence[tuple[jax.Array | None, ...]]) -> Any:
     """A compiled program of one product after another, by the kernel cut so, or by XLA."""
     by: dict[str, Any] = {"implementation": "xla"} if config is None else {"implementation": "hopper", "config": config}
 
     @jax.jit
-    def product(*operands: jax.Array) -> Any:
+    def product(*operands: Any) -> Any:
         return few_rows(*operands, **case.params, **by)
 
-    def products(given: Sequence[tuple[jax.Array, ...]]) -> list[Any]:
+    def products(given: Sequence[tuple[Any, ...]]) -> list[Any]:
         return [product(*operands) for operands in given]
 
     return jax.jit(products).lower(given).compile()
@@ -222,11 +238,11 @@ def device_times(forms: Sequence[Form], given: Any) -> list[dict[str, Any]]:
 
 def measure(pool: ThreadPoolExecutor, case: Case, weights: Sequence[jax.Array], most: int) -> dict[str, Any]:
     given = draw_operands(case, weights)
-    call = FEW_ROWS.call(*given[0], *[None] * (4 - len(given[0])), **case.params)
+    call = FEW_ROWS.call(*given[0], **case.params)
     on_gpu = jax.default_backend() == "gpu"
     configs = [None, *(cuts(call, most) if on_gpu else [])]
     jobs = [pool.submit(build, config, case, given) for config in configs]
-    wide = [operand.astype(jnp.float32) for operand in given[-1]]
+    wide = [None if operand is None else operand.astype(jnp.float32) for operand in given[-1]]
     wanted = reference(*wide, **case.params)
     forms, rows = [], []
     for config, job in zip(configs, jobs, strict=True):
@@ -238,7 +254,8 @@ def measure(pool: ThreadPoolExecutor, case: Case, weights: Sequence[jax.Array], 
             print(f"  FAILED {case.name} {config or 'xla'}: {type(failure).__name__}: {text}", flush=True)
             rows.append({"config": str(config) if config else "xla", "failed": text})
     tolerance, n = FEW_ROWS.tolerance(call), sizes(call)
-    moved = given[0][0].nbytes + given[0][1].nbytes + n.rows * n.outputs * call.need("x").dtype.itemsize
+    moved = sum(call.need(name).size * call.need(name).dtype.itemsize for name in ("x", "weight"))
+    moved += n.rows * n.outputs * out_dtype_of(call).itemsize
     least = moved / BANDWIDTH * 1e6
     print(f"{case.name}: a weight of {weights[0].nbytes / 1e6:.1f} MB, {least:.1f} us at 4.2 TB/s", flush=True)
     walls = wall_times(forms, given)
@@ -277,14 +294,17 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32,8,64", help="numbers of rows of x, separated by commas")
     parser.add_argument("--models", default=",".join(MODELS), help="of these, separated by commas")
     parser.add_argument("--products", default=",".join(PRODUCTS), help="of these, separated by commas")
+    parser.add_argument("--weights", default=",".join(WEIGHT_TYPES), help="of these, separated by commas")
     parser.add_argument("--configs", type=int, default=5, help="cuts of the kernel, at most, for each product")
     parser.add_argument("--seconds", type=float, default=55, help="of the whole run: later products are skipped")
     parser.add_argument("--out", help="write the figures here")
     parser.add_argument("--tiny", action="store_true", help="weights of a few thousand numbers, to see that it runs")
     options = parser.parse_args()
     numbers = [int(rows) for rows in options.rows.split(",")]
-    models, products = options.models.split(","), options.products.split(",")
-    for name, asked, known in (("--models", models, MODELS), ("--products", products, PRODUCTS)):
+    models, products, types = options.models.split(","), options.products.split(","), options.weights.split(",")
+    for name, asked, known in (
+        ("--models", models, MODELS), ("--products", products, PRODUCTS), ("--weights", types, WEIGHT_TYPES),
+    ):  # fmt: skip
         if not set(asked) <= set(known):
             parser.error(f"{name} are of {', '.join(known)}, not {', '.join(asked)}")
     document: dict[str, Any] = {
@@ -296,18 +316,17 @@ def main() -> None:
         "skipped": [],
     }
     with ThreadPoolExecutor(12) as pool:
-        for model in models:
-            for product in products:
-                weights: list[jax.Array] = []
-                for rows in numbers:
-                    case = case_of(model, product, rows, tiny=options.tiny)
-                    if options.seconds - (time.perf_counter() - start) < A_PRODUCT_S:
-                        document["skipped"].append(case.name)
-                    else:
-                        weights = weights or draw_weights(case)
-                        document["rows"].append(measure(pool, case, weights, options.configs))
-                    if options.out:
-                        Path(options.out).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        for model, product, weight_type in itertools.product(models, products, types):
+            weights: list[jax.Array] = []
+            for rows in numbers:
+                case = case_of(model, product, weight_type, rows, tiny=options.tiny)
+                if options.seconds - (time.perf_counter() - start) < A_PRODUCT_S:
+                    document["skipped"].append(case.name)
+                else:
+                    weights = weights or draw_weights(case)
+                    document["rows"].append(measure(pool, case, weights, options.configs))
+                if options.out:
+                    Path(options.out).write_text(json.dumps(document, indent=1), encoding="utf-8")
     skipped = ", ".join(document["skipped"]) or "nothing"
     print(f"skipped for time: {skipped}; {time.perf_counter() - start:.0f} seconds")
 

@@ -307,6 +307,10 @@ def _users(asked: argparse.Namespace, engine: Any, trace: Any, users: int, contr
 
 
 def run_form(form: str, asked: argparse.Namespace) -> dict[str, Any]:
+    if asked.trust and not form.startswith("hf_"):
+        from capibara.kernels import trust
+
+        trust(asked.trust)
     if form == "capibara":
         return _capibara(asked)
     if form == "capibara_int8":
@@ -349,6 +353,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="of one step of the engine")
+    parser.add_argument("--trust", choices=("measured", "predicted"), help="which evidence the engine's kernels go by")
     parser.add_argument("--predict-on", default="h200", help="the chip that is predicted for; empty predicts nothing")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--preset", default="llama-1b")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.kernels import explain, target
+from capibara.kernels import explain, target, trust
 from capibara.kernels.ops.layers.few_rows import api
 from capibara.kernels.ops.layers.few_rows.api import few_rows
 from capibara.models import decoder
@@ -28,7 +28,9 @@ def _model(**changes: Any) -> ModularModelConfig:
         "attention": {"heads": 2, "head_dim": 64, "kv_heads": 1, **changes.pop("attention", {})},
         "mlp": {"ffn": 256, **changes.pop("mlp", {})},
     }
-    return ModularModelConfig(hidden=128, vocab=64, layers=LAYERS, max_length=16, blocks=blocks, **changes)
+    return ModularModelConfig(
+        hidden=128, vocab=changes.pop("vocab", 64), layers=LAYERS, max_length=16, blocks=blocks, **changes
+    )
 
 
 def _step(model: ModularModelConfig, tokens: int, dtype: Any = BF16, int8: bool = False) -> tuple[Any, Any]:
@@ -57,6 +59,27 @@ def test_a_layer_is_three_products_each_with_what_follows_it() -> None:
     # Of many rows queries, keys and values are one more; of one row XLA's product is faster.
     assert _calls(_model(), 8) == {"plain": 1, "normed": 2, "gated": 1}
     assert _calls(_model(), 1) == {"normed": 2, "gated": 1}
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_eight_bit_weights_are_taken_by_it_at_any_few_rows_where_predictions_are_trusted(tokens: int) -> None:
+    with trust("predicted"):
+        assert _calls(_model(), tokens, int8=True) == {"plain": 1, "normed": 2, "gated": 1}
+        assert _calls(_model(), 65, int8=True) == {}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("rows", "int8", "by"), [(1, True, 1), (8, True, 1), (8, False, 1), (1, False, 0), (65, True, 0)]
+)
+def test_the_head_is_one_more(rows: int, int8: bool, by: int) -> None:
+    model = _model(vocab=128)
+    params = prepared(model, decoder.init(model, jax.random.key(0)), BF16, int8=int8)
+    with target("gpu", "NVIDIA H200"), trust("predicted"):
+        found = explain(lambda x, params: decoder.logits(model, params, x), jnp.ones((rows, 128), BF16), params)
+    calls = [s for s in found.selections if s.call.op.name == "few_rows"]
+    assert [s.implementation for s in calls] == ["hopper"] * by
+    assert all(s.call.params["out_dtype"] == "float32" for s in calls)
 
 
 def _with_adapter(params: Any) -> Any:
@@ -89,9 +112,15 @@ def test_what_a_kernel_does_not_do_is_written_out(model: Any, options: Any, want
 
 @pytest.mark.quick
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_the_numbers_are_those_of_the_steps_written_out(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_numbers_are_those_of_the_steps_written_out(norm: str, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The op's own XLA form in the kernel's place: every operand is where it belongs."""
-    step, params = _step(_model(norm=norm), 8, jnp.dtype("float32"))
+    model = _model(norm=norm)
+    states, params = _step(model, 8, jnp.dtype("float32"), int8=int8)
+
+    def step(params: Any) -> Any:
+        return decoder.logits(model, params, states(params))
+
     written_out = np.asarray(step(params))
     taken = []
 
@@ -99,10 +128,11 @@ def test_the_numbers_are_those_of_the_steps_written_out(norm: str, monkeypatch: 
         taken.append(options)
         return few_rows(*operands, **options)
 
-    monkeypatch.setattr(spec, "has_kernel", lambda *_, **__: True)
-    monkeypatch.setattr(spec, "few_rows", noted)
+    for room in (spec, decoder):
+        monkeypatch.setattr(room, "has_kernel", lambda *_, **__: True)
+        monkeypatch.setattr(room, "few_rows", noted)
     np.testing.assert_allclose(np.asarray(step(params)), written_out, rtol=0, atol=2e-5)
-    assert len(taken) == 4  # of a layer: all are alike, and traced once
+    assert len(taken) == 4 + 1  # of a layer, for all are alike and traced once; and the head
 
 
 @pytest.mark.quick

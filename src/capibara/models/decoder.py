@@ -18,10 +18,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from capibara.errors import rule_error
 from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
+from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
-from capibara.models.blocks.spec import LORA_SCALE, QUANTIZED_SCALE, LastProduct, PagedBatch, Sequences, Weight
+from capibara.models.blocks.spec import (
+    BY_OUTPUT,
+    LORA_SCALE,
+    QUANTIZED_SCALE,
+    LastProduct,
+    PagedBatch,
+    Sequences,
+    Weight,
+)
 from capibara.parallel.remat import LAYER_INPUT
 
 if TYPE_CHECKING:
@@ -225,11 +234,22 @@ def _head(model: ModularModelConfig, params: Any, dtype: Any) -> jax.Array:
     return params["embed"].astype(dtype).T if model.tied else params["head"].astype(dtype)
 
 
+def _scores(model: ModularModelConfig, params: Any, x: jax.Array) -> jax.Array:
+    by_output = params.get("head" + BY_OUTPUT)
+    if by_output is None:
+        scores = jnp.einsum("...h,hv->...v", x, _head(model, params, x.dtype), preferred_element_type=jnp.float32)
+    else:
+        operands = spec.few_rows_operands(params, "head", x)
+        if operands is not None and has_kernel(**operands, out_dtype="float32"):
+            return few_rows(**operands, out_dtype="float32").reshape(*x.shape[:-1], -1)
+        scores = jnp.einsum("...h,vh->...v", x, by_output.astype(x.dtype), preferred_element_type=jnp.float32)
+    scale = params.get("head" + QUANTIZED_SCALE)
+    return scores if scale is None else scores * scale
+
+
 def logits(model: ModularModelConfig, params: Any, x: jax.Array) -> jax.Array:
     """What the head makes of hidden states: float32 [..., vocab]."""
-    scores = jnp.einsum("...h,hv->...v", x, _head(model, params, x.dtype), preferred_element_type=jnp.float32)
-    if "head" + QUANTIZED_SCALE in params:
-        scores = scores * params["head" + QUANTIZED_SCALE]
+    scores = _scores(model, params, x)
     if model.softcap is not None:
         scores = model.softcap * jnp.tanh(scores / model.softcap)
     return with_sharding_constraint(scores, ("batch", "sequence", "vocab")) if scores.ndim == 3 else scores

@@ -15,6 +15,7 @@ import numpy as np
 
 from capibara.compile.cache import ExecutableCache
 from capibara.compile.warmup import Program, WarmupReport, make_program, warm_up
+from capibara.kernels.core.trusting import trusted
 from capibara.mesh import current_rules, shard_params
 from capibara.models import decoder
 from capibara.serve import programs, sampling
@@ -125,7 +126,7 @@ class Runner:
         self._disk = None if config.cache_folder is None else ExecutableCache(config.cache_folder)
         # What programs hang on and their arguments' shapes do not show.
         own = (jnp.dtype(dtype), words, config.batch_invariant, config.attention, bool(config.adapters), config.mesh)
-        self._identity = f"{self.model.to_toml()}\n{own}\n{dict(current_rules())}"
+        self._identity = f"{self.model.to_toml()}\n{own}\n{dict(current_rules())}\n{trusted()}"
         self.compilations = 0
         self._counts: sampling.Counts | None = None
         self._all_allowed: dict[int, jax.Array] = {}

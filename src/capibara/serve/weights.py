@@ -77,6 +77,8 @@ def prepared(model: ModularModelConfig, params: Any, dtype: Any, *, joint: bool 
     }
     if int8 and not model.tied:
         made["head"], made["head" + QUANTIZED_SCALE] = jax.jit(quantized)(made["head"])
+    if joint and not model.tied:
+        made["head" + BY_OUTPUT] = jax.jit(jnp.transpose)(made.pop("head"))
     # A layer at a time, so that no second copy of all is ever there.
     of_place = [jax.jit(functools.partial(layer, place)) for place in range(period)]
     made["layers"] = [

@@ -34,6 +34,7 @@ __all__ = [
     "PagedBatch",
     "Sequences",
     "Weight",
+    "few_rows_operands",
     "gated_products",
     "initial",
     "joint_name",
@@ -158,33 +159,36 @@ def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inp
         y = jnp.tensordot(x, params[name].astype(x.dtype), inputs)
     else:
         rows = x.reshape(*x.shape[: x.ndim - inputs], -1)
-        operands = _few_rows_operands(params, name, x, inputs)
-        if operands is not None and has_kernel(*operands):
-            return few_rows(*operands).reshape(*rows.shape[:-1], *by_output.shape[:-1])
+        operands = few_rows_operands(params, name, x, inputs)
+        if operands is not None and has_kernel(**operands):
+            return few_rows(**operands).reshape(*rows.shape[:-1], *by_output.shape[:-1])
         y = jnp.tensordot(rows, by_output.astype(x.dtype), ((rows.ndim - 1,), (by_output.ndim - 1,)))
     scale = params.get(name + QUANTIZED_SCALE)
     return y if scale is None else y * scale.astype(y.dtype)
 
 
-def _few_rows_operands(
-    params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int
-) -> tuple[jax.Array, jax.Array] | None:
-    """(x [rows, K], the weight [outputs, K]), as `few_rows` takes them; None of one that is held in another way."""
-    weight = params.get(name + BY_OUTPUT)
-    if weight is None or weight.dtype != x.dtype or name + QUANTIZED_SCALE in params:
+def few_rows_operands(params: Mapping[str, Any], name: str, x: jax.Array, inputs: int = 1) -> dict[str, Any] | None:
+    """x [rows, K], the weight [outputs, K] and its scales where it has 8 bits, by the names that `few_rows` has for
+    them; None of a weight that is held in another way."""
+    weight, scale = params.get(name + BY_OUTPUT), params.get(name + QUANTIZED_SCALE)
+    if weight is None or (scale is None and weight.dtype != x.dtype):
         return None
-    return x.reshape(math.prod(x.shape[: x.ndim - inputs]), -1), weight.reshape(-1, weight.shape[-1])
+    operands = {
+        "x": x.reshape(math.prod(x.shape[: x.ndim - inputs]), -1),
+        "weight": weight.reshape(-1, weight.shape[-1]),
+    }
+    return operands if scale is None else {**operands, "weight_scale": scale.reshape(-1)}
 
 
 def gated_products(
     params: Mapping[str, jax.Array], names: tuple[str, str], x: jax.Array, gate: str
 ) -> jax.Array | None:
     """gate(x times the first weight) · (x times the second) in one pass, where there is a kernel for it; else None."""
-    operands = _few_rows_operands(params, joint_name(names), x, 1)
+    operands = few_rows_operands(params, joint_name(names), x)
     changed = any(name + LORA_DOWN in params for name in names)
-    if operands is None or changed or not has_kernel(*operands, gate=gate):
+    if operands is None or changed or not has_kernel(**operands, gate=gate):
         return None
-    return few_rows(*operands, gate=gate).reshape(*x.shape[:-1], -1)
+    return few_rows(**operands, gate=gate).reshape(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -201,13 +205,13 @@ class LastProduct:
 
     def added_and_normed(self, residual: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array] | None:
         """(the residual with this added, the RMS norm of that), where there is a kernel for all of it; else None."""
-        operands = _few_rows_operands(self.params, self.name, self.x, self.inputs)
+        operands = few_rows_operands(self.params, self.name, self.x, self.inputs)
         if operands is None or self.name + LORA_DOWN in self.params:
             return None
-        rows = residual.reshape(-1, residual.shape[-1])
-        if not has_kernel(*operands, rows, scale, eps=eps):
+        operands |= {"residual": residual.reshape(-1, residual.shape[-1]), "scale": scale}
+        if not has_kernel(**operands, eps=eps):
             return None
-        total, normal = few_rows(*operands, rows, scale, eps=eps)
+        total, normal = few_rows(**operands, eps=eps)
         return total.reshape(residual.shape), normal.reshape(residual.shape)
 
 

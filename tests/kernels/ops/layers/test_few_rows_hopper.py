@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,10 +40,24 @@ class _Tiles:
         return emulator._At(self)
 
     def narrow(self, index: Any) -> emulator.Ref:
+        if len(index) == 2:
+            return _AllTiles(self.whole, *index)
         stage, eight, atom, rows = index
         start = int(eight) * 8 + int(rows.start)
         columns = slice(int(atom) * 64, int(atom) * 64 + 64)
         return self.whole.narrow((stage, slice(start, start + rows.size), columns))
+
+
+class _AllTiles:
+    """The tiles [atom, 8, 64] of eight rows of a stage, as one copy writes them."""
+
+    tiled = False
+
+    def __init__(self, whole: emulator.Ref, stage: Any, eight: int) -> None:
+        self.rows = whole.narrow((stage, slice(eight * 8, eight * 8 + 8)))
+
+    def write(self, value: Any) -> None:
+        self.rows.write(value.swapaxes(0, 1).reshape(self.rows.shape))
 
 
 def _as_tiles(whole: Callable[[], Any], tiles: Callable[[], Any]) -> Callable[[], Any]:
@@ -129,6 +144,80 @@ def test_residual_and_norm(rows: int, splits: int, monkeypatch: pytest.MonkeyPat
     _within(normal, wide * spread * np.asarray(scale, np.float64), 1.1, 256)
 
 
+def _eight_bits(seed: int, outputs: int, inner: int) -> tuple[Any, Any, np.ndarray]:
+    """(8-bit numbers, the scales of their outputs, their products)."""
+    draw = np.random.default_rng(seed)
+    weight = draw.integers(-128, 128, (outputs, inner), np.int8)
+    scale = draw.uniform(0.5, 2, outputs).astype(np.float32) / 1024
+    return jnp.asarray(weight), jnp.asarray(scale), weight.astype(np.float64) * scale.astype(np.float64)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        (1, WeightStreamConfig(64, 256, 2)),  # two warpgroups, and a ring that comes round
+        (8, WeightStreamConfig(128, 256, 2, splits=2)),
+        (5, WeightStreamConfig(64, 128, 3)),  # one warpgroup
+        (24, WeightStreamConfig(64, 512, 2, splits=2)),
+        (12, WeightStreamConfig(64, 256, 3, splits=8)),  # some programs have nothing to do
+    ],
+)
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_eight_bits(rows: int, config: WeightStreamConfig, out_dtype: str | None, monkeypatch: Any) -> None:
+    x, (weight, scale, wide) = _normal(rows, rows, 1024), _eight_bits(7, 256, 1024)
+    with emulated(monkeypatch):
+        y = jax.block_until_ready(
+            few_rows_hopper(x, weight, weight_scale=scale, config=config, gate=None, eps=1e-6, out_dtype=out_dtype)
+        )
+    assert y.dtype == (out_dtype or BF16)
+    _within(y, _exact(x, wide), 1, 1024)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_eight_bits_and_a_gate(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both halves have scales of their own, and are scaled before the gate."""
+    x, (weight, scale, wide) = _normal(1, 3, 512, dtype=dtype), _eight_bits(2, 256, 512)
+    with emulated(monkeypatch):
+        y = jax.block_until_ready(
+            few_rows_hopper(x, weight, weight_scale=scale, config=WeightStreamConfig(64, 256, 2), gate="silu", eps=1e-6)
+        )
+    first, second = np.split(_exact(x, wide).astype(np.float32), 2, axis=1)
+    assert y.dtype == dtype
+    _within(y, np.asarray(jax.nn.silu(first)) * second, 1.1, 512)
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(1, 4), (9, 1)])
+def test_eight_bits_with_residual_and_norm(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual, norm_scale = _normal(1, rows, 1024), _normal(3, rows, 256), _normal(4, 256)
+    weight, scale, wide = _eight_bits(2, 256, 1024)
+    with emulated(monkeypatch):
+        total, normal = jax.block_until_ready(
+            few_rows_hopper(
+                x,
+                weight,
+                residual,
+                norm_scale,
+                scale,
+                config=WeightStreamConfig(64, 256, 2, splits),
+                gate=None,
+                eps=1e-3,
+            )
+        )
+    _within(total, _exact(x, wide) + np.asarray(residual, np.float64), 1, 1024)
+    exact = np.asarray(total, np.float64)
+    spread = 1 / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-3)
+    _within(normal, exact * spread * np.asarray(norm_scale, np.float64), 1.1, 256)
+
+
+@pytest.mark.quick
+def test_eight_bits_are_cut_deep_enough() -> None:
+    with pytest.raises(ValueError, match="128 deep at least"):
+        few_rows_hopper(
+            _normal(0, 1, 128), *_eight_bits(1, 128, 128)[:1], weight_scale=jnp.ones(128),
+            config=WeightStreamConfig(depth=64), gate=None, eps=1e-6,
+        )  # fmt: skip
+
+
 @pytest.mark.quick
 def test_cuts_fill_the_chip_and_fit_its_memory() -> None:
     with target("gpu", "NVIDIA H200"):
@@ -139,7 +228,8 @@ def test_cuts_fill_the_chip_and_fit_its_memory() -> None:
             gated = "gate" in case.params
             configs = candidates(call)
             for config in configs:
-                assert program_bytes(config, case.shapes[0][0], gated=gated) <= SMEM_BYTES + 1024
+                taken = program_bytes(config, case.shapes[0][0], gated=gated, weight_dtype=case.args()[1].dtype)
+                assert taken <= SMEM_BYTES + 1024
                 assert not gated or config.splits == 1
             if case.name.startswith("llama"):
                 held = case.shapes[1][0] // (2 if gated else 1)
@@ -158,12 +248,16 @@ def test_cuts_fill_the_chip_and_fit_its_memory() -> None:
         (((1, 96), (128, 96)), "bfloat16", "multiples of 64"),
         (((1, 128), (64, 128)), "bfloat16", "from 128"),
         (((1, 128), (192, 128), (1, 192), (192,)), "bfloat16", "multiple of 128 numbers"),
+        (((1, 192), (128, 192), None, None, (128,)), "bfloat16", "8-bit weights .* multiple of 128, not 192"),
     ],
 )
 def test_what_is_refused(shapes: Any, dtype: str, said: str) -> None:
+    given = [None if s is None else jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in shapes]
+    if len(given) == 5:
+        given[1] = jax.ShapeDtypeStruct(shapes[1], jnp.int8)
     with target("gpu", "NVIDIA H200"):
-        call = FEW_ROWS.call(*(jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in shapes))
-        assert said in str(IMPLEMENTATION.refusal(call))
+        call = FEW_ROWS.call(*given)
+        assert re.search(said, str(IMPLEMENTATION.refusal(call)))
     with target("gpu", "NVIDIA A100-SXM4-80GB"):
         assert "Hopper" in str(IMPLEMENTATION.refusal(FEW_ROWS.call(*call.args)))
 

@@ -12,9 +12,9 @@ import pytest
 from tests.kernels.ops.attention.paged.test_paged_attention import loops
 from tests.kernels.pallas import hopper_emulator as emulator
 
-from capibara.kernels import target
+from capibara.kernels import target, trust
 from capibara.kernels.ops.attention.paged import PAGED_ATTENTION
-from capibara.kernels.ops.attention.paged.hopper import forward
+from capibara.kernels.ops.attention.paged.hopper import forward, join
 from capibara.kernels.ops.attention.paged.hopper.forward import StreamConfig
 from capibara.kernels.ops.attention.paged.tiles import tile_of_tokens, work_list
 
@@ -51,12 +51,12 @@ class Form:
         table = draw.permutation(pages)[: sequences * most].reshape(sequences, most).astype(np.int32)
         return query, keys, values, table, np.array(self.contexts, np.int32), starts
 
-    def run(self, query: Any, keys: Any, values: Any, *rest: Any) -> Any:
+    def run(self, query: Any, keys: Any, values: Any, *rest: Any, return_lse: bool = True) -> Any:
         flat = [pool.reshape(*pool.shape[:2], -1) for pool in (keys, values)]
         with target("gpu", "NVIDIA H200"):
             return forward.hopper_forward(
                 query, *flat, *rest, config=self.config, window=self.window, scale=None, softcap=self.softcap,
-                key_splits=self.splits, return_lse=True,
+                key_splits=self.splits, return_lse=return_lse,
             )  # fmt: skip
 
 
@@ -99,6 +99,41 @@ def test_numbers_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert error <= PAGED_ATTENTION.tolerance(PAGED_ATTENTION.call(*arrays)), error  # NaN anywhere fails too
     # A score is a sum of `depth` products in float32, each rounded to 2^-24 of the sum; four for an unlucky draw.
     np.testing.assert_allclose(lse[seen], wanted_lse[seen], atol=4 * 2.0**-24 * form.depth * 4)
+
+
+JOINED = {
+    "four heads' rows together": Form(StreamConfig(1, 64, 3, 1, 3), (144, 90, 5), depth=128),
+    "parts that nobody wrote": Form(StreamConfig(1, 64, 3, 2, 3, 2), (400, 20, 0, 300), depth=128),
+    "eight heads share a key": Form(StreamConfig(1, 64, 2, 1, 2), (130, 0), kv_heads=2, depth=128, page_size=64),
+    "prompts": Form(
+        StreamConfig(8, 64, 2, 1, 2), (60, 128, 33), heads=8, kv_heads=4, depth=256, counts=(20, 1, 3), splits=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_parts_are_joined_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = JOINED[name]
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: form.programs)
+    arrays = form.arrays()
+    taken: list[Any] = []
+    monkeypatch.setattr(forward, "join", lambda *given: taken.append(given) or join.join(*given))
+    with emulator.emulated(forward, join), trust("predicted"):
+        out = jax.block_until_ready(jax.jit(lambda *given: form.run(*given, return_lse=False))(*arrays))
+    assert len(taken) == 1
+    wanted, wanted_lse = loops(*arrays, form.window, form.softcap)
+    out = np.asarray(out, np.float64)
+    assert (out[~np.isfinite(wanted_lse)] == 0).all(), "a token that sees nothing gives zeros"
+    error = np.linalg.norm(out - wanted) / np.linalg.norm(wanted)
+    with target("gpu", "NVIDIA H200"):
+        assert error <= PAGED_ATTENTION.tolerance(PAGED_ATTENTION.call(*arrays)), error
+
+
+@pytest.mark.quick
+def test_which_parts_the_joining_kernel_takes() -> None:
+    assert join.takes(16, 128)
+    assert not join.takes(33, 128)
+    assert not join.takes(2, 64)
 
 
 @pytest.mark.quick

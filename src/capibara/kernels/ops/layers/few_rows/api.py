@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8
 
 from capibara.kernels.core.dispatch import run, select
 from capibara.kernels.core.op import Op, call_of, register
-from capibara.kernels.core.operands import as_array
+from capibara.kernels.core.operands import as_array, as_dtype
 from capibara.kernels.core.spec import Implementation
 from capibara.kernels.ops.layers.few_rows import hopper
 from capibara.kernels.ops.layers.few_rows.cases import CASES
@@ -20,8 +20,8 @@ FEW_ROWS: Op = Op(
     "few_rows",
     family="layers",
     reference=reference,
-    operands=("x", "weight", "residual", "scale"),
-    params={"gate": None, "eps": 1e-6},
+    operands=("x", "weight", "residual", "scale", "weight_scale"),
+    params={"gate": None, "eps": 1e-6, "out_dtype": None},
     check=check,
     cost=cost,
     tolerance=tolerance,
@@ -32,25 +32,28 @@ FEW_ROWS.implement(Implementation("xla", xla), hopper.IMPLEMENTATION, Implementa
 
 @overload
 def few_rows(
-    x: Array, weight: Array, *, gate: str | None = None, implementation: str | None = None, config: Any = None
-) -> Array: ...
+    x: Array, weight: Array, residual: None = None, scale: None = None, weight_scale: Array | None = None, *,
+    gate: str | None = None, out_dtype: Any = None, implementation: str | None = None, config: Any = None,
+) -> Array: ...  # fmt: skip
 
 
 @overload
 def few_rows(
-    x: Array, weight: Array, residual: Array, scale: Array, *, gate: str | None = None, eps: float = 1e-6,
-    implementation: str | None = None, config: Any = None,
+    x: Array, weight: Array, residual: Array, scale: Array, weight_scale: Array | None = None, *,
+    gate: str | None = None, eps: float = 1e-6, implementation: str | None = None, config: Any = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
 def few_rows(
     x: Float[Array, "rows K"],
-    weight: Float[Array, "held K"],
+    weight: Float[Array, "held K"] | Int8[Array, "held K"],
     residual: Float[Array, "rows outputs"] | None = None,
     scale: Float[Array, " outputs"] | None = None,
+    weight_scale: Float[Array, " held"] | None = None,
     *,
     gate: str | None = None,
     eps: float = 1e-6,
+    out_dtype: Any = None,
     implementation: str | None = None,
     config: Any = None,
 ) -> Float[Array, "rows outputs"] | tuple[Float[Array, "rows outputs"], Float[Array, "rows outputs"]]:
@@ -61,9 +64,11 @@ def few_rows(
       weight: [outputs, K]. With a gate [2 · outputs, K]: what is gated by, then what is gated.
       residual: [rows, outputs]; then the result is (residual + product, the RMS norm of that), each in x's type.
       scale: [outputs], of that norm.
+      weight_scale: of an int8 weight, what each of its outputs is multiplied by, before the gate or the residual.
       gate: the activation of a gated product, act(x @ first.T) · (x @ second.T): "silu", "gelu", "gelu_tanh", "relu",
         "sigmoid", "tanh" or "identity".
       eps: of the norm.
+      out_dtype: the result's type where there is no residual; x's by default.
       implementation: force one by name ("xla", "hopper", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
@@ -74,18 +79,24 @@ def few_rows(
     >>> total, normal = few_rows(x, jnp.ones((4, 8)), residual, jnp.ones(4))
     >>> float(total[0, 0]), round(float(normal[0, 0]), 3)
     (8.0, 1.0)
+    >>> eight_bits = jnp.full((4, 8), 100, jnp.int8)
+    >>> float(few_rows(x, eight_bits, weight_scale=jnp.full(4, 0.01))[0, 0])
+    8.0
     """
     operands = (
         as_array("few_rows", "x", x),
         as_array("few_rows", "weight", weight),
         as_array("few_rows", "residual", residual, optional=True),
         as_array("few_rows", "scale", scale, optional=True),
+        as_array("few_rows", "weight_scale", weight_scale, optional=True),
     )
     params: dict[str, Any] = {}
     if gate is not None:
         params["gate"] = gate
     if eps != FEW_ROWS.params["eps"]:
         params["eps"] = float(eps)
+    if out_dtype is not None:
+        params["out_dtype"] = as_dtype("out_dtype", out_dtype).name
     return run(FEW_ROWS, operands, params, implementation=implementation, config=config)
 
 
@@ -94,12 +105,15 @@ def has_kernel(
     weight: Array,
     residual: Array | None = None,
     scale: Array | None = None,
+    weight_scale: Array | None = None,
     *,
     gate: str | None = None,
     eps: float = 1e-6,
+    out_dtype: str | None = None,
 ) -> bool:
     """Whether dispatch takes a kernel for this call of `few_rows`: elsewhere its steps are as well written out."""
-    call = call_of(FEW_ROWS, (x, weight, residual, scale), {"gate": gate, "eps": eps})
+    params = {"gate": gate, "eps": eps, "out_dtype": out_dtype}
+    call = call_of(FEW_ROWS, (x, weight, residual, scale, weight_scale), params)
     kernels = [name for name, one in FEW_ROWS.implementations.items() if one.kernel and one.refusal(call) is None]
     # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
     return bool(kernels) and select(call).implementation in kernels

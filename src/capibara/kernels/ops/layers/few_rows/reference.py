@@ -16,21 +16,26 @@ def reference(
     weight: jax.Array,
     residual: jax.Array | None = None,
     scale: jax.Array | None = None,
+    weight_scale: jax.Array | None = None,
     *,
     gate: str | None = None,
     eps: float = 1e-6,
+    out_dtype: str | None = None,
 ) -> Any:
-    """x [rows, K] times weight [outputs, K], every step in float32 or wider, rounded once to x's type.
+    """x [rows, K] times weight [outputs, K], every step in float32 or wider, rounded once: to `out_dtype`, or x's type.
 
-    With a `gate` the first half of the outputs goes through that activation and multiplies the second half. With a
-    residual and a scale there are two results: the residual's sum with the product, rounded, and its RMS norm.
+    Outputs of an 8-bit weight are multiplied by their scales before anything else is done with them. With a `gate` the
+    first half of the outputs goes through that activation and multiplies the second half. With a residual and a scale
+    there are two results: the residual's sum with the product, rounded, and its RMS norm.
     """
     wide = wide_type(x)
     y = jnp.matmul(x.astype(wide), weight.astype(wide).T, precision=jax.lax.Precision.HIGHEST)
+    if weight_scale is not None:
+        y = y * weight_scale.astype(wide)
     if gate is not None:
         first, second = jnp.split(y, 2, axis=-1)
         y = FUNCTIONS[gate](first) * second
     if residual is None:
-        return y.astype(x.dtype)
+        return y.astype(out_dtype or x.dtype)
     total = (y + residual.astype(wide)).astype(x.dtype)
     return total, norm(total, scale, kind="rms", eps=eps)

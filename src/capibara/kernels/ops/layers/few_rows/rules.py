@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,24 +26,49 @@ def sizes(call: Call) -> Sizes:
     return Sizes(rows, inner, held // 2 if call.params["gate"] is not None else held)
 
 
+def is_quantized(call: Call) -> bool:
+    """Whether the weight is of 8-bit numbers."""
+    return np.dtype(call.need("weight").dtype).name == "int8"
+
+
+def out_dtype_of(call: Call) -> np.dtype[Any]:
+    chosen: Any = call.params["out_dtype"]
+    return jnp.dtype(chosen or call.need("x").dtype)
+
+
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
-    x, weight, residual, scale = call.args
-    gate, eps = call.params["gate"], call.params["eps"]
+    x, weight, residual, scale, weight_scale = call.args
+    gate, eps, out_dtype = call.params["gate"], call.params["eps"], call.params["out_dtype"]
     if x is None or weight is None or len(x.shape) != 2 or len(weight.shape) != 2:
         raise rule_error("few_rows takes x [rows, K] and weight [outputs, K]", call.signature, "reshape them")
     for name, given in zip(call.op.operands, call.args, strict=True):
-        if given is not None and np.dtype(given.dtype).name not in FLOATS:
-            raise rule_error(
-                f"few_rows takes {', '.join(FLOATS)}", f"{name} of {describe(given)}", f"convert {name} with .astype()"
-            )
-    if x.dtype != weight.dtype:
+        if given is None or np.dtype(given.dtype).name in FLOATS or (name == "weight" and is_quantized(call)):
+            continue
+        raise rule_error(
+            f"few_rows takes {', '.join(FLOATS)}, and weights of int8",
+            f"{name} of {describe(given)}",
+            f"convert {name} with .astype()",
+        )
+    if is_quantized(call) != (weight_scale is not None):
+        raise rule_error(
+            "A weight of int8 and the scales of its outputs, weight_scale, come together",
+            call.signature,
+            "pass weight_scale [outputs] with an int8 weight, and none with another",
+        )
+    if x.dtype != weight.dtype and not is_quantized(call):
         raise rule_error("x and the weight have one type", call.signature, "convert one with .astype()")
     if x.shape[1] != weight.shape[1]:
         raise rule_error(
             "The weight is held by output, [outputs, K], with K numbers as a row of x has",
             f"{x.shape[1]} and {weight.shape[1]} ({call.signature})",
             "transpose the weight, or check which one it is",
+        )
+    if weight_scale is not None and weight_scale.shape != weight.shape[:1]:
+        raise rule_error(
+            f"weight_scale is one number an output of the weight, ({weight.shape[0]},)",
+            describe(weight_scale),
+            "reshape it; a gated weight has scales for both its halves",
         )
     if gate is not None and gate not in KINDS:
         raise unknown_name("gate of few_rows", gate, KINDS)
@@ -60,6 +85,12 @@ def check(call: Call) -> None:
         )
     if scale is not None and scale.shape != (n.outputs,):
         raise rule_error(f"The scale is one number an output, ({n.outputs},)", describe(scale), "reshape it")
+    if out_dtype is not None and (out_dtype not in FLOATS or residual is not None):
+        raise rule_error(
+            f"out_dtype is one of {', '.join(FLOATS)}, of a product without a residual, which has x's type",
+            f"{out_dtype!r} ({call.signature})",
+            "leave it out",
+        )
     if not isinstance(eps, float) or not 0 < eps < float("inf"):
         raise rule_error("eps is a finite float above 0", repr(eps), "pass a small positive float, e.g. 1e-6")
 
@@ -67,9 +98,10 @@ def check(call: Call) -> None:
 def cost(call: Call) -> Cost:
     """The weight, the rows and what is added read once, the results written once."""
     n, x, residual = sizes(call), call.need("x"), call["residual"]
-    written = n.rows * n.outputs * x.dtype.itemsize * (1 if residual is None else 2)
+    written = n.rows * n.outputs * out_dtype_of(call).itemsize * (1 if residual is None else 2)
     products = 2.0 * n.rows * n.inner * call.need("weight").shape[0]
     beside = n.rows * n.outputs * (10.0 * (call.params["gate"] is not None) + 8.0 * (residual is not None))
+    beside += n.rows * call.need("weight").shape[0] * is_quantized(call)
     moved = sum(map(nbytes, call.args)) + written
     return Cost(matrix_flops=products, vector_flops=beside, bytes=float(moved), dtype=np.dtype(x.dtype).name)
 
@@ -77,11 +109,11 @@ def cost(call: Call) -> Cost:
 def tolerance(call: Call) -> float:
     """The relative error, in norm and at the worst element against the largest, that a right result stays under.
 
-    One unit of x's type for the result. An implementation may round the product before it is gated (two factors) or
+    One unit of the result's type for it. An implementation may round the product before it is gated (two factors) or
     added: two more; the sum is rounded before its norm: one. Sums in float32 grow as the root of their length, four of
     them for an unlucky draw.
     """
     n, x = sizes(call), call.need("x")
     units = 1 + 2 * (call.params["gate"] is not None) + 3 * (call["residual"] is not None)
     wide = unit_roundoff(jnp.promote_types(jnp.float32, x.dtype))
-    return units * unit_roundoff(x.dtype) + 4 * wide * (max(n.inner, 1) ** 0.5 + max(n.outputs, 1) ** 0.5)
+    return units * unit_roundoff(out_dtype_of(call)) + 4 * wide * (max(n.inner, 1) ** 0.5 + max(n.outputs, 1) ** 0.5)

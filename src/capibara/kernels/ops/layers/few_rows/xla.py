@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels.ops.layers.activation.api import gated_activation
+from capibara.kernels.ops.layers.activation.reference import wide_type
 from capibara.kernels.ops.layers.norm.api import rms_norm
 
 
@@ -16,12 +17,23 @@ def xla(
     weight: jax.Array,
     residual: jax.Array | None = None,
     scale: jax.Array | None = None,
+    weight_scale: jax.Array | None = None,
     *,
     gate: str | None,
     eps: float,
+    out_dtype: str | None,
 ) -> Any:
-    """The product is rounded to x's type before anything is done with it, as where each step is called by itself."""
-    y = jnp.tensordot(x, weight, ((1,), (1,)))
+    """The product is rounded to x's type before anything is done with it, as where each step is called by itself.
+
+    But for the scales of an 8-bit weight: they multiply the float32 sums. Every 8-bit number is one of x's type.
+    """
+    out = jnp.dtype(out_dtype or x.dtype)
+    if weight_scale is None and out == x.dtype:
+        y = jnp.tensordot(x, weight, ((1,), (1,)))
+    else:
+        wide = wide_type(x)
+        y = jnp.tensordot(x, weight.astype(x.dtype), ((1,), (1,)), preferred_element_type=wide)
+        y = (y if weight_scale is None else y * weight_scale.astype(wide)).astype(out)
     if gate is not None:
         y = gated_activation(*jnp.split(y, 2, axis=-1), kind=gate)
     if residual is None:

@@ -9,7 +9,7 @@ about the same time.
 
 A product has 64 rows, of which an item uses the few that share its head: the others cost no memory traffic, which is
 what bounds the kernel. So one token's query is read as it lies, eight heads or more together, and each item writes the
-rows of its own. Where the keys are cut into several parts, a small XLA program joins them by their log-sum-exps.
+rows of its own. Where the keys are cut into several parts, they are joined by their log-sum-exps afterwards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.attention.paged import tiles as work
+from capibara.kernels.ops.attention.paged.hopper.join import join, takes
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
 from capibara.kernels.pallas.hopper import (
     LOG2E,
@@ -210,6 +212,10 @@ def hopper_forward(
     # Every key of every page as a row, every head as columns of it: the same bytes.
     pools = [x.reshape(n.pages * n.page_size, n.kv_heads * n.depth) for x in (key_pages, value_pages)]
     made = kernel(q, *pools, page_table, parts, todo)
+    # One kernel for three passes of XLA's; it has not run on a GPU, and is taken where predictions are trusted.
+    if splits > 1 and not return_lse and takes(splits, n.depth) and trusted() == "predicted":
+        joined = join(made[0], made[1], live, (rows.each, rows.together), query.dtype)
+        return rows.by_token(joined, tiles, query_starts, 0.0)
     out, lse = made[0], rows.own(made[1]) if wants_lse else None
     if lse is None:
         out = out[:, 0]
@@ -247,6 +253,11 @@ class _QueryRows:
     def fetched(self) -> int:
         return max(self.each, TILE_ROWS)
 
+    @property
+    def together(self) -> int:
+        """Heads whose rows are fetched together."""
+        return max(TILE_ROWS // self.each, 1)
+
     def first(self, head: Any) -> tuple[Any, Any]:
         """(the first row that is fetched, a head's own first row among those) of a head of the cache."""
         own = head * self.each
@@ -267,10 +278,9 @@ class _QueryRows:
     def own(self, lse: jax.Array) -> jax.Array:
         """Every head's own of the rows that it fetched: [tiles, parts, kv_heads * each]."""
         count, parts = lse.shape[:2]
-        if self.each < TILE_ROWS:
-            together = TILE_ROWS // self.each  # heads whose rows are fetched together
-            head = jnp.arange(together)
-            lse = lse.reshape(count, parts, -1, together, together, self.each)[:, :, :, head, head]
+        if self.together > 1:
+            head = jnp.arange(self.together)
+            lse = lse.reshape(count, parts, -1, self.together, self.together, self.each)[:, :, :, head, head]
         return lse.reshape(count, parts, -1)
 
     def by_token(self, x: jax.Array, tiles: work.Tiles, query_starts: jax.Array | None, missing: float) -> jax.Array:
