@@ -118,7 +118,10 @@ def preset_job(preset: Preset, knobs: Mapping[str, tuple[Any, ...]] | None = Non
     named = {name: (value,) for name, value in chosen.items() if value not in ("auto", 0)}
     return training_job(
         decoder.make_loss(
-            preset.model, z_loss=train.z_loss, dtype=jnp.float32 if train.precision == "float32" else jnp.bfloat16
+            preset.model,
+            z_loss=train.z_loss,
+            dtype=jnp.float32 if train.precision == "float32" else jnp.bfloat16,
+            fp8=train.fp8_products,
         ),
         decoder.param_shapes(preset.model, jnp.bfloat16 if narrow else jnp.float32),
         decoder.batch_shapes(train.batch_size, train.sequence_length),

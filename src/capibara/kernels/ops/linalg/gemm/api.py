@@ -15,6 +15,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array, as_dtype
 from capibara.kernels.core.spec import Gradient, Implementation, Partition, describe
+from capibara.kernels.ops.linalg.fp8 import fp8_products, has_fp8_units
 from capibara.kernels.ops.linalg.gemm import gradient, hopper, peers, tpu
 from capibara.kernels.ops.linalg.gemm.cases import CASES
 from capibara.kernels.ops.linalg.gemm.reference import reference
@@ -73,8 +74,9 @@ def gemm(
       residual: added after the activation; the output's shape.
       activation: None, "gelu" (tanh form) or "silu".
       precision: None keeps the inputs' type and JAX's default matrix precision. "bfloat16", "float32", "mixed" and
-        "fp8" are capibara's policies: what the inputs are rounded to, and the output's type. "default", "high"
-        and "highest" are JAX's, for float32 inputs.
+        "fp8" are capibara's policies: what the inputs are rounded to, and the output's type. A plain product in "fp8"
+        is `fp8_products` on chips with matrix units for it, and emulated elsewhere. "default", "high" and "highest" are
+        JAX's, for float32 inputs.
       out_dtype: the output's type; by default what `precision` says, else the inputs' own.
       implementation: force one by name ("xla", "pallas_tpu", "hopper", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
@@ -89,6 +91,11 @@ def gemm(
     out = None if out_dtype is None else as_dtype("out_dtype", out_dtype).name
     if precision is not None and precision not in LAX_PRECISIONS:
         policy = precisions.policy(precision)
+        plain = bias is None and residual is None and activation is None and not transpose_a
+        if policy.rounds_to_fp8 and plain and implementation is None and config is None and b.ndim == 2 and a.ndim >= 2:
+            if has_fp8_units():
+                (y,) = fp8_products(a.astype(policy.compute_dtype), [b.T if transpose_b else b])
+                return y.astype(out or policy.output_dtype)
         a, b = policy.cast_to_compute(a), policy.cast_to_compute(b)
         out = out or np.dtype(policy.output_dtype).name
         # For 16-bit operands there is one precision: not naming it finds what was tuned without a name.
