@@ -118,7 +118,9 @@ def model_of(config: Any) -> ModularModelConfig:
 def fp8_of(ours: Any) -> Fp8Settings | None:
     if "fp8" not in ours:
         return None
-    return Fp8Settings(scaling="delayed" if "delayed" in ours else "current", scales="block" if "block" in ours else "tensor")
+    return Fp8Settings(
+        scaling="delayed" if "delayed" in ours else "current", scales="block" if "block" in ours else "tensor"
+    )
 
 
 def state_shapes(config: Any, ours: Any, shapes: Any) -> Any:

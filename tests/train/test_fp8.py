@@ -80,7 +80,9 @@ def losses(fp8: Fp8Settings | None, steps: int = 80) -> np.ndarray:
     return np.asarray([float(x) for x in found])
 
 
-@pytest.mark.parametrize("fp8", [Fp8Settings(), DELAYED, Fp8Settings(scales="block")], ids=["current", "delayed", "block"])
+@pytest.mark.parametrize(
+    "fp8", [Fp8Settings(), DELAYED, Fp8Settings(scales="block")], ids=["current", "delayed", "block"]
+)
 def test_the_loss_stays_beside_that_of_bfloat16(fp8: Fp8Settings) -> None:
     plain, narrow = losses(None), losses(fp8)
     assert plain[-10:].mean() < 0.6 * plain[0]
@@ -95,7 +97,10 @@ def test_a_history_has_the_magnitudes_of_the_last_steps_and_a_skipped_step_leave
     step, params, state = step_in(DELAYED)
     shapes = jax.tree.map(lambda h: h.shape, state[FP8_HISTORY], is_leaf=lambda h: hasattr(h, "shape"))
     assert shapes == [
-        {"attention": {"query+key+value": (2, 4, 3), "out": (2, 2, 3)}, "mlp": {"gate+up": (2, 3, 3), "down": (2, 2, 3)}}
+        {
+            "attention": {"query+key+value": (2, 4, 3), "out": (2, 2, 3)},
+            "mlp": {"gate+up": (2, 3, 3), "down": (2, 2, 3)},
+        }
     ]
     first, second = batches(2)
     params, state, _ = step(params, state, first)
@@ -130,7 +135,9 @@ def test_the_history_of_microbatches_is_of_the_largest_and_of_recomputed_layers_
 
 def trained(data: Any, **flags: Any) -> TpuDistributedTrainer:
     model = ModularCapibaraModel(MODEL, precision="fp8", fp8=flags.pop("fp8", DELAYED))
-    trainer = TpuDistributedTrainer(model, flags.pop("mesh", training_mesh_config(1, 1, 1)), optimizer=OPTIMIZER, **flags)
+    trainer = TpuDistributedTrainer(
+        model, flags.pop("mesh", training_mesh_config(1, 1, 1)), optimizer=OPTIMIZER, **flags
+    )
     trainer.result = trainer.train(data)  # type: ignore[attr-defined]
     return trainer
 
@@ -149,25 +156,36 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
     ):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     # A history of another length begins anew, and that is told.
-    trained(data, fp8=Fp8Settings("delayed", history=5), settings=settings, checkpoint_folder=tmp_path, tell=told.append)
+    trained(
+        data, fp8=Fp8Settings("delayed", history=5), settings=settings, checkpoint_folder=tmp_path, tell=told.append
+    )
     assert any("begins anew: the checkpoint has no history of this length" in line for line in told)
 
 
 # Meshes.
 
 
-@pytest.mark.parametrize("fp8", [Fp8Settings(), DELAYED], ids=["current", "delayed"])
-@pytest.mark.parametrize("shape", [(8, 4, 2), (8, 8, 1)], ids=["data 4, model 2", "data 8"])
+@functools.cache
+def on_one_device(fp8: Fp8Settings) -> tuple[Any, Any]:
+    run = trained(batches(2), fp8=fp8)
+    return run.result, run.state  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "shape"),
+    [(Fp8Settings(), (8, 4, 2)), (DELAYED, (8, 4, 2)), (DELAYED, (8, 8, 1))],
+    ids=["current, data 4, model 2", "delayed, data 4, model 2", "delayed, data 8"],
+)
 def test_on_a_mesh_it_is_the_same_loss(fp8: Fp8Settings, shape: tuple[int, int, int]) -> None:
-    data = batches(3)
-    one, eight = (trained(data, fp8=fp8, mesh=mesh) for mesh in (training_mesh_config(1, 1, 1), training_mesh_config(*shape)))
-    for a, b in zip(one.result.history, eight.result.history, strict=True):  # type: ignore[attr-defined]
-        # Sums in another order, in bfloat16, and what they are rounded to in fp8 then: an eighth of one in a thousand.
+    result, state = on_one_device(fp8)
+    run = trained(batches(2), fp8=fp8, mesh=training_mesh_config(*shape))
+    for a, b in zip(result.history, run.result.history, strict=True):  # type: ignore[attr-defined]
+        # Sums of bfloat16 in another order, and what falls to another fp8 number for it: a hundredth of their steps.
         assert abs(a["loss"] / b["loss"] - 1) < 5e-3
-    if fp8.steps:
-        for a, b in zip(*(jax.tree.leaves(run.state[FP8_HISTORY]) for run in (one, eight)), strict=True):
-            # Gradients by hand are of each device's own mean, over an eighth of the rows.
-            np.testing.assert_allclose(np.asarray(a)[:, 0], np.asarray(b)[:, 0], rtol=0.05)
+    for a, b in zip(*map(jax.tree.leaves, (state.get(FP8_HISTORY), run.state.get(FP8_HISTORY))), strict=True):
+        # A largest magnitude is one number's: two steps of fp8. Gradients summed by hand are of each device's own mean,
+        # over an eighth of the rows, and are not compared.
+        np.testing.assert_allclose(np.asarray(a)[:, 0], np.asarray(b)[:, 0], rtol=0.25)
 
 
 # One place says it, and each word of it changes the program.
@@ -191,9 +209,9 @@ def test_settings_say_it(tmp_path: Path) -> None:
     train = load_preset("dev", told).train
     assert train.fp8_products == Fp8Settings("delayed", history=8)
     assert load_preset("dev").train.fp8_products is None
-    with pytest.raises(ValueError, match='train.fp8 is for precision = "fp8"'):
+    with pytest.raises(ValueError, match=r'train\.fp8 is for precision = "fp8"'):
         load_preset("dev", told[1:])
-    with pytest.raises(ValueError, match="fp8.scaling"):
+    with pytest.raises(ValueError, match=r"fp8\.scaling"):
         load_preset("dev", [told[0], "train.fp8.scaling=late"])
     with pytest.raises(ValueError, match='fp8= is for precision="fp8"'):
         ModularCapibaraModel(MODEL, fp8=DELAYED)
@@ -226,7 +244,9 @@ def test_a_pipeline_keeps_no_history() -> None:
 @pytest.mark.usefixtures("nothing_said_yet")
 def test_experts_and_states_stay_bfloat16_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     blocks = {**BLOCKS, "moe": {"experts": 4, "top_k": 2, "ffn": 32}}
-    mixture = ModularModelConfig(hidden=32, layers=1, vocab=VOCAB, blocks=blocks, pattern="attention+moe", max_length=64)
+    mixture = ModularModelConfig(
+        hidden=32, layers=1, vocab=VOCAB, blocks=blocks, pattern="attention+moe", max_length=64
+    )
     (batch,) = batches(1)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

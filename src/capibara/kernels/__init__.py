@@ -106,8 +106,8 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.layers.router.losses import z_loss as z_loss
     from capibara.kernels.ops.linalg.einsum import contract as contract
     from capibara.kernels.ops.linalg.einsum import path_report as path_report
-    from capibara.kernels.ops.linalg.gemm.api import gemm as gemm
     from capibara.kernels.ops.linalg.fp8 import fp8_products as fp8_products
+    from capibara.kernels.ops.linalg.gemm.api import gemm as gemm
     from capibara.kernels.ops.linalg.svd.api import fast_svd as fast_svd
     from capibara.kernels.ops.linalg.svd.api import svd_plan as svd_plan
     from capibara.kernels.ops.scan import ScanPlan as ScanPlan

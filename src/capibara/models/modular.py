@@ -236,9 +236,7 @@ class ModularCapibaraModel:
         batch = as_batch(batch)
         self._check_length(batch["inputs"].shape[1])
         params, history = params if isinstance(params, trainer_step.WithHistory) else (params, None)
-        return decoder.loss(
-            self.config, params, batch, key=key, dtype=self._dtype, fp8=self._fp8, fp8_history=history
-        )
+        return decoder.loss(self.config, params, batch, key=key, dtype=self._dtype, fp8=self._fp8, fp8_history=history)
 
     @property
     def _fp8(self) -> Fp8Settings | None:

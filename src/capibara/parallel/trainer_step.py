@@ -180,9 +180,7 @@ def trainer_job(
     share = metrics.get(EXPERT_SHARE)
     share = share if share is not None and len(share.shape) == 2 else None  # a user's own metric of that name
     state = jax.eval_shape(
-        lambda p, f: initial_state(
-            optimizer, p, options, data_size, f, expert_share=share, fp8_history=fp8_history
-        ),
+        lambda p, f: initial_state(optimizer, p, options, data_size, f, expert_share=share, fp8_history=fp8_history),
         params,
         frozen,
     )

@@ -91,11 +91,10 @@ def gemm(
     out = None if out_dtype is None else as_dtype("out_dtype", out_dtype).name
     if precision is not None and precision not in LAX_PRECISIONS:
         policy = precisions.policy(precision)
-        plain = bias is None and residual is None and activation is None and not transpose_a
-        if policy.rounds_to_fp8 and plain and implementation is None and config is None and b.ndim == 2 and a.ndim >= 2:
-            if has_fp8_units():
-                (y,) = fp8_products(a.astype(policy.compute_dtype), [b.T if transpose_b else b])
-                return y.astype(out or policy.output_dtype)
+        alone = all(x is None for x in (bias, residual, activation, implementation, config)) and not transpose_a
+        if policy.rounds_to_fp8 and alone and _is_layer(a, b, transpose_b) and has_fp8_units():
+            (y,) = fp8_products(a.astype(policy.compute_dtype), [b.T if transpose_b else b])
+            return y.astype(out or policy.output_dtype)
         a, b = policy.cast_to_compute(a), policy.cast_to_compute(b)
         out = out or np.dtype(policy.output_dtype).name
         # For 16-bit operands there is one precision: not naming it finds what was tuned without a name.
@@ -117,6 +116,12 @@ def gemm(
         arrays = (a, b, bias, residual)
         return run(GEMM, arrays, params, implementation=implementation, config=config)
     return _with_leading_axes(a, b, bias, residual, params, implementation, config)
+
+
+def _is_layer(a: Any, b: Any, transpose_b: bool) -> bool:
+    """Whether this is rows times one matrix; what is not, or is wrong, goes the usual way."""
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b))
+    return floats and a.ndim >= 2 and b.ndim == 2 and a.shape[-1] == b.shape[1 if transpose_b else 0]
 
 
 def leading_axes(a: Any, b: Any) -> tuple[int, ...]:
