@@ -119,7 +119,9 @@ def train(form: str, model: ModularModelConfig, asked: Any, windows: Windows, ba
     state = jax.jit(lambda p: initial_state(optimizer, p, options, fp8_history=history))(params)
     started = time.perf_counter()
     step = jax.jit(step_function(loss_in(fp8), optimizer, options), donate_argnums=(0, 1))
-    step = step.lower(params, state, windows[0]).compile()
+    # As the trainer compiles it on a GPU, and the same for all forms.
+    on_gpu = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+    step = step.lower(params, state, windows[0]).compile(compiler_options=on_gpu)
     compile_s = time.perf_counter() - started
     print(f"{form}: compiled in {compile_s:.1f} s", flush=True)
     evaluate = {

@@ -8,7 +8,7 @@ The peer is the decoder of benchmarks/plain_llama.py: float32 weights and AdamW,
 A form says which of its parts go by `capibara.kernels`; the others are jax.numpy, and attention then is cuDNN's by
 jax.nn. The form "models" is the library's own decoder of that shape, `capibara.models.decoder`, and the same optimizer.
 "fp8" has its products in fp8: where XLA chooses between cuBLASLt's kernels and Triton's by timing them, "cublas" leaves
-it the former alone. `against_models` is the rate over that of "models".
+it the former alone, as the trainer does for fp8. `against_models` is the rate over that of "models".
 Forms take turns, round after round, so that what the machine does beside them falls on all.
 """
 
@@ -55,7 +55,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "models cublas": ("models", "cublas"),
     "models fp8": ("models", "fp8"),
     "models fp8 cublas": ("models", "fp8", "cublas"),
-    "models fp8 delayed": ("models", "fp8", "delayed"),
+    "models fp8 delayed": ("models", "fp8", "delayed", "cublas"),
     "models fp8 block": ("models", "fp8", "block"),
 }
 

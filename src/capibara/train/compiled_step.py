@@ -146,6 +146,9 @@ class StepMaker:
         found = dict(options.compiler_options or {})
         if self.settings.deterministic and devices[0].platform == "gpu":
             found["xla_gpu_deterministic_ops"] = True
+        if self.settings.precision == "fp8" and devices[0].platform == "gpu":
+            # Triton's products would each round their operands again; cuBLASLt's share what was rounded once.
+            found.setdefault("xla_gpu_enable_triton_gemm", False)
         return found or None
 
     def _unroll(self, devices: Sequence[Any]) -> int | bool:

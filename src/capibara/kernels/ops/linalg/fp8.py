@@ -7,8 +7,8 @@ The input and the weights are float8_e4m3fn, the gradient that comes back is flo
     dw = x^T @ dy         e4m3 e5m2
 
 Scales are powers of two (`capibara.precision.fp8_scale`), so that a value is the same fp8 number times its scale in any
-arithmetic: what a chip with fp8 units sums, the emulation in bfloat16 sums too, to the last product. It is kept what
-the backward pass reads, in fp8.
+arithmetic: what a chip with fp8 units sums, the emulation in bfloat16 sums too, to the last product. What the backward
+pass reads is kept in fp8.
 
 Written so that XLA makes of a product one call of cuBLASLt's fp8 kernels: bare fp8 operands, and the two scales as one
 factor after it, which is folded into the call. Those kernels want both operands along the sum, so that the weight in
@@ -38,6 +38,9 @@ _log = logging.getLogger(__name__)
 BLOCK = 128
 """Numbers along the sum that share a scale where scales are of blocks, and the side of a weight's square."""
 _VALUES, _GRADIENTS = "float8_e4m3fn", "float8_e5m2"
+_WHOLE_SUMS = jax.lax.Precision.HIGHEST
+"""Of the gradients' products: Hopper's units keep about 14 bits of a running sum, and cuBLASLt adds parts of it up in
+float32 where it is asked for more than the default. dw is a sum over all rows."""
 _FIRST_INPUT = 64.0
 """What the input is taken to be at the most where its history is empty: norms give a tenth of that, and e4m3 has twelve
 powers of two to spare below."""
@@ -174,7 +177,12 @@ def _by_block(x: jax.Array, dtype: str, axes: Sequence[int]) -> _Quantized:
 
 
 def _dot(
-    a: _Quantized, b: _Quantized, over: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any, units: bool
+    a: _Quantized,
+    b: _Quantized,
+    over: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: Any,
+    units: bool,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
 ) -> jax.Array:
     dimensions = (over, ((), ()))
     if a.scale.ndim or b.scale.ndim:
@@ -182,7 +190,7 @@ def _dot(
         left, right = ((q.values.astype(jnp.bfloat16) * q.scale.astype(jnp.bfloat16)) for q in (a, b))
         return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32).astype(dtype)
     left, right = (a.values, b.values) if units else (a.values.astype(jnp.bfloat16), b.values.astype(jnp.bfloat16))
-    y = jax.lax.dot_general(left, right, dimensions, preferred_element_type=dtype)
+    y = jax.lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=dtype)
     return y * (a.scale * b.scale).astype(dtype)
 
 
@@ -222,9 +230,9 @@ def _backward(blocks: bool, units: bool, kept: Any, gradients: tuple[jax.Array, 
             expected = None if history is None else _expected(history[1 + number], _FIRST_GRADIENT / rows)
             narrow, largest = _by_tensor(dy, _GRADIENTS, expected)
             magnitudes.append(largest)
-            change = _dot(x, narrow, (leading, leading), of_x.dtype, units)
+            change = _dot(x, narrow, (leading, leading), of_x.dtype, units, _WHOLE_SUMS)
         dw.append(change.astype(like.dtype))  # written in x's type, as a product of bfloat16 is
-        part = _dot(narrow, w, ((dy.ndim - 1,), (1,)), of_x.dtype, units)
+        part = _dot(narrow, w, ((dy.ndim - 1,), (1,)), of_x.dtype, units, _WHOLE_SUMS)
         dx = part if dx is None else dx + part
     new = None
     if history is not None:
