@@ -124,13 +124,16 @@ def train(form: str, model: ModularModelConfig, asked: Any, windows: Windows, ba
     step = step.lower(params, state, windows[0]).compile(compiler_options=on_gpu)
     compile_s = time.perf_counter() - started
     print(f"{form}: compiled in {compile_s:.1f} s", flush=True)
-    evaluate = {
-        "own": jax.jit(lambda p, b: loss_in(fp8)(p, b, None)[1]["loss"]),
-        "bfloat16": jax.jit(lambda p, b: loss_in(None)(p, b, None)[1]["loss"]),
-    }
+
+    def evaluation(fp8: Fp8Settings | None) -> Any:
+        run = jax.jit(lambda p, b: loss_in(fp8)(p, b, None)[1]["loss"])
+        return run.lower(params, windows[0]).compile(compiler_options=on_gpu)
+
+    plain = evaluation(None)
+    evaluate = {"own": plain if fp8 is None else evaluation(fp8), "bfloat16": plain}
     losses: list[Any] = []
     held: dict[str, list[Any]] = {name: [] for name in evaluate}
-    skipped, started, spent = 0, time.perf_counter(), 0.0
+    started, spent = time.perf_counter(), 0.0
     for number in range(asked.steps):
         params, state, metrics = step(params, state, windows[number])
         losses.append(metrics["loss"])
@@ -144,7 +147,6 @@ def train(form: str, model: ModularModelConfig, asked: Any, windows: Windows, ba
         if (number + 1) % max(1, asked.steps // 20) == 0:
             took = time.perf_counter() - started
             print(f"{form}: step {number + 1}, loss {float(losses[-1]):.4f}, {took:.0f} s", flush=True)
-    skipped = int(state["skipped"])
     row = {
         "form": form,
         "compile_s": compile_s,
@@ -152,7 +154,7 @@ def train(form: str, model: ModularModelConfig, asked: Any, windows: Windows, ba
         "train_loss": float(np.mean([float(x) for x in losses[-asked.last :]])),
         "held_back_loss": float(np.mean([float(x) for x in held["own"]])),
         "held_back_loss_by_bfloat16_products": float(np.mean([float(x) for x in held["bfloat16"]])),
-        "skipped_steps": skipped,
+        "skipped_steps": int(state["skipped"]),
         "losses": [round(float(x), 5) for x in losses[:: max(1, asked.steps // 100)]],
     }
     if FP8_HISTORY in state:
