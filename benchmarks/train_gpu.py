@@ -154,7 +154,12 @@ def run_form(form: str, precision: str, steps: int, ids: Path) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", default=";".join(FORMS), help="apart by ;")
-    parser.add_argument("--precision", default="mixed", choices=("mixed", "bfloat16"))
+    parser.add_argument(
+        "--precision",
+        default="mixed",
+        choices=("mixed", "bfloat16", "fp8"),
+        help="fp8 is capibara's; others train in mixed",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", help="write the rows as JSON")

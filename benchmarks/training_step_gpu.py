@@ -2,10 +2,13 @@
 
     python benchmarks/training_step_gpu.py --out step.json
     python benchmarks/training_step_gpu.py --forms 'plain;all' --profile   # and the kernels that take the time
+    python benchmarks/training_step_gpu.py --unrolled --forms 'models;models fp8;models fp8 delayed;models fp8 cublas'
 
 The peer is the decoder of benchmarks/plain_llama.py: float32 weights and AdamW, bfloat16 products, layers in one scan.
 A form says which of its parts go by `capibara.kernels`; the others are jax.numpy, and attention then is cuDNN's by
 jax.nn. The form "models" is the library's own decoder of that shape, `capibara.models.decoder`, and the same optimizer.
+"fp8" has its products in fp8: where XLA chooses between cuBLASLt's kernels and Triton's by timing them, "cublas" leaves
+it the former alone, as the trainer does for fp8. `against_models` is the rate over that of "models".
 Forms take turns, round after round, so that what the machine does beside them falls on all.
 """
 
@@ -30,6 +33,7 @@ import jax.numpy as jnp
 
 from capibara.kernels import attention, cross_entropy, gated_activation, rms_norm, rope
 from capibara.models import ModularModelConfig, decoder
+from capibara.precision import Fp8Settings
 
 _spec = importlib.util.spec_from_file_location("plain_llama", Path(__file__).with_name("plain_llama.py"))
 assert _spec is not None
@@ -48,6 +52,11 @@ FORMS: dict[str, tuple[str, ...]] = {
     "attention+rope": ("attention", "rope"),
     "all": ("attention", "norm", "rope", "mlp", "loss"),
     "models": ("models",),
+    "models cublas": ("models", "cublas"),
+    "models fp8": ("models", "fp8"),
+    "models fp8 cublas": ("models", "fp8", "cublas"),
+    "models fp8 delayed": ("models", "fp8", "delayed", "cublas"),
+    "models fp8 block": ("models", "fp8", "block"),
 }
 
 
@@ -106,16 +115,45 @@ def model_of(config: Any) -> ModularModelConfig:
     )
 
 
+def fp8_of(ours: Any) -> Fp8Settings | None:
+    if "fp8" not in ours:
+        return None
+    return Fp8Settings(
+        scaling="delayed" if "delayed" in ours else "current", scales="block" if "block" in ours else "tensor"
+    )
+
+
+def state_shapes(config: Any, ours: Any, shapes: Any) -> Any:
+    """What the step keeps: the optimizer's, and what fp8 products are scaled by where that is the last steps."""
+    fp8 = fp8_of(ours)
+    return llama.state_shapes(shapes), None if fp8 is None else decoder.fp8_history_shapes(model_of(config), fp8)
+
+
 def compiled_step(config: Any, ours: frozenset[str], batch: Any) -> Any:
-    own = decoder.make_loss(model_of(config), unroll="unrolled" in ours or 1)
-    value_of = own if "models" in ours else functools.partial(loss, config, ours)
+    def value_of(params_and_history: Any, batch: Any) -> jax.Array:
+        params, history = params_and_history
+        if "models" in ours:
+            unroll = "unrolled" in ours or 1
+            fp8 = fp8_of(ours)
+            return decoder.loss(model_of(config), params, batch, unroll=unroll, fp8=fp8, fp8_history=history)[0]
+        return loss(config, ours, params, batch)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(value_of)(params, batch)
-        return *llama.adamw(params, grads, state), value
+        moments, history = state
+        value, (grads, seen) = jax.value_and_grad(value_of)((params, history), batch)
+        params, moments = llama.adamw(params, grads, moments)
+        if history is not None:  # the gradient of a history is this step's part of it
+            history = jax.tree.map(lambda h, s: jnp.concatenate([s[..., :1], h[..., :-1]], -1), history, seen)
+        return params, (moments, history), value
 
     shapes = decoder.param_shapes(model_of(config)) if "models" in ours else llama.param_shapes(config)
-    return jax.jit(step, donate_argnums=(0, 1)).lower(shapes, llama.state_shapes(shapes), batch).compile()
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state_shapes(config, ours, shapes), batch)
+    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if "cublas" in ours else None)
+
+
+def fp8_calls(compiled: Any) -> int:
+    """Products that are one call of cuBLASLt's fp8 kernels; those that Triton won are not among them."""
+    return (compiled.as_text() or "").count('custom_call_target="__cublas$lt$matmul$f8"')
 
 
 def kernels_of(run: Callable[[], Any]) -> list[tuple[str, float, int]]:
@@ -158,7 +196,8 @@ def main() -> None:
 
     def fresh(form: str) -> tuple[Any, Any]:
         params = (init_of_models if "models" in FORMS[form] else init)(jax.random.key(0))
-        return params, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), llama.state_shapes(params))
+        shapes = state_shapes(config, FORMS[form], params)
+        return params, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     forms = asked.forms.split(";")
     steps, rows = {}, {}
@@ -170,9 +209,11 @@ def main() -> None:
             "form": form,
             "compile_s": time.perf_counter() - start,
             "temporaries_gib": stats.temp_size_in_bytes / 2**30,
+            "fp8_calls": fp8_calls(steps[form]),
             "seconds": [],
         }
-        print(f"{form}: compiled in {rows[form]['compile_s']:.1f} s", flush=True)
+        made = f"{rows[form]['fp8_calls']} products by cuBLASLt in fp8"
+        print(f"{form}: compiled in {rows[form]['compile_s']:.1f} s, {made}", flush=True)
     for _ in range(asked.rounds):
         for form in forms:
             params, state = fresh(form)
@@ -189,15 +230,19 @@ def main() -> None:
     tokens = asked.batch * asked.sequence
     for row in rows.values():
         row["ms"] = statistics.median(row.pop("seconds")) * 1e3
+    for row in rows.values():
         row["tokens_per_second"] = tokens / row["ms"] * 1e3
-        row["against_plain"] = rows["plain"]["ms"] / row["ms"] if "ms" in rows.get("plain", {}) else None
+        for peer in ("plain", "models"):
+            row[f"against_{peer}"] = rows[peer]["ms"] / row["ms"] if peer in rows else None
         print(
-            f"{row['form']:16s} {row['ms']:7.1f} ms {row['tokens_per_second']:9,.0f} tokens/s "
-            f"{row['against_plain'] or float('nan'):.3f} of plain's, temporaries {row['temporaries_gib']:.1f} GiB, "
+            f"{row['form']:18s} {row['ms']:7.1f} ms {row['tokens_per_second']:9,.0f} tokens/s "
+            f"{row['against_plain'] or float('nan'):.3f} of plain's, {row['against_models'] or float('nan'):.3f} of "
+            f"models', temporaries {row['temporaries_gib']:.1f} GiB, "
             f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
         )
     if asked.out:
         document = {
+            "date": time.strftime("%Y-%m-%d"),
             "device": jax.devices()[0].device_kind,
             "versions": {"jax": jax.__version__, "python": platform.python_version()},
             "command": " ".join(["python", *sys.argv]),

@@ -12,17 +12,75 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from capibara.errors import say_once, unknown_name
+from capibara.errors import rule_error, say_once, unknown_name
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["POLICIES", "Policy", "PrecisionConfig", "QuantizedFp8", "policy", "quantize_fp8", "round_fp8"]
+__all__ = [
+    "FP8_LARGEST",
+    "POLICIES",
+    "Fp8Settings",
+    "Policy",
+    "PrecisionConfig",
+    "QuantizedFp8",
+    "fp8_scale",
+    "policy",
+    "quantize_fp8",
+    "round_fp8",
+]
 
-# The largest finite value of float8_e4m3fn, and the exponents a float32 scale may have without going
-# subnormal, which accelerators flush to zero.
-_E4M3_MAX = 448.0
-_SCALE_EXPONENTS = (-126, 127)
+FP8_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""The largest finite value of each format that products take: the one for values, and the one for gradients."""
+# The exponents a float32 scale, and one over it, may have without going subnormal, which accelerators flush to zero.
+_SCALE_EXPONENTS = (-126, 126)
+SCALINGS = ("current", "delayed")
+SCALES = ("tensor", "block")
+_HISTORY = 16
+
+
+@dataclass(frozen=True)
+class Fp8Settings:
+    """How the operands of fp8 products in training are scaled to fp8's range.
+
+    >>> Fp8Settings(scaling="delayed").steps
+    16
+    """
+
+    scaling: str = "current"
+    """ "current": by the largest magnitude of the tensor itself, which is read once more for it. "delayed": what enters
+    a product, and the gradient of what leaves it, by the largest of the last steps, and no pass is spent; what grew
+    beyond is cut off at fp8's largest. Weights are scaled by their own magnitude either way."""
+    scales: str = "tensor"
+    """ "tensor": one scale a tensor, by the matrix units for fp8 where a chip has them. "block": one for 128 numbers
+    along the sum, and one for 128x128 of a weight; emulated in bfloat16 on every chip."""
+    history: int = 0
+    """Steps whose largest magnitudes "delayed" keeps; 16 when 0."""
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise unknown_name("fp8.scaling", self.scaling, SCALINGS)
+        if self.scales not in SCALES:
+            raise unknown_name("fp8.scales", self.scales, SCALES)
+        if isinstance(self.history, bool) or not isinstance(self.history, int) or self.history < 0:
+            raise rule_error("fp8.history is a whole number from 0 up", repr(self.history), "use history = 16")
+        if self.history and self.scaling == "current":
+            raise rule_error(
+                'fp8.history is kept for scaling = "delayed"',
+                f'history = {self.history} and scaling = "current"',
+                "leave history out",
+            )
+        if self.scaling == "delayed" and self.scales == "block":
+            raise rule_error(
+                "Scales of blocks are those of the tensor itself",
+                'scaling = "delayed" and scales = "block"',
+                'use scaling = "current", or scales = "tensor"',
+            )
+
+    @property
+    def steps(self) -> int:
+        """That a history has: 0 where none is kept."""
+        return (self.history or _HISTORY) if self.scaling == "delayed" else 0
 
 
 @dataclass(frozen=True)
@@ -143,8 +201,9 @@ def policy(name: str | Policy | PrecisionConfig) -> Policy:
         say_once(
             UserWarning,
             name,
-            "precision='fp8' is experimental: operands are rounded to float8_e4m3fn values with one scale a tensor and "
-            "multiplied by the bfloat16 matrix units, which emulates fp8 and is no faster than bfloat16.",
+            "precision='fp8' is experimental: operands are rounded to float8_e4m3fn values with one scale a tensor. A "
+            "plain gemm is one of fp8 where a GPU has matrix units for it; all else multiplies by the bfloat16 units, "
+            "which emulates fp8 and is no faster than bfloat16.",
             stacklevel=2,
         )
     return POLICIES[name]
@@ -196,13 +255,22 @@ def quantize_fp8(x: Any) -> QuantizedFp8:
     import jax.numpy as jnp
 
     wide = jnp.asarray(x, jnp.float32)
-    largest = jnp.max(jnp.abs(wide), initial=0.0, where=jnp.isfinite(wide))
-    mantissa, exponent = jnp.frexp(largest / _E4M3_MAX)
-    # frexp gives mantissa * 2**exponent with mantissa in [0.5, 1): at exactly 0.5 one power less is enough.
-    exponent = jnp.clip(exponent - (mantissa == 0.5), *_SCALE_EXPONENTS)
-    scale = jnp.where(largest > 0, jnp.ldexp(jnp.float32(1), exponent), 1.0).astype(jnp.float32)
+    scale = fp8_scale(jnp.max(jnp.abs(wide), initial=0.0, where=jnp.isfinite(wide)))
     scaled = jnp.where(jnp.isfinite(wide), wide / scale, jnp.nan)
     return QuantizedFp8(scaled.astype(jnp.float8_e4m3fn), scale)
+
+
+def fp8_scale(largest: Any, dtype: str = "float8_e4m3fn") -> jax.Array:
+    """The smallest power of two that brings these magnitudes within the format's largest; 1 of nothing but zeros, and
+    NaN of what is not finite."""
+    import jax.numpy as jnp
+
+    largest = jnp.asarray(largest, jnp.float32)
+    mantissa, exponent = jnp.frexp(largest / FP8_LARGEST[dtype])
+    # frexp gives mantissa * 2**exponent with mantissa in [0.5, 1): at exactly 0.5 one power less is enough.
+    exponent = jnp.clip(exponent - (mantissa == 0.5), *_SCALE_EXPONENTS)
+    scale = jnp.where(largest > 0, jnp.ldexp(jnp.float32(1), exponent), 1.0)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(jnp.float32)
 
 
 def round_fp8(x: Any) -> jax.Array:

@@ -180,8 +180,9 @@ def test_types_by_name() -> None:
     assert (param_dtype("mixed"), compute_dtype("mixed")) == (jnp.float32, jnp.bfloat16)
     assert (param_dtype("bfloat16"), compute_dtype("bfloat16")) == (jnp.bfloat16, jnp.bfloat16)
     assert (param_dtype("float32"), compute_dtype("float32")) == (jnp.float32, jnp.float32)
+    assert (param_dtype("fp8"), compute_dtype("fp8")) == (jnp.float32, jnp.bfloat16)
     with pytest.raises(ValueError, match="precision"):
-        StepOptions("fp8")
+        StepOptions("fp4")
     params = params_of(jnp.bfloat16)
     moments = initial_state(make_optimizer("adamw", 0.1), params, StepOptions("bfloat16"))["optimizer"]
     assert {leaf.dtype for leaf in jax.tree.leaves(moments) if leaf.ndim} == {jnp.dtype(jnp.bfloat16)}

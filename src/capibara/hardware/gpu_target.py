@@ -7,6 +7,7 @@ is fused and how large tiles are; an attached GPU tells its own.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from capibara.errors import rule_error
@@ -17,6 +18,8 @@ __all__ = ["target_config"]
 _KIB, _MIB = 1 << 10, 1 << 20
 _CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _OLDEST_CUDNN = "9.12"  # that jax's plugin for CUDA 13 takes
+_CUDA = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
+_OLDEST_CUDA = "13.0"  # without a version XLA takes it for one that has no fp8 products
 
 
 class _Architecture(NamedTuple):
@@ -48,7 +51,8 @@ def target_config(chip: Chip) -> str:
         raise rule_error(
             f"A GPU that is not attached is one of {', '.join(_ARCHITECTURES)}", chip.name, "name h200 or a100_80gb"
         )
-    major, minor = _cudnn_version()
+    major, minor = _version_of(_CUDNN, _OLDEST_CUDNN)
+    cuda = _version_of(_CUDA, _OLDEST_CUDA)
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -72,14 +76,15 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: {major} minor: {minor} }}
+runtime_version {{ major: {cuda[0]} minor: {cuda[1]} }}
 device_description_str: "{chip.device_kinds[0]}"
 """
 
 
-def _cudnn_version() -> tuple[int, int]:
-    """Of the cuDNN beside the compiler: what is compiled for it may be asked of it."""
-    version = _OLDEST_CUDNN
-    for package in _CUDNN:
+def _version_of(packages: Sequence[str], oldest: str) -> tuple[int, int]:
+    """Of the library beside the compiler: what is compiled for it may be asked of it."""
+    version = oldest
+    for package in packages:
         try:
             version = importlib.metadata.version(package)
             break

@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.layers.router.losses import z_loss as z_loss
     from capibara.kernels.ops.linalg.einsum import contract as contract
     from capibara.kernels.ops.linalg.einsum import path_report as path_report
+    from capibara.kernels.ops.linalg.fp8 import fp8_products as fp8_products
     from capibara.kernels.ops.linalg.gemm.api import gemm as gemm
     from capibara.kernels.ops.linalg.svd.api import fast_svd as fast_svd
     from capibara.kernels.ops.linalg.svd.api import svd_plan as svd_plan
@@ -167,6 +168,7 @@ __all__, __getattr__, __dir__ = exports(
         "ops.layers.router.losses": "expert_counts load_balancing_loss update_bias z_loss",
         "ops.linalg.einsum": "contract path_report",
         "ops.linalg.gemm.api": "gemm",
+        "ops.linalg.fp8": "fp8_products",
         "ops.linalg.svd.api": "fast_svd svd_plan",
         "ops.scan": (
             "ScanPlan explain_scan gated_linear_attention lif_neurons linear_recurrence parallel_scan "

@@ -9,6 +9,7 @@ that a layout's rules put them on a mesh.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
@@ -24,14 +25,17 @@ from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks import spec
 from capibara.models.blocks.spec import (
     BY_OUTPUT,
+    FP8,
     LORA_SCALE,
     QUANTIZED_SCALE,
+    Fp8Group,
     LastProduct,
     PagedBatch,
     Sequences,
     Weight,
 )
 from capibara.parallel.remat import LAYER_INPUT
+from capibara.precision import Fp8Settings
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -40,6 +44,7 @@ __all__ = [
     "axes",
     "batch_shapes",
     "decode",
+    "fp8_history_shapes",
     "hidden_states",
     "init",
     "logits",
@@ -52,6 +57,7 @@ __all__ = [
     "weights",
 ]
 
+_log = logging.getLogger(__name__)
 IGNORED = -100
 _RESIDUAL = ("batch", "sequence", None)
 
@@ -196,10 +202,14 @@ def hidden_states(
     key: jax.Array | None = None,
     dtype: Any = jnp.bfloat16,
     unroll: int | bool = 1,
+    fp8: Fp8Settings | None = None,
+    fp8_history: Any = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Token ids [batch, length], or embeddings, to what the head reads: (x, the blocks' losses, metrics a layer).
 
     `unroll` is how many repeats of the pattern are written out in the loop's body, True for all: then there is no loop.
+    With `fp8` the products of attention and of the mlp are fp8's, scaled by `fp8_history` where it is kept
+    (`fp8_history_shapes`).
     """
     x = _embedded(model, params, inputs, dtype)
     sequences = Sequences(positions, segment_ids, key)
@@ -216,12 +226,57 @@ def hidden_states(
         return x, None if plain else (extra, metrics)
 
     numbers = None if key is None else jnp.arange(model.repeats)
-    x, beside = jax.lax.scan(body, x, (params["layers"], numbers), unroll=unroll, length=model.repeats)
+    layers = params["layers"] if fp8 is None else _with_fp8(model, params["layers"], fp8, fp8_history)
+    x, beside = jax.lax.scan(body, x, (layers, numbers), unroll=unroll, length=model.repeats)
     x = _norm(model, params["norm"], x)
     if beside is None:
         return x, jnp.float32(0), {}
     extra, metrics = beside
     return x, extra.sum(), {name: value.reshape(-1, *value.shape[2:]) for name, value in metrics.items()}
+
+
+def _fp8_groups(model: ModularModelConfig) -> list[dict[str, dict[str, int]]]:
+    """Of each layer of the pattern: slot -> the joint name of each group of fp8 products and how many they are."""
+    layers: list[dict[str, dict[str, int]]] = []
+    others = set()
+    for names in model.period:
+        layers.append({})
+        for number, name in enumerate(names):
+            block = model.blocks[name]
+            if block.takes_fp8:
+                groups = {spec.joint_name(group): len(group) for group in block.product_groups()}
+                layers[-1][slot_of(names, number)] = groups
+            else:
+                others.add(name)
+    if others:
+        said = ", ".join(sorted(others))
+        say_once(_log, said, "fp8 is for the products of attention and of an mlp: those of %s stay bfloat16", said)
+    return layers
+
+
+def fp8_history_shapes(model: ModularModelConfig, fp8: Fp8Settings) -> Any:
+    """What "delayed" scaling keeps of the last steps, as `fp8_history` takes it; None of one that keeps nothing."""
+    if not fp8.steps:
+        return None
+
+    def of_group(count: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((model.repeats, 1 + count, fp8.steps), jnp.float32)
+
+    return jax.tree.map(of_group, _fp8_groups(model))
+
+
+def _with_fp8(model: ModularModelConfig, layers: Any, fp8: Fp8Settings, history: Any) -> list[Any]:
+    """The layers' parameters, with how their products are scaled beside their weights."""
+    marked = []
+    for number, (layer, groups) in enumerate(zip(layers, _fp8_groups(model), strict=True)):
+        blocks = dict(layer)
+        for slot, names in groups.items():
+            beside = {
+                name + FP8: Fp8Group(fp8, None if history is None else history[number][slot][name]) for name in names
+            }
+            blocks[slot] = {**layer[slot], **beside}
+        marked.append(blocks)
+    return marked
 
 
 def block_has_losses(model: ModularModelConfig, name: str) -> bool:
@@ -264,11 +319,14 @@ def loss(
     key: jax.Array | None = None,
     dtype: Any = jnp.bfloat16,
     unroll: int | bool = 1,
+    fp8: Fp8Settings | None = None,
+    fp8_history: Any = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(what is minimised, metrics): the mean cross-entropy of the next token, and what blocks add to it.
 
     `batch` has "inputs" and "targets", and where they count "segment_ids", "positions" and "mask" (a target whose mask
-    is 0, or whose segment is 0, has no loss). The metric "loss" is the cross-entropy alone, in nats a token.
+    is 0, or whose segment is 0, has no loss). The metric "loss" is the cross-entropy alone, in nats a token. `fp8` is
+    as in `hidden_states`; the head and the loss are in `dtype` either way.
     """
     x, extra, metrics = hidden_states(
         model,
@@ -279,6 +337,8 @@ def loss(
         key=key,
         dtype=dtype,
         unroll=unroll,
+        fp8=fp8,
+        fp8_history=fp8_history,
     )
     targets = batch["targets"]
     if "mask" in batch:

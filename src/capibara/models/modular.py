@@ -22,6 +22,7 @@ from capibara.models.tokenizer import Tokenizer, load_tokenizer
 from capibara.models.weights.generation_config import GenerationDefaults
 from capibara.parallel import trainer_step
 from capibara.parallel.optimizers import make_optimizer
+from capibara.precision import Fp8Settings
 
 __all__ = ["ModularCapibaraModel", "as_batch"]
 
@@ -68,7 +69,13 @@ class ModularCapibaraModel:
     """
 
     def __init__(
-        self, config: ModularModelConfig, *, params: Any = None, precision: str = "mixed", seed: int = 0
+        self,
+        config: ModularModelConfig,
+        *,
+        params: Any = None,
+        precision: str = "mixed",
+        seed: int = 0,
+        fp8: Fp8Settings | None = None,
     ) -> None:
         if not isinstance(config, ModularModelConfig):
             raise rule_error(
@@ -76,8 +83,15 @@ class ModularCapibaraModel:
                 type(config).__name__,
                 'use ModularModelConfig.from_toml("dev")',
             )
+        if fp8 is not None and precision != "fp8":
+            raise rule_error(
+                'fp8= is for precision="fp8"', f'precision="{precision}"', 'leave fp8 out, or use precision="fp8"'
+            )
         self.config = config
         self.precision = precision
+        self.fp8 = fp8
+        """How the operands of fp8 products are scaled in training, where precision is "fp8"; by default as
+        `Fp8Settings()`. Logits and generated text are made by bfloat16 products."""
         self.seed = seed
         self._params = params
         self._training: dict[str, Any] | None = None
@@ -221,7 +235,12 @@ class ModularCapibaraModel:
         """(what training minimises, metrics) of a batch."""
         batch = as_batch(batch)
         self._check_length(batch["inputs"].shape[1])
-        return decoder.loss(self.config, params, batch, key=key, dtype=self._dtype)
+        params, history = params if isinstance(params, trainer_step.WithHistory) else (params, None)
+        return decoder.loss(self.config, params, batch, key=key, dtype=self._dtype, fp8=self._fp8, fp8_history=history)
+
+    @property
+    def _fp8(self) -> Fp8Settings | None:
+        return (self.fp8 or Fp8Settings()) if self.precision == "fp8" else None
 
     def train_step(self, batch: Any) -> dict[str, float]:
         """One step of AdamW on the batch; the new weights are in `params`, and the metrics are returned.
@@ -239,7 +258,9 @@ class ModularCapibaraModel:
             optimizer = make_optimizer("adamw", _RATE, weight_decay=0.1, clip=1.0)
             options = trainer_step.StepOptions(precision=self.precision, seed=self.seed)
             build = trainer_step.step_function(self.loss, optimizer, options)
-            state = jax.jit(functools.partial(trainer_step.initial_state, optimizer, options=options))(self.params)
+            history = None if self._fp8 is None else decoder.fp8_history_shapes(self.config, self._fp8)
+            begin = functools.partial(trainer_step.initial_state, optimizer, options=options, fp8_history=history)
+            state = jax.jit(begin)(self.params)
             self._training = {"state": state, "step": jax.jit(build, donate_argnums=(0, 1))}
 
     def _train_step(self, batch: Any) -> dict[str, float]:

@@ -15,6 +15,7 @@ from capibara import toml_tables
 from capibara.errors import rule_error, unknown_name
 from capibara.models.config import ModularModelConfig, model_of
 from capibara.models.preset_files import FOLDER, load_table, name_of, preset_names
+from capibara.precision import Fp8Settings
 from capibara.toml_tables import Table
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
     "preset_of",
 ]
 
-PRECISIONS = ("mixed", "bfloat16", "float32")
+PRECISIONS = ("mixed", "bfloat16", "float32", "fp8")
 REMAT = ("auto", "none", "dots", "full")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -45,7 +46,9 @@ class TrainSettings:
     seed: int = 0
     precision: str = "mixed"
     """ "mixed": products in bfloat16 on float32 weights. "bfloat16": weights and moments too, rounded by chance so
-    that small changes add up. "float32"."""
+    that small changes add up. "float32". "fp8": as "mixed", with the products of attention and of the mlp in fp8."""
+    fp8: Fp8Settings = field(default_factory=Fp8Settings)
+    """How the operands of those are scaled."""
     accumulate: int = 0
     """Microbatches of a step, one after another; 0 lets the planner choose."""
     remat: str = "auto"
@@ -74,6 +77,10 @@ class TrainSettings:
                 raise rule_error(f"train.{name} is {least} or more", getattr(self, name), f"use {name} = {least}")
         if self.precision not in PRECISIONS:
             raise unknown_name("train.precision", self.precision, PRECISIONS)
+        if self.precision != "fp8" and self.fp8 != Fp8Settings():
+            raise rule_error(
+                'train.fp8 is for precision = "fp8"', f'precision = "{self.precision}"', "leave one of them out"
+            )
         if self.remat not in REMAT:
             raise unknown_name("train.remat", self.remat, REMAT)
         from capibara.parallel.trainer_step import COMMUNICATION
@@ -86,6 +93,11 @@ class TrainSettings:
                 f"{self.accumulate} and {self.batch_size}",
                 "use one of " + ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0),
             )
+
+    @property
+    def fp8_products(self) -> Fp8Settings | None:
+        """How fp8 products are scaled; None where there are none."""
+        return self.fp8 if self.precision == "fp8" else None
 
     @property
     def tokens(self) -> int:

@@ -30,7 +30,8 @@ def from_checkpoint(folder: str | Path, step: int | None = None) -> ModularCapib
     preset = load_preset(run / "config.toml", environment={})
     if rank := preset.table.values.get("lora", {}).get("rank", 0):
         return _merged(run, rank, step)
-    model = ModularCapibaraModel(preset.model, precision=preset.train.precision, seed=preset.train.seed)
+    train = preset.train
+    model = ModularCapibaraModel(preset.model, precision=train.precision, seed=train.seed, fp8=train.fp8_products)
     data = preset.table.values.get("data", {})
     model.prompt_bos = bool(data.get("add_bos", True))
     shapes = decoder.param_shapes(preset.model, param_dtype(preset.train.precision))
@@ -71,5 +72,6 @@ def load_model(name: str | Path) -> tuple[ModularCapibaraModel, str]:
             f"name such a folder, or one of {', '.join(preset_names())}",
         )
     preset = load_preset(name)
-    model = ModularCapibaraModel(preset.model, precision=preset.train.precision, seed=preset.train.seed)
+    train = preset.train
+    model = ModularCapibaraModel(preset.model, precision=train.precision, seed=train.seed, fp8=train.fp8_products)
     return model, f"preset {name}, with random weights: it writes noise"

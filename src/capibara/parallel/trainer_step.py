@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,11 @@ from capibara.parallel.training_step import microbatches_of
 __all__ = [
     "COMMUNICATION",
     "EXPERT_SHARE",
+    "FP8_HISTORY",
     "FROZEN",
     "UNSENT",
     "StepOptions",
+    "WithHistory",
     "compute_dtype",
     "counted_targets",
     "initial_state",
@@ -57,8 +59,19 @@ EXPERT_SHARE = "expert_share"
 """The metric [layers, experts] of how each layer's tokens went to its experts, and the state's key of its sum over the
 steps since the experts were looked at last."""
 
-_PARAM = {"mixed": jnp.float32, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
-_COMPUTE = {"mixed": jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
+FP8_HISTORY = "fp8_history"
+"""The state's key of the largest magnitudes of the last steps, where fp8 products are scaled by them."""
+
+_PARAM = {"mixed": jnp.float32, "float32": jnp.float32, "bfloat16": jnp.bfloat16, "fp8": jnp.float32}
+_COMPUTE = {"mixed": jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16, "fp8": jnp.bfloat16}
+
+
+class WithHistory(NamedTuple):
+    """What a loss gets in its parameters' place where the state has a history. The gradient of that has this step's
+    magnitudes, in [..., 0]."""
+
+    params: Any
+    history: Any
 
 
 def param_dtype(precision: str) -> Any:
@@ -97,10 +110,12 @@ def initial_state(
     data_size: int = 1,
     frozen: Any = None,
     expert_share: Any = None,
+    fp8_history: Any = None,
 ) -> dict[str, Any]:
     """What a step keeps beside the parameters, before the first one.
 
-    `frozen` are weights that are not trained, `expert_share` is the shape of that metric where the loss has it.
+    `frozen` are weights that are not trained, `expert_share` is the shape of that metric where the loss has it, and
+    `fp8_history` are the shapes of what its fp8 products are scaled by.
     """
     state = {
         "optimizer": _stored(optimizer.init(_wide(params, options)), options),
@@ -112,6 +127,8 @@ def initial_state(
         state[UNSENT] = jax.tree.map(lambda p: jnp.zeros((data_size, *p.shape), jnp.float32), params)
     if expert_share is not None:
         state[EXPERT_SHARE] = jnp.zeros(expert_share.shape, jnp.float32)
+    if fp8_history is not None:
+        state[FP8_HISTORY] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), fp8_history)
     return state if frozen is None else {**state, FROZEN: frozen}
 
 
@@ -143,13 +160,14 @@ def trainer_job(
     accumulate: tuple[int, ...] = (1,),
     data_size: int = 1,
     frozen: Any = None,
+    fp8_history: Any = None,
     name: str = "",
 ) -> Job:
     """The job of training from shapes: what the planner lays out and the trainer runs.
 
     `remat` and `accumulate` are the values to choose from. `data_size` is that of the mesh's data axis, where gradients
     are summed by hand. With `frozen`, shapes of weights that are not trained, the loss gets (trained, frozen) in the
-    parameters' place.
+    parameters' place; with `fp8_history`, shapes of what fp8 products are scaled by, it gets `WithHistory`.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     for parts in accumulate:
@@ -162,7 +180,9 @@ def trainer_job(
     share = metrics.get(EXPERT_SHARE)
     share = share if share is not None and len(share.shape) == 2 else None  # a user's own metric of that name
     state = jax.eval_shape(
-        lambda p, f: initial_state(optimizer, p, options, data_size, f, expert_share=share), params, frozen
+        lambda p, f: initial_state(optimizer, p, options, data_size, f, expert_share=share, fp8_history=fp8_history),
+        params,
+        frozen,
     )
 
     def build(remat: str = "none", accumulate: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -172,6 +192,10 @@ def trainer_job(
     def staged(microbatches: int, remat: str = "none") -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if frozen is not None:
             raise rule_error("A pipeline trains all of its weights", "weights that are frozen", "use other mesh axes")
+        if fp8_history is not None:
+            raise rule_error(
+                "A pipeline scales fp8 products by the tensors themselves", 'scaling = "delayed"', 'use "current"'
+            )
         slim = checkpoint_scans(without_key, remat)
         sums = options.precision != "bfloat16"
 
@@ -190,6 +214,8 @@ def trainer_job(
         if frozen is None and _reads_key(loss, params, batch, key):
             # One key for all microbatches would be the same noise in each of them.
             return "a loss that draws at random (a router's jitter, dropout), where each microbatch passes alone"
+        if fp8_history is not None:
+            return 'fp8 products that are scaled by a history, which stages do not keep; use fp8.scaling = "current"'
         return why_not_pipelined(without_key, (params, batch), microbatches=accumulate)
 
     return Job(
@@ -228,15 +254,21 @@ def step_function(loss: Loss, optimizer: Any, options: StepOptions, accumulate: 
         if frozen:
 
             def own(params: Any, batch: Any, key: Any) -> Any:
+                if isinstance(params, WithHistory):
+                    return loss(WithHistory((params.params, frozen[FROZEN]), params.history), batch, key)
                 return loss((params, frozen[FROZEN]), batch, key)
 
         gradients_of = _by_hand(own, options, accumulate) if options.communication != "automatic" else None
         key = jax.random.fold_in(jax.random.key(options.seed), state["step"])
+        trained = WithHistory(params, state[FP8_HISTORY]) if FP8_HISTORY in state else params
         if gradients_of is None:
-            value, metrics, gradients = _accumulated(own, accumulate, params, batch, key)
+            value, metrics, gradients = _accumulated(own, accumulate, trained, batch, key)
             after: dict[str, Any] = {}
         else:
-            value, metrics, gradients, after = gradients_of(params, batch, key, state)
+            value, metrics, gradients, after = gradients_of(trained, batch, key, state)
+        if isinstance(gradients, WithHistory):
+            after = {**after, FP8_HISTORY: jax.tree.map(_moved_on, state[FP8_HISTORY], gradients.history)}
+            gradients = gradients.params
         new_params, new_state, norm = _update(optimizer, options, params, state, gradients, key)
         new_state = {**new_state, **after}
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
@@ -262,6 +294,11 @@ def step_function(loss: Loss, optimizer: Any, options: StepOptions, accumulate: 
         return new_params, {**new_state, **frozen}, metrics
 
     return step
+
+
+def _moved_on(history: jax.Array, step: jax.Array) -> jax.Array:
+    """A history with this step's magnitudes, [..., 0], before the others, and without the oldest."""
+    return jnp.concatenate([step[..., :1], history[..., :-1]], axis=-1)
 
 
 def _everywhere(metric: jax.Array) -> jax.Array:
@@ -333,16 +370,23 @@ def _accumulated(loss: Loss, parts: int, params: Any, batch: Any, key: jax.Array
     def run(number: Any, part: Any) -> Any:
         weight = counted_targets(part)
         (value, metrics), gradients = grad(params, part, jax.random.fold_in(key, number))
-        return weight, jax.tree.map(lambda x: x.astype(jnp.float32) * weight, (value, metrics, gradients))
+        most = ()
+        if isinstance(gradients, WithHistory):
+            gradients, most = gradients
+        return weight, jax.tree.map(lambda x: x.astype(jnp.float32) * weight, (value, metrics, gradients)), most
 
     first = jax.tree.map(lambda x: x[0], split)
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, jnp.int32(0), first))
 
     def add(total: Any, numbered: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, run(*numbered)), None
+        (weight, sums, most), (more, parts, magnitudes) = total, run(*numbered)
+        sums = jax.tree.map(jnp.add, sums, parts)
+        return (weight + more, sums, jax.tree.map(jnp.maximum, most, magnitudes)), None
 
-    (weight, sums), _ = jax.lax.scan(add, zero, (jnp.arange(parts), split))
+    (weight, sums, most), _ = jax.lax.scan(add, zero, (jnp.arange(parts), split))
     value, metrics, gradients = jax.tree.map(lambda x: x / jnp.maximum(weight, 1), sums)
+    if isinstance(params, WithHistory):
+        gradients = WithHistory(gradients, most)
     return value, metrics, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
 
 
@@ -356,12 +400,18 @@ def _by_hand(loss: Loss, options: StepOptions, accumulate: int) -> Callable[...,
         value, metrics, gradients = _accumulated(loss, accumulate, params, batch, key)
         share = weight / jnp.maximum(jax.lax.psum(weight, "data"), 1)
         value, metrics = jax.tree.map(lambda x: jax.lax.psum(x * share, "data"), (value, metrics))
+        history = None
+        if isinstance(gradients, WithHistory):
+            gradients, history = gradients
+            history = jax.tree.map(lambda m: jax.lax.pmax(m, "data"), history)
         gradients = jax.tree.map(lambda g: (g.astype(jnp.float32) * share).astype(g.dtype), gradients)
         if options.communication == "compressed":
             gradients, unsent = compressed_all_reduce(gradients, "data", state=unsent)
         else:
             overlap = options.communication == "overlapped"
             gradients = bucketed_all_reduce(gradients, "data", overlap=overlap)
+        if history is not None:
+            gradients = WithHistory(gradients, history)
         return value, metrics, gradients, unsent
 
     def run(params: Any, batch: Any, key: jax.Array, state: Mapping[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara import user_file
-from capibara.errors import CapibaraError, rule_error, unknown_name
+from capibara.errors import CapibaraError, rule_error, unknown_name, unsaid
 from capibara.models.preset import OptimizerSettings, Preset, TrainSettings, load_preset, preset_names
 from capibara.models.weights.folder import is_hf, read_config
 
@@ -116,18 +116,22 @@ def preset_job(preset: Preset, knobs: Mapping[str, tuple[Any, ...]] | None = Non
     narrow = train.precision == "bfloat16"
     chosen = {"remat": train.remat, "accumulate": train.accumulate}
     named = {name: (value,) for name, value in chosen.items() if value not in ("auto", 0)}
-    return training_job(
-        decoder.make_loss(
-            preset.model, z_loss=train.z_loss, dtype=jnp.float32 if train.precision == "float32" else jnp.bfloat16
-        ),
-        decoder.param_shapes(preset.model, jnp.bfloat16 if narrow else jnp.float32),
-        decoder.batch_shapes(train.batch_size, train.sequence_length),
-        optimizer=planned_optimizer(preset.optimizer.name, preset.optimizer.b1),
-        tokens=train.tokens,
-        mixed=not narrow,
-        knobs={**named, **(knobs or {})},
-        name=preset.name,
-    )
+    with unsaid():  # it is looked at here for its shapes alone, and not for the chip that it is planned on
+        return training_job(
+            decoder.make_loss(
+                preset.model,
+                z_loss=train.z_loss,
+                dtype=jnp.float32 if train.precision == "float32" else jnp.bfloat16,
+                fp8=train.fp8_products,
+            ),
+            decoder.param_shapes(preset.model, jnp.bfloat16 if narrow else jnp.float32),
+            decoder.batch_shapes(train.batch_size, train.sequence_length),
+            optimizer=planned_optimizer(preset.optimizer.name, preset.optimizer.b1),
+            tokens=train.tokens,
+            mixed=not narrow,
+            knobs={**named, **(knobs or {})},
+            name=preset.name,
+        )
 
 
 def _file_job(recipe: Recipe) -> Job:

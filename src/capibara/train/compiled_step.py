@@ -22,7 +22,15 @@ from capibara.models.preset import TrainSettings
 from capibara.parallel import run as layouts_run
 from capibara.parallel.job import Job
 from capibara.parallel.remat import OFFLOAD, POLICIES
-from capibara.parallel.trainer_step import EXPERT_SHARE, FROZEN, UNSENT, StepOptions, initial_state, trainer_job
+from capibara.parallel.trainer_step import (
+    EXPERT_SHARE,
+    FP8_HISTORY,
+    FROZEN,
+    UNSENT,
+    StepOptions,
+    initial_state,
+    trainer_job,
+)
 from capibara.plan.api import plan
 from capibara.plan.result import Plan
 from capibara.plan.search.space import PARAMETERS
@@ -138,6 +146,9 @@ class StepMaker:
         found = dict(options.compiler_options or {})
         if self.settings.deterministic and devices[0].platform == "gpu":
             found["xla_gpu_deterministic_ops"] = True
+        if self.settings.precision == "fp8" and devices[0].platform == "gpu":
+            # Triton's products would each round their operands again; cuBLASLt's share what was rounded once.
+            found.setdefault("xla_gpu_enable_triton_gemm", False)
         return found or None
 
     def _unroll(self, devices: Sequence[Any]) -> int | bool:
@@ -172,6 +183,7 @@ class StepMaker:
             accumulate=parts,
             data_size=data_size,
             frozen=getattr(self.trainable, "frozen_shapes", lambda: None)(),
+            fp8_history=getattr(self.trainable, "fp8_history_shapes", lambda: None)(),
             name=self.trainable.name,
         )
 
@@ -223,9 +235,9 @@ class StepMaker:
     def state(self, step: CompiledStep, params: Any) -> dict[str, Any]:
         """What the step keeps beside them and beside what is frozen, before the first one."""
         shapes = {name: shape for name, shape in step.program.arguments[1].items() if name != FROZEN}
-        share = shapes.get(EXPERT_SHARE)
+        beside = {"expert_share": shapes.get(EXPERT_SHARE), "fp8_history": shapes.get(FP8_HISTORY)}
         return step.on_mesh(
-            lambda p: initial_state(self.optimizer, p, self.step_options, step.data_size, expert_share=share),
+            lambda p: initial_state(self.optimizer, p, self.step_options, step.data_size, **beside),
             shapes,
             params,
         )
@@ -237,11 +249,11 @@ def _divisors(rows: int) -> tuple[int, ...]:
 
 def _with_own_places(job: Job, layout: Layout) -> Layout:
     """The layout with what is no parameter's: each device has what it has not sent itself and no other's, and every
-    process can read how the experts were used."""
+    process can read how the experts were used and how fp8 products are scaled."""
     _, args = job.build(**job.defaults())
     paths = [[getattr(key, "key", None) for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     cut = PartitionSpec("data") if layout.mesh.axes.get("data", 1) > 1 else PartitionSpec()
-    own = {UNSENT: cut, EXPERT_SHARE: PartitionSpec()}
+    own = {UNSENT: cut, EXPERT_SHARE: PartitionSpec(), FP8_HISTORY: PartitionSpec()}
     specs = [
         next((place for name, place in own.items() if name in path), spec)
         for path, spec in zip(paths, layout.specs, strict=True)

@@ -32,7 +32,7 @@ from capibara.observe.goodput import Goodput
 from capibara.observe.recorder import Recorder
 from capibara.parallel import run as layouts_run
 from capibara.parallel.optimizers import make_optimizer, schedule_named
-from capibara.parallel.trainer_step import EXPERT_SHARE, FROZEN, UNSENT, StepOptions, counted_targets
+from capibara.parallel.trainer_step import EXPERT_SHARE, FP8_HISTORY, FROZEN, UNSENT, StepOptions, counted_targets
 from capibara.processes import process_count, process_index
 from capibara.train import expert_placement
 from capibara.train.compiled_step import CompiledStep, LoopOptions, StepMaker
@@ -165,13 +165,13 @@ class Loop:
         """The newest state, if there is one."""
         params, state, _ = self.compiled.program.arguments
         trained = {name: shape for name, shape in state.items() if name != FROZEN}
-        renewed = [f"state/{name}" for name in (UNSENT, EXPERT_SHARE)]
+        renewed = [f"state/{name}" for name in (UNSENT, EXPERT_SHARE, FP8_HISTORY)]
         found = checkpoints.restore_latest({"params": params, "state": trained}, renewed=renewed)
         if found is None:
             return None
         self.params, self.state, self.step = found.state["params"], found.state["state"], found.step
         self.tell(f"restored step {found.step} from {found.source}")
-        for name in (UNSENT, EXPERT_SHARE):
+        for name in (UNSENT, EXPERT_SHARE, FP8_HISTORY):
             if all(leaf is not None for leaf in jax.tree.leaves(self.state.get(name, ()), is_leaf=lambda x: x is None)):
                 continue
             self.state[name] = self.compiled.on_mesh(
@@ -183,6 +183,8 @@ class Loop:
                     "what devices had not sent of their gradients, a rounding error of one step, begins at nothing: "
                     "the checkpoint has none for a data axis of this size"
                 )
+            elif name == FP8_HISTORY:
+                self.tell("what fp8 products are scaled by begins anew: the checkpoint has no history of this length")
         return dict(found.extra)
 
     def _compile(self, batch: Any) -> None:

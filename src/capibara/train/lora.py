@@ -21,7 +21,8 @@ from capibara.models.blocks import spec
 from capibara.models.blocks.spec import LORA_DOWN, LORA_SCALE, LORA_UP, Weight
 from capibara.models.config import ModularModelConfig
 from capibara.models.modular import ModularCapibaraModel
-from capibara.parallel.trainer_step import Loss, compute_dtype
+from capibara.parallel.trainer_step import Loss, WithHistory, compute_dtype
+from capibara.precision import Fp8Settings
 from capibara.train.config import LoraSettings
 from capibara.train.trainable import ModelTrainable
 
@@ -100,8 +101,9 @@ class LoraTrainable(ModelTrainable):
         precision: str = "mixed",
         z_loss: float = 0.0,
         load: Callable[[Any], Any] | None = None,
+        fp8: Fp8Settings | None = None,
     ) -> None:
-        super().__init__(model, precision, z_loss, load)
+        super().__init__(model, precision, z_loss, load, fp8)
         self.lora = lora
         self._mesh: Any = None
 
@@ -143,6 +145,9 @@ class LoraTrainable(ModelTrainable):
         whole = super().loss(unroll)
 
         def run(pair: Any, batch: Any, key: Any) -> Any:
+            if isinstance(pair, WithHistory):
+                adapters, frozen = pair.params
+                return whole(WithHistory(_joined(frozen, adapters), pair.history), batch, key)
             adapters, frozen = pair
             return whole(_joined(frozen, adapters), batch, key)
 

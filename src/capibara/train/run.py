@@ -86,7 +86,9 @@ def train(
     preset = config.preset
     settings = preset.train
     out = None if folder is None else _local(folder)
-    model = ModularCapibaraModel(preset.model, precision=settings.precision, seed=settings.seed)
+    model = ModularCapibaraModel(
+        preset.model, precision=settings.precision, seed=settings.seed, fp8=settings.fp8_products
+    )
     _check(config)
     with contextlib.ExitStack() as stack:
         claim = checkpoints = recorder = watchdog = goodput = None
@@ -198,8 +200,8 @@ def _trainable(config: RunConfig, model: ModularCapibaraModel) -> ModelTrainable
             return load_hf(folder, mesh=None if mesh is None or mesh.size == 1 else mesh, dtype=dtype)[1]
 
     if config.lora.rank:
-        return LoraTrainable(model, config.lora, settings.precision, settings.z_loss, load)
-    return ModelTrainable(model, settings.precision, settings.z_loss, load)
+        return LoraTrainable(model, config.lora, settings.precision, settings.z_loss, load, settings.fp8)
+    return ModelTrainable(model, settings.precision, settings.z_loss, load, settings.fp8)
 
 
 def _check(config: RunConfig) -> None:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from capibara.errors import rule_error
 from capibara.models import decoder
 from capibara.models.modular import ModularCapibaraModel
-from capibara.parallel.trainer_step import Loss, compute_dtype, param_dtype
+from capibara.parallel.trainer_step import Loss, WithHistory, compute_dtype, param_dtype
+from capibara.precision import Fp8Settings
 
 __all__ = ["LossTrainable", "ModelTrainable", "Trainable", "as_trainable"]
 
@@ -55,9 +56,12 @@ class ModelTrainable:
         precision: str = "mixed",
         z_loss: float = 0.0,
         load: Callable[[Any], Any] | None = None,
+        fp8: Fp8Settings | None = None,
     ) -> None:
-        """`load(mesh)` gives weights to start from; the model's own, where it has some, come first."""
+        """`load(mesh)` gives weights to start from; the model's own, where it has some, come first. `fp8` says how
+        products are scaled in precision "fp8"."""
         self._load = load
+        self.fp8 = (fp8 or Fp8Settings()) if precision == "fp8" else None
         self.model = model
         self.precision = precision
         self.z_loss = z_loss
@@ -78,6 +82,7 @@ class ModelTrainable:
 
     def loss(self, unroll: int | bool = 1) -> Loss:
         def run(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+            params, history = params if isinstance(params, WithHistory) else (params, None)
             return decoder.loss(
                 self.model.config,
                 params,
@@ -86,9 +91,15 @@ class ModelTrainable:
                 key=key if self._draws else None,
                 dtype=compute_dtype(self.precision),
                 unroll=unroll,
+                fp8=self.fp8,
+                fp8_history=history,
             )
 
         return run
+
+    def fp8_history_shapes(self) -> Any:
+        """What fp8 products are scaled by; None where that is the tensors themselves."""
+        return None if self.fp8 is None else decoder.fp8_history_shapes(self.model.config, self.fp8)
 
     @functools.cached_property
     def _draws(self) -> bool:
@@ -101,6 +112,7 @@ class ModelTrainable:
     def publish(self, params: Any) -> None:
         self.model._params = params
         self.model.precision = self.precision
+        self.model.fp8 = self.fp8
 
 
 class LossTrainable:
@@ -145,13 +157,24 @@ class LossTrainable:
 
 
 def as_trainable(
-    model: Any, *, loss: Callable[..., Any] | None = None, precision: str = "mixed", z_loss: float = 0.0
+    model: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    precision: str = "mixed",
+    z_loss: float = 0.0,
+    fp8: Fp8Settings | None = None,
 ) -> Trainable:
     """A trainable of a model, of an NNX or Equinox module with `loss(module, batch)`, or of (loss, params)."""
     if isinstance(model, ModularCapibaraModel):
         if loss is not None:
             raise rule_error("A capibara model brings its loss", "loss=", "leave it out")
-        return ModelTrainable(model, precision, z_loss)
+        return ModelTrainable(model, precision, z_loss, fp8=fp8)
+    if precision == "fp8":
+        raise rule_error(
+            'precision="fp8" is for the products of a capibara model',
+            type(model).__name__,
+            'use capibara.kernels.fp8_products in your own loss, and precision="mixed"',
+        )
     if z_loss:
         raise rule_error("z_loss is part of a capibara model's loss", f"z_loss={z_loss}", "add it to your own loss")
     if all(hasattr(model, name) for name in ("shapes", "init", "loss", "publish")):

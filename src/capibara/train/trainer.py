@@ -85,7 +85,8 @@ class TpuDistributedTrainer:
       optimizer_sharding: cut the optimizer's state over the data axis (and, where the planner finds that better, the
         parameters); off, every device has all of it.
       loss: `loss(module, batch)` of a module that is not a capibara model.
-      precision: "mixed", "bfloat16" or "float32"; the model's own by default.
+      precision: "mixed", "bfloat16", "float32" or "fp8"; the model's own by default. `settings.fp8` says how fp8
+        products are scaled, else the model's own `fp8`.
       optimizer: an `OptimizerSettings`; AdamW by default.
       settings: a `TrainSettings` for the rest: z_loss, seed, skip_nonfinite, unroll, deterministic, communication,
         checkpoint_every. What the other arguments and the dataset say (precision, steps, batch, accumulation,
@@ -130,8 +131,14 @@ class TpuDistributedTrainer:
         self.optimizer_sharding = optimizer_sharding
         chosen = precision or getattr(model, "precision", None) or "mixed"
         _check_settings(settings, chosen, async_gradient_communication)
-        self.settings = dataclasses.replace(settings or TrainSettings(), precision=chosen)
-        self.trainable = as_trainable(model, loss=loss, precision=chosen, z_loss=self.settings.z_loss)
+        given = settings or TrainSettings()
+        fp8 = given.fp8
+        if chosen == "fp8" and given.precision != "fp8":
+            fp8 = getattr(model, "fp8", None) or fp8
+        self.settings = dataclasses.replace(given, precision=chosen, fp8=fp8)
+        self.trainable = as_trainable(
+            model, loss=loss, precision=chosen, z_loss=self.settings.z_loss, fp8=self.settings.fp8
+        )
         self.optimizer = optimizer
         self.checkpoint_folder = None if checkpoint_folder is None else Path(checkpoint_folder)
         self.tell = tell

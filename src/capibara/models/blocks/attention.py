@@ -132,6 +132,8 @@ class Attention(Block):
             weights["key_norm"] = Weight((each,), (None,), "ones")
         return weights
 
+    takes_fp8 = True
+
     def products(self) -> dict[str, int]:
         return {"query": 1, "key": 1, "value": 1, "out": 2}
 

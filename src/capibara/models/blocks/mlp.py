@@ -64,6 +64,8 @@ class Mlp(Block):
             weights["down_bias"] = Weight((wide,), (None,), "zeros")
         return weights
 
+    takes_fp8 = True
+
     def products(self) -> dict[str, int]:
         return dict.fromkeys(("gate", "up", "down") if self.gated else ("up", "down"), 1)
 

@@ -6,6 +6,7 @@ as a tree of `Weight`; shapes, logical axes and initial values all come from it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
@@ -17,19 +18,23 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel
+from capibara.kernels.ops.linalg.fp8 import fp8_products
 from capibara.kernels.pallas.prng import normal_by_place
+from capibara.precision import Fp8Settings
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
 
 __all__ = [
     "BY_OUTPUT",
+    "FP8",
     "LORA_DOWN",
     "LORA_SCALE",
     "LORA_UP",
     "QUANTIZED_SCALE",
     "Block",
     "BlockOutput",
+    "Fp8Group",
     "LastProduct",
     "PagedBatch",
     "Sequences",
@@ -130,6 +135,20 @@ BY_OUTPUT = "_by_output"
 lie together. A product of a few rows reads every weight once and is done, and reads them in the order they lie in."""
 
 
+FP8 = "_fp8"
+"""What the joint name of the weights of one input is followed by where their products are fp8's."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["history"], meta_fields=["settings"])
+@dataclass(frozen=True)
+class Fp8Group:
+    """How the products of one input are scaled: stands beside its weights, under their joint name."""
+
+    settings: Fp8Settings
+    history: jax.Array | None = None
+    """As `fp8_products` takes it, where scaling is "delayed"."""
+
+
 def joint_name(names: Sequence[str]) -> str:
     """The name of several weights of one input side by side, as one product takes them."""
     return "+".join(names)
@@ -137,12 +156,21 @@ def joint_name(names: Sequence[str]) -> str:
 
 def product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int = 1) -> jax.Array:
     """x times a weight, over so many of x's last axes; with the weight's low-rank change where the block has one."""
-    return _with_change(params, name, x, inputs, _plain_product(params, name, x, inputs))
+    group: Any = params.get(name + FP8)
+    if group is None:
+        y = _plain_product(params, name, x, inputs)
+    else:
+        (y,) = fp8_products(x, [params[name]], group.settings, inputs=inputs, history=group.history)
+    return _with_change(params, name, x, inputs, y)
 
 
 def products(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]], x: jax.Array) -> list[jax.Array]:
     """x times several weights, whose outputs have these shapes: as one product where they are held side by side."""
     joint = joint_name(tuple(shapes))
+    group: Any = params.get(joint + FP8)
+    if group is not None:
+        narrow = fp8_products(x, [params[name] for name in shapes], group.settings, history=group.history)
+        return [_with_change(params, name, x, 1, y) for name, y in zip(shapes, narrow, strict=True)]
     if joint not in params and joint + BY_OUTPUT not in params:
         return [product(params, name, x) for name in shapes]
     ends = list(itertools.accumulate(math.prod(shape) for shape in shapes.values()))
@@ -299,6 +327,14 @@ class Block:
     def joint_products(self) -> tuple[tuple[str, ...], ...]:
         """Weights of one input that `products` multiplies with, which serving may hold side by side."""
         return ()
+
+    takes_fp8 = False
+    """Whether the products of this block are fp8's where training asks for them."""
+
+    def product_groups(self) -> tuple[tuple[str, ...], ...]:
+        """All of `products`, those of one input together."""
+        joint = self.joint_products()
+        return (*joint, *((name,) for name in self.products() if not any(name in names for names in joint)))
 
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences

@@ -18,6 +18,7 @@ _PRECISIONS = {
     "float32": "float32 throughout",
     "mixed": "products in bfloat16 on float32 weights",
     "bfloat16": "weights, moments and products in bfloat16, rounded by chance",
+    "fp8": "products in fp8 and bfloat16 on float32 weights",
 }
 _AXES = {
     "data": "rows of the batch",

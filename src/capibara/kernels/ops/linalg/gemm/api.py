@@ -15,6 +15,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array, as_dtype
 from capibara.kernels.core.spec import Gradient, Implementation, Partition, describe
+from capibara.kernels.ops.linalg.fp8 import fp8_products, has_fp8_units
 from capibara.kernels.ops.linalg.gemm import gradient, hopper, peers, tpu
 from capibara.kernels.ops.linalg.gemm.cases import CASES
 from capibara.kernels.ops.linalg.gemm.reference import reference
@@ -73,8 +74,9 @@ def gemm(
       residual: added after the activation; the output's shape.
       activation: None, "gelu" (tanh form) or "silu".
       precision: None keeps the inputs' type and JAX's default matrix precision. "bfloat16", "float32", "mixed" and
-        "fp8" are capibara's policies: what the inputs are rounded to, and the output's type. "default", "high"
-        and "highest" are JAX's, for float32 inputs.
+        "fp8" are capibara's policies: what the inputs are rounded to, and the output's type. A plain product in "fp8"
+        is `fp8_products` on chips with matrix units for it, and emulated elsewhere. "default", "high" and "highest" are
+        JAX's, for float32 inputs.
       out_dtype: the output's type; by default what `precision` says, else the inputs' own.
       implementation: force one by name ("xla", "pallas_tpu", "hopper", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
@@ -89,6 +91,10 @@ def gemm(
     out = None if out_dtype is None else as_dtype("out_dtype", out_dtype).name
     if precision is not None and precision not in LAX_PRECISIONS:
         policy = precisions.policy(precision)
+        alone = all(x is None for x in (bias, residual, activation, implementation, config)) and not transpose_a
+        if policy.rounds_to_fp8 and alone and _is_layer(a, b, transpose_b) and has_fp8_units():
+            (y,) = fp8_products(a.astype(policy.compute_dtype), [b.T if transpose_b else b])
+            return y.astype(out or policy.output_dtype)
         a, b = policy.cast_to_compute(a), policy.cast_to_compute(b)
         out = out or np.dtype(policy.output_dtype).name
         # For 16-bit operands there is one precision: not naming it finds what was tuned without a name.
@@ -110,6 +116,12 @@ def gemm(
         arrays = (a, b, bias, residual)
         return run(GEMM, arrays, params, implementation=implementation, config=config)
     return _with_leading_axes(a, b, bias, residual, params, implementation, config)
+
+
+def _is_layer(a: Any, b: Any, transpose_b: bool) -> bool:
+    """Whether this is rows times one matrix; what is not, or is wrong, goes the usual way."""
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b))
+    return floats and a.ndim >= 2 and b.ndim == 2 and a.shape[-1] == b.shape[1 if transpose_b else 0]
 
 
 def leading_axes(a: Any, b: Any) -> tuple[int, ...]:

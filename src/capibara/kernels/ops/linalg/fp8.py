@@ -1,0 +1,257 @@
+"""Products of fp8 operands with their gradients, for linear layers: one input, one or several weights.
+
+The input and the weights are float8_e4m3fn, the gradient that comes back is float8_e5m2, sums are float32:
+
+    y  = x @ w            e4m3 e4m3
+    dx = dy @ w^T         e5m2 e4m3, summed over the weights
+    dw = x^T @ dy         e4m3 e5m2
+
+Scales are powers of two (`capibara.precision.fp8_scale`), so that a value is the same fp8 number times its scale in any
+arithmetic: what a chip with fp8 units sums, the emulation in bfloat16 sums too, to the last product. What the backward
+pass reads is kept in fp8.
+
+Written so that XLA makes of a product one call of cuBLASLt's fp8 kernels: bare fp8 operands, and the two scales as one
+factor after it, which is folded into the call. Those kernels want both operands along the sum, so that the weight in
+the forward pass, and both operands of dw, are written transposed when they are rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from capibara.errors import rule_error, say_once
+from capibara.hardware.chips import chip_for
+from capibara.kernels.core.context import current_target
+from capibara.precision import FP8_LARGEST, Fp8Settings, fp8_scale
+
+__all__ = ["BLOCK", "fp8_products", "has_fp8_units"]
+
+_log = logging.getLogger(__name__)
+
+BLOCK = 128
+"""Numbers along the sum that share a scale where scales are of blocks, and the side of a weight's square."""
+_VALUES, _GRADIENTS = "float8_e4m3fn", "float8_e5m2"
+_WHOLE_SUMS = jax.lax.Precision.HIGHEST
+"""Of the gradients' products: Hopper's units keep about 14 bits of a running sum, and cuBLASLt adds parts of it up in
+float32 where it is asked for more than the default. dw is a sum over all rows."""
+_FIRST_INPUT = 64.0
+"""What the input is taken to be at the most where its history is empty: norms give a tenth of that, and e4m3 has twelve
+powers of two to spare below."""
+_FIRST_GRADIENT = 16.0
+"""The same of a gradient, of the mean of so many rows: over their number. e5m2 has thirty powers of two below."""
+
+
+class _Quantized(NamedTuple):
+    """`values * scale`: one scale, or one a block, spread out to the values' shape."""
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def has_fp8_units() -> bool:
+    """Whether products of fp8 operands run on matrix units for them, by XLA, on the chip that is traced for."""
+    here = current_target()
+    chip = chip_for(here.device_kind)
+    return here.platform == "gpu" and chip is not None and "float8" in chip.flops
+
+
+def fp8_products(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    settings: Fp8Settings | None = None,
+    *,
+    inputs: int = 1,
+    history: jax.Array | None = None,
+) -> list[jax.Array]:
+    """x times each of the weights, in x's type, over so many of x's last axes and of the weights' first.
+
+    Args:
+      x: bfloat16 or float32, [..., *inputs].
+      weights: [*inputs, ...] each, of any floating type.
+      settings: how operands are scaled; `Fp8Settings()` by default.
+      history: [1 + len(weights), steps] float32, the largest magnitudes of the last steps, of x and of the gradient of
+        each product, 0 where there is none yet; what "delayed" scales by. Without it the scaling is "current". Its
+        gradient is no gradient: [:, 0] of it has this step's magnitudes.
+
+    >>> x, w = jnp.ones((2, 16)), jnp.full((16, 4), 0.25)
+    >>> fp8_products(x, [w])[0].tolist()
+    [[4.0, 4.0, 4.0, 4.0], [4.0, 4.0, 4.0, 4.0]]
+    """
+    settings = settings or Fp8Settings()
+    wide = x.shape[x.ndim - inputs :]
+    for weight in weights:
+        if weight.shape[:inputs] != wide:
+            raise rule_error(
+                f"x and its weights are summed over {inputs} axes of the same sizes",
+                f"x {list(x.shape)} and a weight {list(weight.shape)}",
+                "transpose the weight, or pass inputs=",
+            )
+    if history is not None and history.shape[:1] != (1 + len(weights),):
+        raise rule_error(
+            f"A history has a row of x and one of each of {len(weights)} weights",
+            list(history.shape),
+            f"pass [{1 + len(weights)}, steps]",
+        )
+    units = settings.scales == "tensor" and has_fp8_units()
+    _say_what_runs(settings, units)
+    if settings.scaling == "current":
+        history = None
+    flat = [weight.reshape(math.prod(wide), -1) for weight in weights]
+    rows = x.reshape(*x.shape[: x.ndim - inputs], -1)
+    results = _products(settings.scales == "block", units, rows, tuple(flat), history)
+    lead = x.shape[: x.ndim - inputs]
+    return [y.reshape(*lead, *weight.shape[inputs:]) for y, weight in zip(results, weights, strict=True)]
+
+
+def _say_what_runs(settings: Fp8Settings, units: bool) -> None:
+    if units:
+        return
+    here = current_target().device_kind
+    if settings.scales == "block" and has_fp8_units():
+        why = 'XLA has no product with scales of blocks there; scales = "tensor" runs on the units for fp8'
+    else:
+        why = "it has no matrix units for fp8 that XLA uses"
+    say_once(
+        _log,
+        (here, settings.scales),
+        "fp8 products are emulated on %s: operands are rounded to fp8 and multiplied in bfloat16, which is no faster "
+        "than bfloat16 (%s)",
+        here,
+        why,
+    )
+
+
+# Rounding.
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """The largest magnitude; NaN where there is one."""
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def _rounded(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
+    # In x's own type, where a power of two is exact: as float32 it would be written to memory as such.
+    return (x * (1 / scale).astype(x.dtype)).astype(dtype)
+
+
+def _by_tensor(x: jax.Array, dtype: str, expected: jax.Array | None = None) -> tuple[_Quantized, jax.Array]:
+    """(rounded by the scale of its largest magnitude, or of an expected one; the largest).
+
+    What is larger than expected is cut off. Infinity would be too: the scale is NaN then, which no product hides, and
+    no element is asked about for it.
+    """
+    largest = _magnitude(x)
+    if expected is None:
+        scale = fp8_scale(largest, dtype)
+        return _Quantized(_rounded(x, scale, dtype), scale), largest
+    scale = fp8_scale(expected, dtype)
+    top = (FP8_LARGEST[dtype] * scale).astype(x.dtype)
+    values = _rounded(jnp.maximum(jnp.minimum(x, top), -top), scale, dtype)
+    return _Quantized(values, jnp.where(jnp.isfinite(largest), scale, jnp.nan)), largest
+
+
+def _by_block(x: jax.Array, dtype: str, axes: Sequence[int]) -> _Quantized:
+    """A scale for every 128 numbers along these axes; the last block of an axis has what is left."""
+    padded = jnp.abs(x)
+    for axis in axes:
+        axis %= x.ndim
+        blocks = -(-x.shape[axis] // BLOCK)
+        padded = jnp.pad(padded, [(0, blocks * BLOCK - x.shape[axis] if n == axis else 0) for n in range(x.ndim)])
+        shape = (*padded.shape[:axis], blocks, BLOCK, *padded.shape[axis + 1 :])
+        padded = jnp.max(padded.reshape(shape), axis=axis + 1)
+    scale = fp8_scale(padded, dtype)
+    for axis in axes:
+        axis %= x.ndim
+        scale = jax.lax.slice_in_dim(jnp.repeat(scale, BLOCK, axis=axis), 0, x.shape[axis], axis=axis)
+    return _Quantized(_rounded(x, scale, dtype), scale)
+
+
+# The product and its gradients, [..., K] times [K, N] each.
+
+
+def _dot(
+    a: _Quantized,
+    b: _Quantized,
+    over: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: Any,
+    units: bool,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+) -> jax.Array:
+    dimensions = (over, ((), ()))
+    if a.scale.ndim or b.scale.ndim:
+        # Exact in bfloat16: 4 bits and a power of two.
+        left, right = ((q.values.astype(jnp.bfloat16) * q.scale.astype(jnp.bfloat16)) for q in (a, b))
+        return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32).astype(dtype)
+    left, right = (a.values, b.values) if units else (a.values.astype(jnp.bfloat16), b.values.astype(jnp.bfloat16))
+    y = jax.lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=dtype)
+    return y * (a.scale * b.scale).astype(dtype)
+
+
+def _forward(
+    blocks: bool, units: bool, x: jax.Array, weights: tuple[jax.Array, ...], history: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], Any]:
+    last = (x.ndim - 1,)
+    kept_x: Any
+    seen = None
+    if blocks:
+        narrow = _by_block(x, _VALUES, (-1,))
+        # For dw the sum is over the rows, and so are the blocks: from x itself.
+        kept_x = x
+    else:
+        expected = None if history is None else _expected(history[0], _FIRST_INPUT)
+        narrow, seen = _by_tensor(x, _VALUES, expected)
+        kept_x = narrow
+    narrow_weights = tuple(_by_block(w, _VALUES, (0, 1)) if blocks else _by_tensor(w, _VALUES)[0] for w in weights)
+    y = tuple(_dot(narrow, w, (last, (0,)), x.dtype, units) for w in narrow_weights)
+    # Empty slices keep the types without keeping the weights.
+    types = tuple(jnp.zeros((0,), w.dtype) for w in weights)
+    return y, (kept_x, narrow_weights, types, jnp.zeros((0,), x.dtype), history, seen)
+
+
+def _backward(blocks: bool, units: bool, kept: Any, gradients: tuple[jax.Array, ...]) -> Any:
+    x, weights, types, of_x, history, seen = kept
+    leading = tuple(range(gradients[0].ndim - 1))
+    rows = math.prod(gradients[0].shape[:-1])
+    dx, dw, magnitudes = None, [], [seen]
+    for number, (dy, w, like) in enumerate(zip(gradients, weights, types, strict=True)):
+        if blocks:
+            narrow = _by_block(dy, _GRADIENTS, (-1,))
+            flat = _by_block(dy.reshape(rows, -1), _GRADIENTS, (0,))
+            tall = _by_block(x.reshape(rows, -1), _VALUES, (0,))
+            change = _dot(tall, flat, ((0,), (0,)), of_x.dtype, units)
+        else:
+            expected = None if history is None else _expected(history[1 + number], _FIRST_GRADIENT / rows)
+            narrow, largest = _by_tensor(dy, _GRADIENTS, expected)
+            magnitudes.append(largest)
+            change = _dot(x, narrow, (leading, leading), of_x.dtype, units, _WHOLE_SUMS)
+        dw.append(change.astype(like.dtype))  # written in x's type, as a product of bfloat16 is
+        part = _dot(narrow, w, ((dy.ndim - 1,), (1,)), of_x.dtype, units, _WHOLE_SUMS)
+        dx = part if dx is None else dx + part
+    new = None
+    if history is not None:
+        # What is not finite is nothing to scale by: the step that it is of is skipped, or lost.
+        step = jnp.stack(magnitudes)
+        new = jnp.zeros_like(history).at[:, 0].set(jnp.where(jnp.isfinite(step), step, 0))
+    return dx, tuple(dw), new
+
+
+def _expected(history: jax.Array, first: float) -> jax.Array:
+    largest = jnp.max(history)
+    return jnp.where(largest > 0, largest, first)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _products(
+    blocks: bool, units: bool, x: jax.Array, weights: tuple[jax.Array, ...], history: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    return _forward(blocks, units, x, weights, history)[0]
+
+
+_products.defvjp(_forward, _backward)
