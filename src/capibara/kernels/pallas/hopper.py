@@ -21,6 +21,10 @@ SMEM_ALIGNMENT = 1024  # bytes: every array in shared memory starts at a multipl
 REDUCTION_BYTES = 2048  # what a kernel that reduces over registers has, unless its compiler parameters say another
 SWIZZLE = 128  # bytes
 LOG2E = math.log2(math.e)
+# How a program is lowered whose every value has its layout said, where it is loaded or made. The other way, which JAX
+# takes by default from 0.11 on, infers layouts in Python: five to twenty seconds for some hundred operations, to the
+# same instructions.
+LANE = plgpu.LoweringSemantics.Lane
 UNLISTED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")  # Hoppers by names that have no row
 
 
