@@ -5,7 +5,7 @@
 
 Every row is a process of its own, whose imports are not counted: one op, one case, forward or gradient, by the
 implementation that dispatch takes on the chip; on a TPU inside `trust("predicted")`. The case is the one of most work
-that runs on a kernel, of each implementation and width of its numbers; `--all-cases` takes every case tagged "bench" or
+that runs on a kernel, of each implementation; `--all-cases` takes every case tagged "bench" or
 the chip's platform. Seconds are of the wall and of the processor, children (ptxas) included. For a GPU the compiler is
 XLA's with ptxas, which times no kernels against one another where no GPU is; an attached one adds that, where XLA's own
 products are in the program.
@@ -56,8 +56,6 @@ def timed(fn: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 def jobs(place: str, names: Sequence[str], case: str | None, every: bool) -> list[dict[str, str]]:
     """The rows to measure: op, case and pass."""
-    import jax.numpy as jnp
-
     from capibara import hardware
     from capibara.hardware.topology import place as placed
     from capibara.kernels.core import context, dispatch
@@ -82,27 +80,38 @@ def jobs(place: str, names: Sequence[str], case: str | None, every: bool) -> lis
                 continue
             if op.name in COMPOSED and listed.name != COMPOSED[op.name][0]:
                 continue
-            kind = listed.name if every else (taken.name, jnp.dtype(listed.dtype).itemsize)
+            kind = listed.name if every else taken.name
             work = op.cost(call).flops
             if kind not in chosen or work > chosen[kind][0]:
                 chosen[kind] = (work, listed.name)
         for _, name in chosen.values():
             rows.append({"op": op.name, "case": name, "pass": "forward"})
-            if op.gradient is not None or op.name in COMPOSED:
+            if differentiable(op, name):
                 rows.append({"op": op.name, "case": name, "pass": "gradient"})
     return rows
+
+
+def differentiable(op: Any, case: str) -> bool:
+    """Whether the op brings a gradient, and makes numbers that have one."""
+    import jax
+    import jax.numpy as jnp
+
+    call = op.call(*op.case(case).args(), **dict(op.case(case).params))
+    made = jax.eval_shape(functools.partial(op.reference, **call.specified), *call.args)
+    floating = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(made))
+    return floating and (op.gradient is not None or op.name in COMPOSED)
 
 
 # Ops without a kernel of their own that run on others' kernels: the case, and the parameters that make it so.
 COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {"long_conv": ("16k", {"precision": "bfloat16"})}
 
 
-def program(op_name: str, case_name: str, which: str, kind: str, platform_name: str) -> tuple[Callable[..., Any], Any]:
-    """The op on its case as a user calls it, dispatched for the chip; its gradient by every floating operand."""
+def program(op_name: str, case_name: str, which: str) -> tuple[Callable[..., Any], Any]:
+    """The op on its case as a user calls it, or its gradient by every floating operand."""
     import jax
     import jax.numpy as jnp
 
-    from capibara.kernels.core import context, dispatch
+    from capibara.kernels.core import dispatch
     from capibara.kernels.core.op import lookup
 
     op = lookup(op_name)
@@ -115,8 +124,7 @@ def program(op_name: str, case_name: str, which: str, kind: str, platform_name: 
         full = list(operands)
         for i, x in zip(present, arrays, strict=True):
             full[i] = x
-        with context.target(platform_name, kind):
-            return dispatch.run(op, tuple(full), params)
+        return dispatch.run(op, tuple(full), params)
 
     args = [operands[i] for i in present]
     if which == "forward":
@@ -153,17 +161,19 @@ def measure(row: dict[str, str], place: str) -> dict[str, Any]:
     from capibara.compile.lower import custom_calls_in
     from capibara.hardware.topology import abstract_devices
     from capibara.hardware.topology import place as placed
-    from capibara.kernels.core import dispatch
+    from capibara.kernels.core import context, dispatch
     from capibara.kernels.core.trusting import trust
 
     chip = hardware.chip(placed(place).chip)
     home = SingleDeviceSharding(abstract_devices(place)[0])
-    fn, args = program(row["op"], row["case"], row["pass"], chip.device_kinds[0], chip.platform)
+    fn, args = program(row["op"], row["case"], row["pass"])
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x in args]
     seconds = {}
-    with trust("predicted"), dispatch.recording() as decided:
+    # Around the whole trace: backward passes are dispatched after the function has returned.
+    target = context.target(chip.platform, chip.device_kinds[0])
+    with trust("predicted"), target, dispatch.recording() as decided:
         traced, seconds["trace"] = timed(lambda: jax.jit(fn).trace(*args))
-    lowered, seconds["lower"] = timed(lambda: traced.lower(lowering_platforms=None))
+    lowered, seconds["lower"] = timed(traced.lower)
     text = lowered.as_text()
     with count_compilations() as counts:
         _, seconds["compile"] = timed(lowered.compile)
