@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels.pallas.hopper import LANE, hidden_zero, load, named, store_to_memory, swizzled
+from capibara.kernels.pallas.hopper import hidden_zero, load, named, store_to_memory, swizzled
 
 ROWS = 64  # of one wgmma, and of a block
 SIDE = 2 * ROWS
@@ -30,7 +30,7 @@ BLOCKS = 8  # of 64 x 64 in two planes of 128 x 128; see `_block`
 BF16 = jnp.bfloat16
 # Pallas lets the whole warpgroup meet around every store. The program says itself where threads must; without those
 # barriers it ran right on an H200 and hardly faster (0.654 ms against 0.665), so they stay.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=False, lowering_semantics=LANE)
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=False)
 # A signal's numbers as they come from memory: a warp has two rows of 64, a thread four neighbours.
 _LINES_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((8, ROWS), (2, ROWS), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
