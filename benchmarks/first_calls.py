@@ -126,7 +126,7 @@ def program(op_name: str, case_name: str, which: str) -> tuple[Callable[..., Any
             full[i] = x
         return dispatch.run(op, tuple(full), params)
 
-    args = [operands[i] for i in present]
+    args: list[Any] = [operands[i] for i in present]
     if which == "forward":
         return forward, args
     by = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
