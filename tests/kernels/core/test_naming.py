@@ -65,3 +65,12 @@ def test_nothing_is_named_after_code_of_somebody_else(monkeypatch: pytest.Monkey
     assert naming.wanted()
     own.implement(Implementation("theirs", lambda x: jnp.tanh(x)))
     assert not naming.wanted()
+
+
+@pytest.mark.quick
+def test_on_one_device_there_is_nothing_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(naming, "_foreign", False)
+    monkeypatch.setattr(naming, "_cache_folder", lambda: "somewhere")
+    assert naming.wanted()
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert not naming.wanted()

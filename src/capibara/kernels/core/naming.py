@@ -43,8 +43,12 @@ def from_outside(fn: Callable[..., Any]) -> None:
 
 
 def wanted() -> bool:
-    """Whether names are made: where a cache on disk would look at them, and all code is this package's."""
-    return bool(_cache_folder()) and not _foreign
+    """Whether names are made: where a cache on disk would look at them, and all code is this package's.
+
+    On one device the partitioner has nothing to split, and a program no call of its hook; a name would cost a second
+    trace of every kernel. Programs for devices that are not attached are in no cache of jax's.
+    """
+    return bool(_cache_folder()) and not _foreign and jax.device_count() > 1
 
 
 def _cache_folder() -> str | None:

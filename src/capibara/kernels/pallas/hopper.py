@@ -21,6 +21,11 @@ SMEM_ALIGNMENT = 1024  # bytes: every array in shared memory starts at a multipl
 REDUCTION_BYTES = 2048  # what a kernel that reduces over registers has, unless its compiler parameters say another
 SWIZZLE = 128  # bytes
 LOG2E = math.log2(math.e)
+# How a program is lowered whose every value has its layout said, where it is loaded or made. The other way, which JAX
+# takes by default from 0.11 on, infers layouts in Python: ten seconds for a router of 1,800 instructions, which one
+# suffices for. Whether the same instructions come of it is to be seen for each kernel (benchmarks/first_calls.py); sums
+# over registers, and stores by `ref[...] = x`, may differ.
+LANE = plgpu.LoweringSemantics.Lane
 UNLISTED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800")  # Hoppers by names that have no row
 
 

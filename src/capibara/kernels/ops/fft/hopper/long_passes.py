@@ -26,7 +26,7 @@ from capibara.kernels.ops.fft.hopper.moves import (
     store_pairs,
     store_quads,
 )
-from capibara.kernels.pallas.hopper import load, named, swizzled
+from capibara.kernels.pallas.hopper import LANE, load, named, swizzled
 
 ROWS = 64
 COLUMNS = 16  # that one warpgroup transforms together: what its registers hold
@@ -35,7 +35,7 @@ WIDE = 256  # numbers of the longest line that one copy moves
 BF16 = jnp.bfloat16
 # Pallas would let the whole warpgroup meet around every store. The programs say themselves where threads must; so they
 # ran on an H200, with the same bits twice and a fifth faster.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE)
 Planes = tuple[Any, Any]
 
 

@@ -24,7 +24,7 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.conv.conv2d import rules, winograd
 from capibara.kernels.ops.conv.conv2d.points import TAPS, transforms
-from capibara.kernels.pallas.hopper import load, named, refuses_chip
+from capibara.kernels.pallas.hopper import LANE, load, named, refuses_chip
 
 TILE = 4
 SPAN = TILE + TAPS - 1
@@ -33,7 +33,7 @@ MOST_PADDING = 2  # so that every tile has a part of the image
 LARGE = 50_000  # pixels of output from which on it goes first for float32 products
 VECTORS = (2, 1)  # channels of a thread: 36 positions of two are about half of its registers
 # No thread sees another's numbers, so the barriers that Pallas would put around stores are not needed.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,14 +24,14 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.router.rules import refuses_sizes, rows_of
-from capibara.kernels.pallas.hopper import LOG2E, load, named, refuses_chip, store_to_memory
+from capibara.kernels.pallas.hopper import LANE, LOG2E, load, named, refuses_chip, store_to_memory
 
 THREADS = 128  # of a warpgroup, a token each
 VECTOR_BYTES = 16  # of a load
 UNROLLED_STEPS = 256  # comparisons written out one after another, at most; past it a loop goes over the experts
 
 # Nothing is shared between threads, so the barriers that Pallas would put around stores are not needed.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE)
 LOWEST = -float("inf")
 LOWEST_BITS = np.int32(np.iinfo(np.int32).min)
 TINY = float(np.finfo(np.float32).tiny)

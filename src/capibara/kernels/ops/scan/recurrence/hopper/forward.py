@@ -34,7 +34,7 @@ from capibara.kernels.ops.scan.recurrence import xla
 from capibara.kernels.ops.scan.recurrence.planes import Number, filled, join, split, store
 from capibara.kernels.ops.scan.recurrence.reference import shifted, start_of, state_type
 from capibara.kernels.ops.scan.recurrence.rules import sizes_of
-from capibara.kernels.pallas.hopper import SMEM_BYTES, load, multiprocessors, refuses_chip, smem_bytes
+from capibara.kernels.pallas.hopper import LANE, SMEM_BYTES, load, multiprocessors, refuses_chip, smem_bytes
 
 THREADS = 128  # of a warpgroup
 GROUP = 8  # rows of real numbers that are read into registers together, ahead of the chain that uses them
@@ -44,7 +44,7 @@ LINK = 8  # steps of XLA's segments of the states between segments, which are a 
 
 # Shared memory is written by threads or by the copy engine, never both, and the walk synchronises what passes between
 # them: the barriers that Pallas would put around every store are not needed.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE)
 
 
 @dataclasses.dataclass(frozen=True)

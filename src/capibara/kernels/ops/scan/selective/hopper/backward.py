@@ -390,11 +390,6 @@ def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
     pl.run_scoped(_scoped, **scratch, collective_axes="warpgroup")
 
 
-def _compiler_params() -> Any:
-    # A program of so many operations: inferring their layouts, which are all one, takes JAX 0.12 twenty seconds.
-    return dataclasses.replace(COMPILER_PARAMS, lowering_semantics=plgpu.LoweringSemantics.Lane)
-
-
 def selective_backward(
     x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None, z: jax.Array | None,
     dt_bias: jax.Array | None, initial_state: jax.Array | None, d_out: jax.Array, d_final: jax.Array | None = None, *,
@@ -447,7 +442,7 @@ def selective_backward(
         grid_names=("batch", "block"),
         num_threads=config.warpgroups,
         thread_name="warpgroup",
-        compiler_params=_compiler_params(),
+        compiler_params=COMPILER_PARAMS,
     )(*operands.values())
     grads = dict(zip(outs, results, strict=True))
     # A row has, of a few steps, the sums for B and those for C, each of a warpgroup's states.

@@ -23,14 +23,14 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.scan.selective.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes
+from capibara.kernels.pallas.hopper import LANE, LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes
 
 CHANNELS = 128  # of a program: the threads of a warpgroup
 MOST_STATES = 64  # two registers each, of 255
 WIDE = ("x", "dt", "z")  # over time and channels
 
 # Threads share what the copy engine brought and nothing else; where it may write again is said by hand.
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=LANE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.vq.nearest.hopper.common import LARGEST_USABLE, THREADS, entry_of
 from capibara.kernels.ops.vq.nearest.hopper.search_resident import stream_of
-from capibara.kernels.pallas.hopper import load, named
+from capibara.kernels.pallas.hopper import LANE, load, named
 
 ROWS = 8  # of a program: few, so that those with several codes are spread over the chip
 TOGETHER = 4  # codes that are compared at a time, where there are many: a wait for memory and four sums, about 1.1 us
@@ -57,7 +57,7 @@ def resolve(
         out_type=[out_struct((x.shape[0],), jnp.int32, x)],
         grid=(x.shape[0] // ROWS,),
         grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE),
     )(x, codebook, lists, half, *sliced)
     return indices
 
@@ -219,7 +219,7 @@ def by_slices(x: jax.Array, codebook: jax.Array, lists: jax.Array, half: jax.Arr
         out_type=[out_struct((slices, rows), jnp.int32, x)],
         grid=(-(-parts // together), slices),
         grid_names=("rows", "slice"),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE),
     )(x, codebook, lists, half)
     return nearest
 
