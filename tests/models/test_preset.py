@@ -113,11 +113,15 @@ OF_A_RUN = {
 
 
 def test_every_key_of_training_is_in_the_step_or_of_a_run(tiny: Path) -> None:
-    assert {field.name for field in dataclasses.fields(TrainSettings)} == {*IN_THE_STEP, *OF_A_RUN}
+    assert {field.name for field in dataclasses.fields(TrainSettings)} == {*IN_THE_STEP, *OF_A_RUN, "fp8"}
     plain = _job_text(load_preset(tiny))
     for key, value in IN_THE_STEP.items():
         assert _job_text(load_preset(tiny, [f"train.{key}={value}"])) != plain, key
     assert _job_text(load_preset(tiny, ["train.precision=float32"])) != plain
+    narrow = _job_text(load_preset(tiny, ["train.precision=fp8"]))
+    assert narrow != plain
+    # A history of scales is the trainer's own, a few numbers: tests/train/test_fp8.py has it.
+    assert _job_text(load_preset(tiny, ["train.precision=fp8", "train.fp8.scales=block"])) != narrow
     for name in ("sgd", "lion"):
         assert _job_text(load_preset(tiny, [f"optimizer.name={name}"])) != plain
 
