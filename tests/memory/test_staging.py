@@ -85,6 +85,17 @@ def staged_by(stage: Any, given: list[Any]) -> Staging:
     return Staging(given, HERE, KIND, stage)
 
 
+def noted_in(made: list[weakref.ref[Any]]) -> Any:
+    """Staging as it is, with every buffer noted."""
+
+    def stage(array: Any, where: Any) -> jax.Array:
+        found = staging.put(array, where).block_until_ready()
+        made.append(weakref.ref(found))
+        return found
+
+    return stage
+
+
 @pytest.mark.quick
 def test_a_few_are_staged_ahead_and_no_more() -> None:
     begun: list[int] = []
@@ -144,15 +155,8 @@ def test_an_error_comes_up_at_the_array_that_it_is_of(monkeypatch: pytest.Monkey
 
 def test_a_stream_that_is_closed_early_leaves_no_thread_and_no_buffer() -> None:
     made: list[weakref.ref[Any]] = []
-    put = staging.put
-
-    def stage(array: Any, where: Any) -> jax.Array:
-        found = put(array, where).block_until_ready()
-        made.append(weakref.ref(found))
-        return found
-
     given = arrays(50)
-    staged = staged_by(stage, given)
+    staged = staged_by(noted_in(made), given)
     staged.send(lambda array: jax.device_put(array, HERE, may_alias=False).block_until_ready())
     staged.stop()
     assert len(made) <= BUFFERS + 1
@@ -167,14 +171,7 @@ def test_a_stream_that_is_closed_early_leaves_no_thread_and_no_buffer() -> None:
 
 def test_buffers_that_were_sent_are_let_go_during_the_stream() -> None:
     made: list[weakref.ref[Any]] = []
-    put = staging.put
-
-    def stage(array: Any, where: Any) -> jax.Array:
-        found = put(array, where).block_until_ready()
-        made.append(weakref.ref(found))
-        return found
-
-    staged = staged_by(stage, arrays(12))
+    staged = staged_by(noted_in(made), arrays(12))
     for _ in range(12):
         staged.send(lambda array: jax.device_put(array, HERE, may_alias=False).block_until_ready())
         assert sum(one() is not None for one in list(made)) <= BUFFERS

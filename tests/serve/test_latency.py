@@ -98,6 +98,20 @@ def test_what_a_step_may_hold_follows_from_how_long_contexts_are(programs: Path)
     assert engine.limits.prefill_tokens == 0  # 8.4 ms and 2.4
 
 
+def test_steps_of_few_keys_are_measured_where_keys_are_all_that_takes_time(programs: Path) -> None:
+    """A line through such times starts below nothing: what it says of a step is a time all the same."""
+
+    def all_in_keys(shape: Shape, context: int | None = None) -> float:
+        return shape.steps * 1e-4 * (context or 1) ** 3
+
+    controller = controller_of(programs, 9.0, all_in_keys, max_sequences=4)
+    controller.calibrate()
+    shape = controller.engine.runner.shapes.decode(4, 1)
+    for _ in range(3):
+        controller.took(shape, 1e-3, keys=0)
+    assert 0 < controller._milliseconds(shape, 0) < 1e3
+
+
 def test_without_the_optimizer_the_batch_stays(programs: Path) -> None:
     controller = controller_of(programs, 4.0, choose_batch=False)
     controller.calibrate()

@@ -151,7 +151,8 @@ class LatencyController:
             few, many = (shape.sequences * context for context in (1, self._half(shape)))
             short, long = (runner.time_step(shape, context=n // shape.sequences, repeats=repeats) for n in (few, many))
             per_key = max(0.0, long - short) / (many - few) if many > few else 0.0
-            return _ShapeTime(max(short, long) - per_key * many, per_key)
+            # A line through two noisy points may start below nothing, and a step never does.
+            return _ShapeTime(max(max(short, long) - per_key * many, 0.1 * short), per_key)
         # Of prompts, which have no past; the keys of those that draw beside them are read as in a step of these alone.
         seconds, per_key = runner.time_step(shape, repeats=repeats), 0.0
         if self._decodes_alone():
