@@ -133,7 +133,7 @@ def main() -> None:
     if words.json:
         document = {
             "date": date.today().isoformat(),
-            "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores, shared",
+            "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
             "jax": jax.__version__,
             "python": platform.python_version(),
             "command": f"python benchmarks/compile_cache.py --preset {words.preset} --batch-size {words.batch_size} "

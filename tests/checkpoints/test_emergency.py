@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -94,6 +95,20 @@ def test_a_full_disk_is_an_alert_and_the_older_copy_stays(tmp_path: Path, monkey
         assert "No space left on device" in alerts[0].text
         assert os.listdir(tmp_path / "local") == ["step_00000001.process_0_of_1"]
         assert checkpoints.restore(X).step == 1
+
+
+@pytest.mark.parametrize("between", [lambda c: c.latest(), lambda c: c.steps(), lambda c: c.restore(X), lambda c: None])
+def test_the_alert_of_a_slow_copy_waits_for_who_asks(tmp_path: Path, between: Callable[[Checkpoints], object]) -> None:
+    """Calls that wait for what is being written, and return no alerts, leave them to the next one that does."""
+    with both(tmp_path) as checkpoints:
+        checkpoints.save(1, x(1), block=True)
+        (tmp_path / "local").write_text("a file, where the folder would be")
+        assert checkpoints.emergency_copy(2, x(2)) == ()
+        between(checkpoints)
+        alerts = checkpoints.save(3, x(3), block=True)
+        assert [alert.kind for alert in alerts] == ["emergency"]
+        assert "step 2 could not be written" in alerts[0].text
+        assert checkpoints.wait() == ()
 
 
 def test_what_one_process_cannot_cover_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ class Checkpoints:
 
         It is process 0's view, which every process gets: what each of them would see could differ by a moment.
         """
-        self.wait()
+        self._settle()
         mine: list[int] = []
         if process_index() == 0:
             saved = reversed(self._catalogue.saved()[0])
@@ -204,7 +204,7 @@ class Checkpoints:
         described = {name: describe(name, leaf) for name, leaf in leaves.items()}
         if not leaves:
             raise rule_error("A state has leaves", "an empty tree", "pass the arrays to save")
-        self.wait()
+        self._settle()
         serial = self._open() + 1
         self._serial = serial
         name = self._new_name(step)
@@ -287,6 +287,11 @@ class Checkpoints:
 
     def wait(self) -> tuple[Alert, ...]:
         """Wait for pending saves and copies; alerts since the last call. Raises what a save raised."""
+        self._settle()
+        return self._told()
+
+    def _settle(self) -> None:
+        """Wait for what is being written; its alerts stay to be told."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -297,7 +302,6 @@ class Checkpoints:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        return self._told()
 
     def pending(self) -> bool:
         """Whether a save is still being written."""
@@ -324,7 +328,7 @@ class Checkpoints:
           CheckpointError: there is no good one; `.damaged` says what is wrong with each.
           ValueError: the target's leaves are not those that were saved; each is named.
         """
-        self.wait()
+        self._settle()
         leaves = named_leaves(target)
         wanted = {name: describe(name, leaf) for name, leaf in leaves.items()}
         chosen, damaged = self._choose(step)
@@ -391,7 +395,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for what is pending and let the threads go."""
         try:
-            self.wait()
+            self._settle()
         finally:
             if self._orbax is not None:
                 self._orbax.close()
