@@ -71,6 +71,7 @@ def step_in(fp8: Fp8Settings | None, accumulate: int = 1, remat: str = "none") -
 
 
 @functools.cache
+@functools.cache  # bfloat16's stand beside all of them
 def losses(fp8: Fp8Settings | None, steps: int = 80) -> np.ndarray:
     step, params, state = step_in(fp8)
     found = []
