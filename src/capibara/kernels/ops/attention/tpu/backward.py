@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,12 +132,12 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
 
 def candidates(call: Call) -> Sequence[FlashGradConfig]:
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first; fused ones before."""
+    return [config for like in _likes(call) for config in blocks.candidates(call, like, vmem_bytes)]
 
-    def configs(length_minor: bool) -> list[FlashGradConfig]:
-        fused, apart = (FlashGradConfig(fused=fused, length_minor=length_minor) for fused in (True, False))
-        return [*blocks.candidates(call, fused, vmem_bytes), *blocks.candidates(call, apart, vmem_bytes)]
 
-    return blocks.in_both_orders(call, configs)
+def _likes(call: Call) -> list[FlashGradConfig]:
+    orders = itertools.product(blocks.orders(call), (True, False))
+    return [FlashGradConfig(fused=fused, length_minor=length_minor) for length_minor, fused in orders]
 
 
 def refuses(call: Call) -> str | None:
@@ -145,7 +146,9 @@ def refuses(call: Call) -> str | None:
         return reason
     if call.need("d_out").dtype != call.need("q").dtype:
         return f"the output's gradient is {call.need('d_out').dtype} and the queries are {call.need('q').dtype}"
-    return None if candidates(call) else "no block of it fits the core's VMEM and the block mask"
+    # One will do: this is asked at every call.
+    fits = any(True for like in _likes(call) for _ in blocks.fitting(call, like, vmem_bytes))
+    return None if fits else "no block of it fits the core's VMEM and the block mask"
 
 
 def _call(

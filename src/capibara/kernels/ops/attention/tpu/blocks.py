@@ -66,9 +66,14 @@ class FlashConfig:
 
     def fit(self, rows: int, columns: int) -> Self:
         """The blocks cut to operands that are shorter than a block, kept multiples of a lane tile."""
-        block_q, block_k = min(self.block_q, round_up(rows)), min(self.block_k, round_up(columns))
-        chunk_q, chunk_k = math.gcd(self.chunk_q, block_q), math.gcd(self.chunk_k, block_k)
+        block_q, chunk_q = _cut(self.block_q, self.chunk_q, rows)
+        block_k, chunk_k = _cut(self.block_k, self.chunk_k, columns)
         return dataclasses.replace(self, block_q=block_q, block_k=block_k, chunk_q=chunk_q, chunk_k=chunk_k)
+
+
+def _cut(block: int, chunk: int, length: int) -> tuple[int, int]:
+    block = min(block, round_up(length))
+    return block, math.gcd(chunk, block)
 
 
 def round_up(n: int, to: int = LANES) -> int:
@@ -307,16 +312,16 @@ def head_bytes(config: FlashConfig, depth: int, length: int, dtype: Any) -> int:
     return tile_bytes(depth, length, dtype) if config.length_minor else tile_bytes(length, depth, dtype)
 
 
-def in_both_orders(call: Call, configs: Callable[[bool], list[AnyConfig]]) -> list[AnyConfig]:
-    """`configs(length_minor)` for the orders that the call's heads may be read in, XLA's own layout first."""
+def orders(call: Call) -> tuple[bool, ...]:
+    """`length_minor` of the orders that the call's heads may be read in, XLA's own layout first."""
     q, k = call.need("q"), call.need("k")
     depth, packed = q.shape[3], 32 // np.dtype(q.dtype).itemsize
     # A head_dim that fills the lanes lies along them; one that is no whole number of packed rows is never turned.
     if depth % LANES == 0 or depth % packed:
-        return configs(False)
+        return (False,)
     lengths = (q.shape[2], k.shape[2])
     turned = sum(tile_bytes(depth, n, q.dtype) for n in lengths) < sum(tile_bytes(n, depth, q.dtype) for n in lengths)
-    return [*configs(turned), *configs(not turned)]
+    return (turned, not turned)
 
 
 def table_bytes(call: Call, config: FlashConfig) -> int:
@@ -377,25 +382,28 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def candidates(call: Call, like: AnyConfig, vmem_bytes: Callable[[Call, FlashConfig], int]) -> list[AnyConfig]:
-    """Every distinct block that fits VMEM and the caller's block mask, best predicted first; the rest as in `like`."""
-    q, k = call.need("q"), call.need("k")
+def fitting(call: Call, like: AnyConfig, vmem_bytes: Callable[[Call, FlashConfig], int]) -> Iterator[AnyConfig]:
+    """Every distinct block that fits VMEM and the caller's block mask; the rest as in `like`."""
+    rows, columns = call.need("q").shape[2], call.need("k").shape[2]
     limit = vmem.limit(call)
-    tried: set[AnyConfig] = set()
-    distinct: list[AnyConfig] = []
+    tried: set[tuple[int, ...]] = set()
     for bq, bk in itertools.product((128, 256, 512, 1024, 2048), repeat=2):
         for cq, ck in itertools.product((128, 256, 512), (128, 256, 512, 1024)):
             if cq * ck > 512 * 512:
                 continue
-            config = dataclasses.replace(like, block_q=bq, block_k=bk, chunk_q=min(bq, cq), chunk_k=min(bk, ck))
-            fitted = config.fit(q.shape[2], k.shape[2])
-            if fitted in tried:  # most are, for short lengths: a refusal asks at every call
+            (block_q, chunk_q), (block_k, chunk_k) = _cut(bq, min(bq, cq), rows), _cut(bk, min(bk, ck), columns)
+            if (block_q, block_k, chunk_q, chunk_k) in tried:  # most are, for short lengths
                 continue
-            tried.add(fitted)
-            fits = vmem_bytes(call, fitted) <= limit and table_bytes(call, fitted) <= TABLE_BYTES
-            if fits and divides_mask_blocks(call, fitted):
-                distinct.append(fitted)
-    return sorted(distinct, key=functools.partial(_predicted_seconds, call))
+            tried.add((block_q, block_k, chunk_q, chunk_k))
+            config = dataclasses.replace(like, block_q=block_q, block_k=block_k, chunk_q=chunk_q, chunk_k=chunk_k)
+            fits = vmem_bytes(call, config) <= limit and table_bytes(call, config) <= TABLE_BYTES
+            if fits and divides_mask_blocks(call, config):
+                yield config
+
+
+def candidates(call: Call, like: AnyConfig, vmem_bytes: Callable[[Call, FlashConfig], int]) -> list[AnyConfig]:
+    """Those that fit, best predicted first."""
+    return sorted(fitting(call, like, vmem_bytes), key=functools.partial(_predicted_seconds, call))
 
 
 def _predicted_seconds(call: Call, config: FlashConfig) -> float:

@@ -92,16 +92,20 @@ def vmem_bytes(call: Call, config: FlashConfig) -> int:
 
 def candidates(call: Call) -> Sequence[FlashConfig]:
     """Every distinct block that fits VMEM and the caller's block mask, best predicted first."""
-    return blocks.in_both_orders(
-        call, lambda length_minor: blocks.candidates(call, FlashConfig(length_minor=length_minor), vmem_bytes)
-    )
+    return [config for like in _likes(call) for config in blocks.candidates(call, like, vmem_bytes)]
+
+
+def _likes(call: Call) -> list[FlashConfig]:
+    return [FlashConfig(length_minor=length_minor) for length_minor in blocks.orders(call)]
 
 
 def refuses(call: Call) -> str | None:
     reason = blocks.refuses(call)
     if reason is not None:
         return reason
-    return None if candidates(call) else "no block of it fits the core's VMEM and the block mask"
+    # One will do: this is asked at every call.
+    fits = any(True for like in _likes(call) for _ in blocks.fitting(call, like, vmem_bytes))
+    return None if fits else "no block of it fits the core's VMEM and the block mask"
 
 
 def tpu_forward(
