@@ -113,7 +113,7 @@ def test_values_that_are_reckoned_again_are_those_of_one_pass() -> None:
     sizes, end = (4, 8, 16), len(trace) + trace.patience
     room = tuple(min(trace.may_wait(interval), 16 * trace.patience_minutes) // 8 for interval in range(end))
     problem = Problem(trace, sizes, math.inf, 8, max(room) + 2, room)
-    last = np.full((len(problem.starting), len(sizes), problem.cells), np.inf)
+    last = np.full((len(problem.states), len(sizes), problem.cells), np.inf)
     last[:, :, 0] = 0.0
     whole = [last, *problem.backward(last, range(end))][::-1]
     kept = _Values(problem, last, end)
