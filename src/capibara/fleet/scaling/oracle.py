@@ -145,11 +145,14 @@ class Problem:
     ) -> Any:
         """The least dollars from an interval on by [chips before it, cell]."""
         new, stayed, saving = self._ways(following, interval, state, preempted, rows)
-        if new is None:
+        if new is None or len(self.sizes) == 1:
             return stayed
-        # The new ones may be as many as there were: that costs no less than to stay, and is never taken.
-        saved = self.trace.price(interval) / 60 * saving * np.array(self.sizes)[:, None]
-        return np.minimum(stayed, new.min(axis=0) + saved)
+        # Of other chips than before: the best, and for whoever is the best the second. As many again are not new: to
+        # start them would spare the work that a preemption loses.
+        best = new.argmin(axis=0)
+        least, second = np.partition(new, 1, axis=0)[:2]
+        others = np.where(np.arange(len(self.sizes))[:, None] == best, second, least)
+        return np.minimum(stayed, others + self.trace.price(interval) / 60 * saving * np.array(self.sizes)[:, None])
 
     def _after(self, left: Any, interval: int, dead: int) -> Any:
         """What is still to pay after an interval by [chips in it, cell that it begins with]; `left` by the cell that it

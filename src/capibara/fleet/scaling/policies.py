@@ -69,8 +69,9 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
     price that is unusual comes back to the usual one; a preemption is as likely in each interval as it was so far.
     Nothing is changed within the cool-down. A change must save `hysteresis` times what it costs itself.
 
-    How much may wait is no forecast: what waits arrived already, and when is known. What is kept of the patience for
-    bad luck comes of the chance of a preemption and of what late work costs.
+    How much may wait is no forecast: what waits arrived already, and when is known. Of the patience nothing is kept for
+    bad luck, which the chance of a preemption stands for, until a slice was taken away: from then on as much as one
+    preemption takes, since they have come two at a time.
     """
     if not seen.arrivals:
         return seen.chips
@@ -97,7 +98,9 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
         redo_minutes=facts.redo_minutes,
         patience_minutes=facts.patience_minutes,
     )
-    arrived = (*seen.arrivals[max(0, len(seen.arrivals) - facts.patience) :], *forecast.arrivals)
+    kept = math.ceil((facts.startup_minutes + facts.redo_minutes) / interval) if seen.preemptions else 0
+    patience = max(0, facts.patience - kept)
+    arrived = (*seen.arrivals[max(0, len(seen.arrivals) - patience) :], *forecast.arrivals)
     first = len(arrived) - count + 1
     dollars = forecast_choices(
         forecast,
@@ -106,7 +109,7 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
         seen.chips,
         seen.starting_minutes,
         backlog,
-        [sum(arrived[max(0, end - facts.patience) : end]) for end in range(first, first + count)],
+        [sum(arrived[max(0, end - patience) : end]) for end in range(first, first + count)],
         cooldown=min(count, math.ceil(bounds.cooldown_minutes / interval)),
         preemption_chance=_preemption_chance(seen, interval),
         late_dollars=_LATE * usual / 60,
@@ -126,7 +129,7 @@ _CELLS = 4096
 """In so many parts is what waits divided; where it is more, the parts are coarser."""
 _BEYOND = 2
 """A forecast's load is at most so many times what the most chips do."""
-_LATE = 10.0
+_LATE = 30.0
 """A chip-minute that waits too long costs so many chip-minutes in each interval."""
 _WAITING = 0.01
 """The same for one that waits and is not late: a spike or a preemption may come before it is done."""
