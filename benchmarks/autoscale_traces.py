@@ -91,7 +91,7 @@ def main() -> None:
             "numpy": np.__version__,
             "python": platform.python_version(),
             "command": "python benchmarks/autoscale_traces.py --json PATH",
-            "notes": "work, late and redone are chip-minutes; the policy was made on the fixed traces and seeds 1 to 200",
+            "notes": "work, late and redone are chip-minutes; the policy was made on the fixed traces, seeds 1 to 200",
             "settings": settings,
             "rows": rows,
         }
