@@ -109,7 +109,7 @@ def test_what_each_policy_looks_at() -> None:
 def test_what_is_planned_may_be_done(cooldown: float, chips: int) -> None:
     """While a slice that was taken away starts, few chips are cheaper; within a cool-down they would have to stay."""
     facts = a_day(lambda n: 20, preemptions=(30,))
-    seen = Seen(30, 32, 0, 1200, facts.arrivals[:30], facts.prices[:30], 0.92, preempted=True, preemptions=1)
+    seen = Seen(30, 32, 0, 1100, facts.arrivals[:30], facts.prices[:30], 0.92, preempted=True, preemptions=1)
     assert cost_aware(seen, facts, Bounds((4, 8, 16, 32), 0.95, 0.1, cooldown_minutes=cooldown)) == chips
 
 
