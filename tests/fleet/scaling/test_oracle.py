@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capibara.fleet.scaling.account import Outcome, Seen, replay
+from capibara.fleet.scaling.account import Outcome, Seen, dead_minutes, replay
 from capibara.fleet.scaling.drawn import TraceKind, draw_trace
 from capibara.fleet.scaling.oracle import Problem, _Values, cheapest
 from capibara.fleet.scaling.trace import Trace
@@ -56,6 +57,59 @@ def test_nothing_is_cheaper(seed: int) -> None:
     assert found.late == 0
 
 
+def least_with_cooldown(trace: Trace, sizes: tuple[int, ...], cooldown: int | None) -> float:
+    """By the program that a forecast is gone through with, from the smallest size on."""
+    end = len(trace) + trace.patience
+    room = tuple(trace.may_wait(interval) for interval in range(end))
+    problem = Problem(trace, sizes, math.inf, 1, max(room) + 2, room, cooldown=cooldown)
+    last = np.full((len(problem.states), len(sizes), problem.cells), np.inf)
+    last[:, :, 0] = 0.0
+    return float([*problem.backward(last, range(end))][-1][0, 0, 0])
+
+
+@pytest.mark.parametrize("seed", [*range(5), pytest.param(10, marks=pytest.mark.quick)])
+def test_nothing_is_cheaper_within_a_cooldown(seed: int) -> None:
+    """Changes are two intervals apart, and chips that start are left alone unless they are taken away."""
+    trace, sizes, cooldown = short_trace(seed), (1, 4), 2
+
+    def keeps(outcome: Outcome) -> bool:
+        chips, starting, changed = sizes[0], 0, -cooldown
+        for interval, slot in enumerate(outcome.slots):
+            preempted = interval in trace.preemptions
+            if slot.changed and (interval - changed < cooldown or (starting and not preempted)):
+                return False
+            changed = interval if slot.changed else changed
+            _, dead = dead_minutes(trace, starting=starting, changed=slot.chips != chips, preempted=preempted)
+            chips, starting = slot.chips, max(0, dead - trace.interval_minutes)
+        return True
+
+    def begins(outcome: Outcome) -> bool:
+        return outcome.slots[0].changed == (outcome.slots[0].chips != sizes[0])
+
+    outcomes = [outcome for outcome in every_outcome(trace, sizes, math.inf) if begins(outcome)]
+    kept = [outcome.dollars for outcome in outcomes if keeps(outcome)]
+    assert least_with_cooldown(trace, sizes, cooldown) == pytest.approx(min(kept, default=math.inf))
+    free = min((outcome.dollars for outcome in outcomes), default=math.inf)
+    assert least_with_cooldown(trace, sizes, None) == pytest.approx(free)
+
+
+@pytest.mark.quick
+def test_a_chance_of_preemptions_is_the_mean_over_all_that_may_come() -> None:
+    """Of what waits, with chips that do not change: no preemption, one, and all that follow one another."""
+    chance, count = 0.3, 4
+    calm = Trace("calm", (40,) * count, (0.0,) * count, startup_minutes=10, redo_minutes=10, patience_minutes=10)
+    cells = 40 * count + 2
+    problem = Problem(calm, (4,), math.inf, 1, cells, (cells,) * count, 0.0, 1.0, cooldown=3, preemption_chance=chance)
+    last = np.zeros((len(problem.states), 1, cells))
+    value = [*problem.backward(last, range(count))][-1][0, 0, 0]
+    mean = 0.0
+    for taken in itertools.product((False, True), repeat=count):
+        trace = dataclasses.replace(calm, preemptions=tuple(itertools.compress(range(count), taken)))
+        waited = sum(slot.backlog for slot in by_hand(trace, [4]).slots[:count])
+        mean += waited * chance ** sum(taken) * (1 - chance) ** (count - sum(taken))
+    assert value == pytest.approx(mean)
+
+
 def by_hand(trace: Trace, chips: list[int]) -> Outcome:
     return replay(trace, lambda seen: chips[min(seen.interval, len(chips) - 1)], chips[0])
 
@@ -99,6 +153,13 @@ def test_a_policy_sees_nothing_of_the_future() -> None:
         assert one.arrivals == trace.arrivals[:interval]
         assert one.prices == trace.prices[:interval]
         assert one.price == trace.prices[interval]
+        assert one.preemptions == sum(taken <= interval for taken in trace.preemptions)
+    # And after its end, while the rest is worked off, that nothing arrives any more.
+    seen.clear()
+    replay(trace, lambda one: seen.append(one) or 1, 1)  # type: ignore[func-returns-value]
+    assert len(seen) > len(trace) + 1
+    assert seen[-1].arrivals == trace.arrivals + (0,) * (len(seen) - 1 - len(trace))
+    assert len(seen[-1].prices) == len(seen) - 1
 
 
 @pytest.mark.quick
@@ -113,7 +174,7 @@ def test_values_that_are_reckoned_again_are_those_of_one_pass() -> None:
     sizes, end = (4, 8, 16), len(trace) + trace.patience
     room = tuple(min(trace.may_wait(interval), 16 * trace.patience_minutes) // 8 for interval in range(end))
     problem = Problem(trace, sizes, math.inf, 8, max(room) + 2, room)
-    last = np.full((len(problem.starting), len(sizes), problem.cells), np.inf)
+    last = np.full((len(problem.states), len(sizes), problem.cells), np.inf)
     last[:, :, 0] = 0.0
     whole = [last, *problem.backward(last, range(end))][::-1]
     kept = _Values(problem, last, end)

@@ -18,7 +18,7 @@ import pytest
 from capibara.checkpoints.store import Checkpoints
 from capibara.fleet.scaling.account import Seen
 from capibara.fleet.scaling.drawn import TraceKind, draw_trace, fixed_trace
-from capibara.fleet.scaling.policies import _weighed
+from capibara.fleet.scaling.policies import Bounds, _weighed, cost_aware
 from capibara.fleet.scaling.scaler import TpuAutoScaler
 from capibara.fleet.scaling.trace import Trace
 from capibara.mesh import training_mesh_config
@@ -29,7 +29,7 @@ from capibara.observe.sensors.reading import Reading
 from capibara.train.recovery import TpuRecoveryManager
 from capibara.train.trainer import TpuDistributedTrainer
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "2026-11-16-autoscale-traces.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "2026-11-17-autoscale-traces.json"
 BUSY_DAY = draw_trace(TraceKind(bursts_a_day=4, spikes_a_day=4, preemptions_a_day=4, days=1), 7)
 
 
@@ -102,6 +102,29 @@ def test_what_each_policy_looks_at() -> None:
     by_load = a_scaler(scaling_policy="utilization").simulate(busy).outcome.chips
     assert max(by_price[31:36]) < min(by_price[24:30])  # it waits while a chip costs three times as much
     assert len(set(by_load[20:60])) == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("cooldown", "chips"), [(0.0, 4), (60.0, 32)])
+def test_what_is_planned_may_be_done(cooldown: float, chips: int) -> None:
+    """While a slice that was taken away starts, few chips are cheaper; within a cool-down they would have to stay."""
+    facts = a_day(lambda n: 20, preemptions=(30,))
+    seen = Seen(30, 32, 0, 1100, facts.arrivals[:30], facts.prices[:30], 0.92, preempted=True, preemptions=1)
+    assert cost_aware(seen, facts, Bounds((4, 8, 16, 32), 0.95, 0.1, cooldown_minutes=cooldown)) == chips
+
+
+@pytest.mark.quick
+def test_what_waits_may_wait_by_when_it_came() -> None:
+    """The same work waits and the same is to come: what came long ago is done now, at any price, and what came of late
+    when chips are cheap again."""
+    facts = a_day(lambda n: 0)
+    bounds = Bounds((4, 8, 16, 32), 1.0, 0.1, cooldown_minutes=30)
+
+    def chips(*arrivals: int) -> int:
+        return cost_aware(Seen(30, 4, 0, 1200, arrivals, (0.92,) * 30, 2.8, preempted=False), facts, bounds)
+
+    assert chips(*[40] * 16, *[240] * 5, *[40] * 9) > 4
+    assert chips(*[40] * 23, *[240] * 5, *[40] * 2) == 4
 
 
 @pytest.mark.quick

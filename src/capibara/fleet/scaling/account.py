@@ -36,6 +36,8 @@ class Seen(NamedTuple):
     """Of now."""
     preempted: bool
     """Whether the slice was taken away just now."""
+    preemptions: int = 0
+    """How often it was so far, now too."""
 
 
 class Slot(NamedTuple):
@@ -95,13 +97,16 @@ def replay(trace: Trace, choose: Callable[[Seen], int], chips: int) -> Outcome:
     starting = backlog = 0
     taken = frozenset(trace.preemptions)
     recent = 0  # what arrived within patience
+    preemptions = 0
     interval = 0
     end = len(trace) + _LONGEST_REST * max(1, trace.patience)
     while interval < len(trace) or (backlog and interval < end):
         price, preempted = trace.price(interval), interval in taken
-        seen = Seen(
-            interval, chips, starting, backlog, trace.arrivals[:interval], trace.prices[:interval], price, preempted
-        )
+        preemptions += preempted
+        after_end = max(0, interval - len(trace))
+        arrivals = trace.arrivals[:interval] + (0,) * after_end
+        prices = trace.prices[:interval] + trace.prices[-1:] * after_end
+        seen = Seen(interval, chips, starting, backlog, arrivals, prices, price, preempted, preemptions)
         wanted = choose(seen)
         saving, dead = dead_minutes(trace, starting=starting, changed=wanted != chips, preempted=preempted)
         paid = chips * saving + wanted * (trace.interval_minutes - saving)

@@ -5,16 +5,17 @@ in whole chip-minutes there is no rounding, and since work may as well be done a
 policies that are compared are all there are: no policy does all of the work in time for less. Cool-downs do not
 bind it, and it begins with as many chips as it likes.
 
-The same program over a forecast instead of the trace is what the `cost_aware` policy does at each interval.
+The same program over a forecast instead of the trace is what the `cost_aware` policy does at each interval: there
+nobody changes within a cool-down, and any interval may bring a preemption.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,12 +26,21 @@ from capibara.fleet.scaling.trace import Trace
 __all__ = ["Problem", "cheapest", "forecast_choices"]
 
 
+class State(NamedTuple):
+    """What holds back chips when an interval begins."""
+
+    starting: int
+    """Minutes until they work."""
+    resting: int
+    """Intervals in which nothing may be changed yet."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """A trace, or a forecast in its form, as the program sees it.
 
-    Values, the least dollars from the beginning of an interval on, are arrays of [starting, size, cell]: the minutes
-    until chips work, by `starting`; how many chips, by `sizes`; and the work that waits.
+    Values, the least dollars from the beginning of an interval on, are arrays of [state, size, cell]: what holds the
+    chips back, by `states`; how many they are, by `sizes`; and the work that waits.
     """
 
     trace: Trace
@@ -46,75 +56,109 @@ class Problem:
     """What a late cell costs in each interval; infinite: nothing may be late."""
     waiting_dollars: float = 0.0
     """What any cell that waits costs in each interval."""
+    cooldown: int | None = None
+    """Intervals from a change to the next, and chips that start are left alone; None: any interval may change them."""
+    preemption_chance: float = 0.0
+    """Of a preemption in an interval that has none in the trace."""
 
     @functools.cached_property
-    def starting(self) -> list[int]:
-        """Minutes that chips may still be starting when an interval begins."""
-        found: list[int] = [0]
-        for starting in found:
-            for changed, preempted in ((False, False), (True, False), (False, True)):
-                _, dead = dead_minutes(self.trace, starting=starting, changed=changed, preempted=preempted)
-                left = max(0, dead - self.trace.interval_minutes)
-                if left not in found:
-                    found.append(left)
+    def states(self) -> list[State]:
+        """Those that may be come to, free chips first."""
+        found = [State(0, 0)]
+        for state in found:
+            for changed, preempted in ((False, False), (True, False), (False, True), (True, True)):
+                if not changed or self._may_change(state, preempted):
+                    after = self._following(state, changed, preempted)[2]
+                    if after not in found:
+                        found.append(after)
         return found
+
+    def _may_change(self, state: State, preempted: bool) -> bool:
+        return self.cooldown is None or (not state.resting and (preempted or not state.starting))
+
+    def _following(self, state: State, changed: bool, preempted: bool) -> tuple[int, int, State]:
+        """Of an interval: the minutes of saving, those that chips do not work, and the state after it."""
+        saving, dead = dead_minutes(self.trace, starting=state.starting, changed=changed, preempted=preempted)
+        rest = self.cooldown or 0 if changed else state.resting
+        return saving, dead, State(max(0, dead - self.trace.interval_minutes), max(0, rest - 1))
 
     def backward(self, last: Any, intervals: Sequence[int]) -> Iterator[Any]:
         """Interval after interval from the last, the values at its beginning; `last` are those after the last."""
         values = last
         for interval in reversed(intervals):
             following = self._with_late(values, interval)
-            rows: dict[int, Any] = {}
-            values = np.stack([self._least(following, interval, one, rows) for one in self.starting])
+            rows: dict[tuple[int, State], Any] = {}
+            values = np.stack([self._expected(following, interval, state, rows) for state in self.states])
             if interval >= len(self.trace):
                 values[:, :, 0] = 0.0  # nothing waits and nothing more comes: the chips are given back
             yield values
 
     def choices(self, after: Any, interval: int, chips: int, starting: int, backlog: int) -> dict[int, float]:
-        """By number of chips: the least dollars from an interval on; `after` are the values after it."""
-        changed, stayed, saving = self._ways(self._with_late(after, interval), interval, starting, {})
+        """By number of chips, where they may be changed: the least dollars from an interval on; `after` are the values
+        after it."""
+        state = min(self.states, key=lambda one: (one.resting, abs(one.starting - starting)))
+        preempted = interval in self.trace.preemptions
+        new, stayed, saving = self._ways(self._with_late(after, interval), interval, state, preempted, {})
         which = self.sizes.index(chips)
-        dollars = changed[:, backlog] + self.trace.price(interval) / 60 * saving * chips
+        dollars = np.full(len(self.sizes), np.inf)
+        if new is not None:
+            dollars = new[:, backlog] + self.trace.price(interval) / 60 * saving * chips
         dollars[which] = stayed[which, backlog]
         return {size: float(value) for size, value in zip(self.sizes, dollars, strict=True) if value < math.inf}
 
-    def _ways(self, following: Any, interval: int, starting: int, rows: dict[int, Any]) -> tuple[Any, Any, int]:
+    def _ways(
+        self, following: Any, interval: int, state: State, preempted: bool, rows: dict[tuple[int, State], Any]
+    ) -> tuple[Any, Any, int]:
         """Dollars from an interval on by [chips in it, cell], for chips that are new in it, without what those before
-        them cost while they save, and for chips that were there; and the minutes of saving.
+        them cost while they save (None where nothing may change), and for chips that were there; and the minutes of
+        saving.
 
         What other chips cost does not hang on those before but for that: the program is of one term a number of chips,
         not one a pair of them. `rows` has what was reckoned of this interval so far.
         """
         price, minutes = self.trace.price(interval) / 60, self.trace.interval_minutes
-        preempted = interval in self.trace.preemptions
         sizes = np.array(self.sizes)[:, None]
         too_dear = sizes * price * 60 > self.limit
         found = []
         saving = 0
-        for changed in (False, True):
-            saving, dead = dead_minutes(self.trace, starting=starting, changed=changed, preempted=preempted)
-            if dead not in rows:
-                rows[dead] = self._after(following, interval, dead)
-            found.append(np.where(too_dear, np.inf, rows[dead] + price * sizes * (minutes - saving)))
-        stayed, new = found
+        for changed in (False, True)[: 1 + self._may_change(state, preempted)]:
+            saving, dead, after = self._following(state, changed, preempted)
+            if (dead, after) not in rows:
+                rows[dead, after] = self._after(following[self.states.index(after)], interval, dead)
+            found.append(np.where(too_dear, np.inf, rows[dead, after] + price * sizes * (minutes - saving)))
+        stayed, new = (*found, None)[:2]
         return new, stayed, saving
 
-    def _least(self, following: Any, interval: int, starting: int, rows: dict[int, Any]) -> Any:
+    def _expected(self, following: Any, interval: int, state: State, rows: dict[tuple[int, State], Any]) -> Any:
+        """The least dollars from an interval on by [chips before it, cell], before it is known whether it brings a
+        preemption; `choices` knows."""
+        if interval in self.trace.preemptions:
+            return self._least(following, interval, state, True, rows)
+        calm = self._least(following, interval, state, False, rows)
+        chance = self.preemption_chance
+        if not chance:
+            return calm
+        return (1 - chance) * calm + chance * self._least(following, interval, state, True, rows)
+
+    def _least(
+        self, following: Any, interval: int, state: State, preempted: bool, rows: dict[tuple[int, State], Any]
+    ) -> Any:
         """The least dollars from an interval on by [chips before it, cell]."""
-        new, stayed, saving = self._ways(following, interval, starting, rows)
-        if len(self.sizes) == 1:
+        new, stayed, saving = self._ways(following, interval, state, preempted, rows)
+        if new is None or len(self.sizes) == 1:
             return stayed
-        # Of other chips than before: the best, and for whoever is the best the second.
+        # Of other chips than before: the best, and for whoever is the best the second. As many again are not new: to
+        # start them would spare the work that a preemption loses.
         best = new.argmin(axis=0)
         least, second = np.partition(new, 1, axis=0)[:2]
         others = np.where(np.arange(len(self.sizes))[:, None] == best, second, least)
         return np.minimum(stayed, others + self.trace.price(interval) / 60 * saving * np.array(self.sizes)[:, None])
 
-    def _after(self, following: Any, interval: int, dead: int) -> Any:
-        """What is still to pay after an interval by [chips in it, cell that it begins with]."""
+    def _after(self, left: Any, interval: int, dead: int) -> Any:
+        """What is still to pay after an interval by [chips in it, cell that it begins with]; `left` by the cell that it
+        ends with."""
         minutes = self.trace.interval_minutes
         arrived = -(-self.trace.arrived(interval) // self.unit)
-        left = following[self.starting.index(max(0, dead - minutes))]
         found = np.empty_like(left)
         for which, size in enumerate(self.sizes):
             # A forecast's chips may do a part of a cell less than they would, never more.
@@ -187,7 +231,7 @@ def cheapest(trace: Trace, sizes: Sequence[int], limit: float = math.inf) -> Out
     doable = sizes[-1] * trace.patience_minutes
     room = tuple(min(trace.may_wait(interval), doable) // unit for interval in range(trace_end))
     problem = Problem(trace, tuple(sizes), limit, unit, max(room) + 2, room)
-    last = np.full((len(problem.starting), len(sizes), problem.cells), np.inf)
+    last = np.full((len(problem.states), len(sizes), problem.cells), np.inf)
     last[:, :, 0] = 0.0
     values = _Values(problem, last, trace_end)
     least = values[0][0, :, 0]
@@ -216,7 +260,9 @@ def forecast_choices(
     chips: int,
     starting: int,
     backlog: int,
-    waiting_room: Callable[[int], int],
+    may_wait: Sequence[int],
+    cooldown: int,
+    preemption_chance: float,
     late_dollars: float,
     waiting_dollars: float,
     left_dollars: float,
@@ -225,18 +271,28 @@ def forecast_choices(
 
     Args:
       trace: the forecast, from now on.
-      waiting_room: of an interval, the chip-minutes that may be left after it.
+      may_wait: of each interval, the chip-minutes that may be left after it.
+      cooldown: intervals from a change to the next.
+      preemption_chance: in each interval after the first.
       late_dollars: a chip-minute beyond that, in an interval.
       waiting_dollars: a chip-minute that waits, in an interval.
       left_dollars: for a chip-minute that waits at the end of the forecast.
     """
     start = -(-backlog // unit)
     cells = start + sum(-(-load // unit) for load in trace.arrivals) + 2
-    room = tuple(min(cells - 1, waiting_room(interval) // unit) for interval in range(len(trace)))
-    problem = Problem(trace, tuple(sizes), math.inf, unit, cells, room, late_dollars * unit, waiting_dollars * unit)
-    if starting not in problem.starting:
-        starting = min(problem.starting, key=lambda one: abs(one - starting))
-    shape = (len(problem.starting), len(sizes), cells)
+    problem = Problem(
+        trace,
+        tuple(sizes),
+        math.inf,
+        unit,
+        cells,
+        tuple(min(cells - 1, room // unit) for room in may_wait),
+        late_dollars * unit,
+        waiting_dollars * unit,
+        cooldown,
+        preemption_chance,
+    )
+    shape = (len(problem.states), len(sizes), cells)
     last = np.broadcast_to(left_dollars * unit * np.arange(cells), shape)
     *_, values = last, *problem.backward(last, range(1, len(trace)))
     return problem.choices(values, 0, chips, starting, start)

@@ -7,6 +7,7 @@ the share of the chips that is used near its target; `fixed` stays.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Bounds:
     """A change must be worth so much: see each policy."""
     horizon_minutes: int = 240
     """How far `cost_aware` looks."""
+    cooldown_minutes: float = 0.0
+    """From a change to the next: who holds the policy to it tells it, or it would plan what it may not do."""
 
 
 Policy = Callable[[Seen, Trace, Bounds], int]
@@ -63,7 +66,12 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
     """The first step of the cheapest way through a forecast.
 
     The forecast: work keeps arriving as it did of late, and leaves 1 - target_utilization of the chips in reserve; a
-    price that is unusual comes back to the usual one. A change must save `hysteresis` times what it costs itself.
+    price that is unusual comes back to the usual one; a preemption is as likely in each interval as it was so far.
+    Nothing is changed within the cool-down. A change must save `hysteresis` times what it costs itself.
+
+    How much may wait is no forecast: what waits arrived already, and when is known. Of the patience nothing is kept for
+    bad luck, which the chance of a preemption stands for, until a slice was taken away: from then on as much as one
+    preemption takes, since they have come two at a time.
     """
     if not seen.arrivals:
         return seen.chips
@@ -77,9 +85,11 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
     backlog = min(seen.backlog, _BEYOND * most * count)
     exact = max(1, math.gcd(*sizes) * math.gcd(interval, facts.startup_minutes, facts.checkpoint_minutes))
     unit = max(exact, math.ceil((load * count + backlog) / _CELLS))
+    # In whole units, none of which is made or lost over several intervals: each rounded up would be up to a unit more.
+    units = [round(load * step / unit) for step in range(count + 1)]
     forecast = Trace(
         "forecast",
-        arrivals=(max(0, round(load)),) * count,
+        arrivals=tuple(unit * (after - before) for before, after in itertools.pairwise(units)),
         prices=tuple(usual + (seen.price - usual) * _stays(interval) ** step for step in range(count)),
         preemptions=(0,) if seen.preempted else (),
         interval_minutes=interval,
@@ -88,9 +98,10 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
         redo_minutes=facts.redo_minutes,
         patience_minutes=facts.patience_minutes,
     )
-    # Of the patience, what a preemption and then a change would take is kept for what the forecast does not know.
-    reserve = 2 * facts.startup_minutes + facts.redo_minutes + facts.checkpoint_minutes + interval
-    room = round(load * max(0, facts.patience_minutes - reserve) / interval)
+    kept = math.ceil((facts.startup_minutes + facts.redo_minutes) / interval) if seen.preemptions else 0
+    patience = max(0, facts.patience - kept)
+    arrived = (*seen.arrivals[max(0, len(seen.arrivals) - patience) :], *forecast.arrivals)
+    first = len(arrived) - count + 1
     dollars = forecast_choices(
         forecast,
         sizes,
@@ -98,7 +109,9 @@ def cost_aware(seen: Seen, facts: Trace, bounds: Bounds) -> int:
         seen.chips,
         seen.starting_minutes,
         backlog,
-        lambda _: room,
+        [sum(arrived[max(0, end - patience) : end]) for end in range(first, first + count)],
+        cooldown=min(count, math.ceil(bounds.cooldown_minutes / interval)),
+        preemption_chance=_preemption_chance(seen, interval),
         late_dollars=_LATE * usual / 60,
         waiting_dollars=_WAITING * usual / 60,
         left_dollars=usual / 60,
@@ -116,7 +129,7 @@ _CELLS = 4096
 """In so many parts is what waits divided; where it is more, the parts are coarser."""
 _BEYOND = 2
 """A forecast's load is at most so many times what the most chips do."""
-_LATE = 4.0
+_LATE = 30.0
 """A chip-minute that waits too long costs so many chip-minutes in each interval."""
 _WAITING = 0.01
 """The same for one that waits and is not late: a spike or a preemption may come before it is done."""
@@ -124,6 +137,8 @@ _FORGET_MINUTES = 25.0
 """Loads of so long ago weigh 1/e."""
 _SPIKE_MINUTES = 60.0
 """Unusual prices last about as long."""
+_PREEMPTIONS, _PREEMPTION_MINUTES = 0.5, 720.0
+"""What is taken to have been seen of preemptions before anything was: so many, in so long."""
 
 
 def _weighed(sizes: tuple[int, ...], chips: int, needed: float) -> tuple[int, ...]:
@@ -142,6 +157,11 @@ def _weighed(sizes: tuple[int, ...], chips: int, needed: float) -> tuple[int, ..
 
 def _stays(interval: int) -> float:
     return math.exp(-interval / _SPIKE_MINUTES)
+
+
+def _preemption_chance(seen: Seen, interval: int) -> float:
+    """In an interval, by how often it happened."""
+    return min(1.0, (_PREEMPTIONS + seen.preemptions) / (_PREEMPTION_MINUTES / interval + seen.interval + 1))
 
 
 def _recent_load(arrivals: Sequence[int], interval: int) -> float:

@@ -92,15 +92,15 @@ class Simulation:
 class _Control:
     """A policy that keeps to its cool-down and leaves chips alone that are starting."""
 
-    def __init__(self, policy: str, bounds: Bounds, cooldown_minutes: float) -> None:
-        self.policy, self.bounds, self.cooldown = POLICIES[policy], bounds, cooldown_minutes
+    def __init__(self, policy: str, bounds: Bounds) -> None:
+        self.policy, self.bounds = POLICIES[policy], bounds
         self.changed = -math.inf
 
     def __call__(self, seen: Seen, facts: Trace, now: float) -> int:
         sizes = self.bounds.sizes
         if seen.chips not in sizes:  # what somebody else began with: the nearest below, at once
             wanted = max((size for size in sizes if size <= seen.chips), default=sizes[0])
-        elif now - self.changed < self.cooldown or (seen.starting_minutes and not seen.preempted):
+        elif now - self.changed < self.bounds.cooldown_minutes or (seen.starting_minutes and not seen.preempted):
             return seen.chips
         else:
             wanted = self.policy(seen, facts, self.bounds)
@@ -239,8 +239,8 @@ class TpuAutoScaler:
         return found
 
     def _control(self, sizes: tuple[int, ...]) -> _Control:
-        bounds = Bounds(sizes, self.target_utilization, self.hysteresis)
-        return _Control(self.scaling_policy, bounds, self.cooldown_minutes)
+        bounds = Bounds(sizes, self.target_utilization, self.hysteresis, cooldown_minutes=self.cooldown_minutes)
+        return _Control(self.scaling_policy, bounds)
 
     # On traces.
 
