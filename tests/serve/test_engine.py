@@ -57,6 +57,20 @@ def test_who_is_done_inside_of_a_program_of_several_steps_computes_no_more(progr
     assert np.any(keys, axis=-1).sum() == (5 + 3 - 1) + (6 + 9 - 1)
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_conversation_goes_on_after_an_answer_that_ended_inside_of_a_program(
+    asynchronous: bool, programs: Path
+) -> None:
+    """The last token fills a page, and its keys were never computed: the page is not one that others may use."""
+    engine = engine_of(model_of("attention"), programs, decode_steps=8, asynchronous=asynchronous)
+    (start,) = prompts_of(6, seed=10)
+    first = answers(engine, [start], 10)[0]
+    (more,) = prompts_of(3, seed=99)
+    turn = (*start, *first, *more)
+    assert answers(engine, [turn]) == [wanted("attention", turn)]
+    assert engine.stats().prefix_hits == 12
+
+
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
 def test_what_is_sent_away_comes_back_with_the_same_tokens(name: str, programs: Path) -> None:
     prompts = prompts_of(9, 10, 11, 12)

@@ -49,7 +49,7 @@ class Played:
                 if number and number < chunk.count:
                     token = sequence.tokens[position]
                 pages = sequence.pages.pages
-                if position >= sequence.last_token_number:  # drawn after its end, and not kept
+                if position >= sequence.last_token_number - 1:  # its last token is drawn, and nothing comes after it
                     tokens.append(-1)
                     continue
                 page, at = pages[position // size], position % size
@@ -108,7 +108,7 @@ def play(
                     continue
                 sequence = chunk.sequence
                 tokens = tokens[: max(0, sequence.last_token_number - len(sequence.tokens))]
-                scheduler.take(sequence, tokens, drawn=done.steps)
+                scheduler.take(sequence, tokens, drawn=chunk.drawn(done.steps))
                 if not sequence.finished and len(sequence.tokens) >= sequence.last_token_number:
                     scheduler.remove(sequence)
         if not arrivals and not sent and not scheduler.running and not scheduler.waiting:

@@ -371,7 +371,7 @@ class Engine:
 
     def _take(self, chunk: Chunk, drawn: Drawn, steps: int) -> None:
         sequence = chunk.sequence
-        in_flight = steps
+        in_flight = chunk.drawn(steps)
         tokens = drawn.tokens
         right = 0
         if chunk.draft:

@@ -93,6 +93,14 @@ class Chunk:
     draft: tuple[int, ...] = ()
     """Guessed tokens that follow the first."""
 
+    def drawn(self, steps: int) -> int:
+        """Tokens that a program of so many steps draws after it: none past its sequence's last one.
+
+        The last one's keys are not computed, and nothing may take them to be in the cache.
+        """
+        known = self.start + self.count - len(self.draft)
+        return min(steps, self.sequence.last_token_number - known) if self.samples else 0
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -337,7 +345,7 @@ class Scheduler:
     def _book(self, chunk: Chunk, steps: int) -> list[int]:
         """The chunk is as good as computed; the pages that others may now use."""
         sequence = chunk.sequence
-        drawn = steps if chunk.samples else 0
+        drawn = chunk.drawn(steps)
         sequence.computed += chunk.count - len(chunk.draft) + max(0, drawn - 1)
         sequence.in_flight += drawn
         return sequence.pages.publish(sequence.tokens, sequence.computed) if self.shares else []
