@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from capibara.models.tokenizer import Tokenizer
     from capibara.serve.request import SamplingParams
 
-__all__ = ["Grammar", "Grammars"]
+__all__ = ["JSON_SPACING", "Grammar", "Grammars"]
 
+JSON_SPACING = {"whitespace_pattern": " "}
+"""How JSON is spaced, as llguidance's "x-guidance": one space or none where JSON has any, as the model was trained to.
+With any white space it may write nothing else."""
 
 _LONGEST = 1 << 17
 """Characters of a grammar. One of so many takes a second or two to read, and four times as many sixteen times as
@@ -158,9 +161,8 @@ class Grammars:
         if not isinstance(schema, dict):
             raise rule_error("A JSON schema is an object", type(schema).__name__, 'pass {"type": "object", ...}')
         schema = schema or {"type": "object"}
-        # One space after a comma or a colon: with any white space a model may write nothing else. A schema's own
-        # "x-guidance" says otherwise.
-        return library.LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False}), "JSON schema"
+        # A schema's own "x-guidance" says otherwise.
+        return library.LLMatcher.grammar_from_json_schema(schema, JSON_SPACING), "JSON schema"
 
 
 def _first_part(error: str) -> str:
