@@ -213,6 +213,20 @@ def test_a_body_that_is_too_large_is_not_read(address: str) -> None:
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
 
 
+def test_who_sends_too_large_a_body_is_told_so_and_not_cut_off(address: str) -> None:
+    """Most clients write all of a body before they read anything; a connection that is reset tells them nothing."""
+    _check(post(address, b" " * (16 << 20)), 413, code="request_too_large")
+    openai = pytest.importorskip("openai")
+    asking = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+    with pytest.raises(openai.APIStatusError, match="A body has 100,000 bytes") as told:
+        asking.chat.completions.create(**ask("x" * (16 << 20)))
+    assert told.value.status_code == 413
+    with connect(address) as client:  # one that never ends its body
+        client.sendall(raw_request(b"", "Content-Length: 99999999999") + b" " * 1000)
+        assert b"".join(iter(lambda: client.recv(4096), b"")).startswith(b"HTTP/1.1 413"), "and is hung up on"
+    assert post(address, ask("still here"))[0] == 200
+
+
 def test_a_body_of_another_kind(address: str) -> None:
     _check(post(address, b"a=b", headers={"Content-Type": "application/x-www-form-urlencoded"}), 415)
 
