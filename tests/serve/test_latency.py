@@ -215,7 +215,7 @@ def test_steps_are_timed_again_without_spoiling_what_prompts_share(programs: Pat
     engine = engine_of(model_of("attention"), programs)
     (prompt,) = prompts_of(12)
     right = answers(engine, [prompt])
-    shapes = [engine.runner.shapes.decode(4, 2)]
+    shapes = [engine.runner.shapes.decode(2, 2)]
     engine.runner.shapes.all = lambda: iter(shapes)  # type: ignore[method-assign]
     LatencyController(engine, 50.0).calibrate(repeats=1)
     assert answers(engine, [prompt]) == right
