@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,26 @@ def test_outputs_end_once_and_say_why(programs: Path) -> None:
     assert ends["context"][2].completion_tokens == 4  # of a context of 64
     assert engine.stats().finished == {"length": 2, "stop": 1}
     assert engine.stats().generation_tokens == 3 + first + 1 + 4
+
+
+def test_how_long_a_request_waited_is_told_with_its_output(programs: Path) -> None:
+    """From its arrival, wherever that was, until it first ran: who is sent away and comes back has not waited anew."""
+    engine = engine_of(model_of("attention"), programs, pages=11)
+    asked = SamplingParams(max_tokens=20, **GREEDY)
+    requests = [
+        Request(str(n), prompt, asked, arrival=time.monotonic() - 100 * n)
+        for n, prompt in enumerate(prompts_of(9, 10, 11, 12))
+    ]
+    engine.add(Request("never", (1, 2), asked))
+    engine.cancel("never")
+    started = time.monotonic()
+    assert [output.waited_s for output in engine.step()] == [None]
+    outputs = run(engine, requests)
+    assert engine.stats().preemptions > 0
+    for number, request in enumerate(requests):
+        waits = {output.waited_s for output in outputs[request.id]}
+        assert len(waits) == 1
+        assert 100 * number <= (waits.pop() or 0) <= 100 * number + time.monotonic() - started + 1
 
 
 def test_programs_of_forms_that_nobody_asks_for_are_made_when_somebody_does(programs: Path) -> None:

@@ -89,6 +89,7 @@ class _Progress:
     eos: frozenset[int]
     grammar: Grammar | None = None
     drafts: NgramDrafts | None = None
+    waited_s: float | None = None
     error: str | None = None
     rejected: bool = False
     finish_reason: FinishReason | None = None
@@ -328,6 +329,8 @@ class Engine:
                 self._receive(self._sent.popleft(), touched)
         plan = self.scheduler.plan(steps=self.decode_steps)
         if plan is not None:
+            for sequence in plan.admitted:
+                self._runs(sequence)
             self._sent.append(self.runner.send(plan, self._allowed(plan)))
         ahead = 1 if self.config.asynchronous and plan is not None else 0
         while len(self._sent) > ahead:
@@ -337,6 +340,12 @@ class Engine:
         self._ended = []
         unqueued, self._unqueued = self._unqueued, []
         return [*unqueued, *(self._output(sequence) for sequence in touched.values())]
+
+    def _runs(self, sequence: Sequence) -> None:
+        progress = sequence.state
+        assert isinstance(progress, _Progress)
+        if progress.waited_s is None:  # else it was sent away, and is back
+            progress.waited_s = max(0.0, time.monotonic() - sequence.request.arrival)
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         progress = sequence.state
@@ -448,6 +457,7 @@ class Engine:
             stop_reason=progress.stop_reason,
             error=progress.error,
             rejected=progress.rejected,
+            waited_s=progress.waited_s,
         )
 
     def stats(self) -> EngineStats:

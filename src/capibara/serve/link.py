@@ -184,6 +184,7 @@ def merge(outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
             stop_reason=new.stop_reason,
             error=new.error,
             rejected=new.rejected,
+            waited_s=new.waited_s if old.waited_s is None else old.waited_s,
         )
     return tuple(merged.values())
 

@@ -182,3 +182,5 @@ class RequestOutput:
     """What went wrong, where finish_reason is "error"."""
     rejected: bool = False
     """Whether it went wrong by the request's own doing: a grammar that cannot be read, or that grows too large."""
+    waited_s: float | None = None
+    """From its arrival until it first ran; None where it did not."""

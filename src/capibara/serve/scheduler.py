@@ -111,6 +111,8 @@ class StepPlan:
     """Pages to copy before it, as (from, to)."""
     steps: int = 1
     """How many tokens in a row each sequence draws; more than 1 only where every chunk is one token."""
+    admitted: list[Sequence] = field(default_factory=list)
+    """Those that begin to run with it, also those that ran before and were sent away."""
 
     @property
     def tokens(self) -> int:
@@ -239,9 +241,11 @@ class Scheduler:
             if prompts > 0:
                 take(sequence)
         # What was just sent away must not come back over what made it go.
+        admitted: list[Sequence] = []
         while not preempted and prompts > 0 and self._admit(copies, written):
+            admitted.append(self.running[-1])
             take(self.running[-1])
-        return StepPlan(chunks, copies, steps) if chunks else None
+        return StepPlan(chunks, copies, steps, admitted) if chunks else None
 
     def take(self, sequence: Sequence, tokens: list[int], *, drawn: int, extra: int = 0) -> None:
         """Book what a step brought a sequence: its new tokens, of `drawn` that were in flight.

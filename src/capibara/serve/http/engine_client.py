@@ -140,6 +140,8 @@ class EngineClient:
         self._cancel: list[str] = []
         self._flushing = False
         self._ends: collections.deque[float] = collections.deque(maxlen=_RATE_OVER)
+        """Of the last answers, on a clock that stands still while there is nothing to answer."""
+        self._busy_s = self._busy_since = 0.0
         self.gone = asyncio.Event()
 
     @property
@@ -155,6 +157,8 @@ class EngineClient:
         if self.gone.is_set():
             group.lost(_GONE)
             return group
+        if not self._groups:
+            self._busy_since = time.monotonic()
         for request in requests:
             self._groups[request.id] = group
         self._add += written
@@ -175,10 +179,10 @@ class EngineClient:
             self._writer.write(write_frame(ToEngine(stop=True)))
 
     def retry_after_s(self) -> int:
-        """When there may be room again: the time in which as many requests as are here have lately ended."""
+        """When there may be room again: the time in which half as many requests as are here have lately ended."""
         if len(self._ends) < 2:
             return 1
-        pace = (time.monotonic() - self._ends[0]) / len(self._ends)
+        pace = (self._busy() - self._ends[0]) / len(self._ends)
         return min(max(math.ceil(pace * max(self.in_flight, 1) / 2), 1), 60)
 
     async def read(self, reader: asyncio.StreamReader) -> None:
@@ -190,20 +194,30 @@ class EngineClient:
                     if group is not None:
                         group.added(added)
                         if added.refused is not None:
-                            del self._groups[added.id]
+                            self._forget(added.id)
                 for output in message.outputs:
                     group = self._groups.get(output.id)
                     if group is not None:
                         group.output(output)
                         if output.finish_reason is not None:
-                            del self._groups[output.id]
-                            self._ends.append(time.monotonic())
+                            self._ends.append(self._busy())
+                            self._forget(output.id)
                 self._told(message)
         except (OSError, msgspec.DecodeError, asyncio.IncompleteReadError):
             pass
         self.gone.set()
         self.give_up(_GONE)
         self._groups.clear()
+
+    def _busy(self) -> float:
+        """Seconds in which there was something to answer, as of now."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._groups else 0.0)
+
+    def _forget(self, id: str) -> None:
+        busy = self._busy()
+        del self._groups[id]
+        if not self._groups:
+            self._busy_s = busy
 
     def give_up(self, why: ApiError) -> None:
         """Let everybody who waits go, with this error."""
