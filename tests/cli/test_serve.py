@@ -149,6 +149,7 @@ def test_an_answer_is_of_its_schema(served: Served) -> None:
         status, answer, _ = post(served.address, {**asked, **wrong})
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
         assert "llguidance" in answer["error"]["message"]
+        assert (answer["error"]["param"], answer["error"]["code"]) == (next(iter(wrong)), "invalid_grammar")
 
 
 def test_a_tool_that_must_be_called_is_called(served: Served) -> None:

@@ -112,6 +112,8 @@ class Added(msgspec.Struct, frozen=True):
     """There is no room, and nothing is wrong with it."""
     failed: bool = False
     """The engine could not make anything of it, which is the engine's fault."""
+    grammar: bool = False
+    """What is wrong is the schema, regular expression or grammar."""
 
 
 class ToEngine(msgspec.Struct, frozen=True):

@@ -98,7 +98,8 @@ class SamplingParams:
                 raise rule_error(f"{name} is a number", repr(value), f"leave {name} out")
             if not (low <= value and (high is None or value <= high)):
                 between = f"{low} or more" if high is None else f"from {low} to {high}"
-                raise rule_error(f"{name} is {between}", value, f"use {name}={low}")
+                nearest = low if high is None or value < low else high
+                raise rule_error(f"{name} is {between}", value, f"use {name}={nearest}")
         if not 0.000001 <= self.repetition_penalty <= 1_000_000:  # the device's 32 bits would make it 0 or infinite
             raise rule_error(
                 "repetition_penalty is above 0, a millionth to a million", self.repetition_penalty, "use 1 for none"

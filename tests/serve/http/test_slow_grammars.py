@@ -52,6 +52,7 @@ def test_others_are_answered_while_a_grammar_is_read() -> None:
             status, body = answers[name]
             assert status == 400
             assert "one that llguidance takes" in body["error"]["message"]
+            assert (body["error"]["param"], body["error"]["code"]) == ("regex", "invalid_grammar")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -68,5 +69,5 @@ def test_a_client_that_goes_while_its_grammar_is_read_is_not_waited_for(stream: 
 def test_a_grammar_that_grows_too_large_is_the_requests_own_fault() -> None:
     with served() as (server, _):
         status, body, _ = post(server.address, ask("abc", regex="grows"))
-        assert (status, body["error"]["code"]) == (400, "invalid_grammar")
+        assert (status, body["error"]["param"], body["error"]["code"]) == (400, "regex", "invalid_grammar")
         assert post(server.address, ask("abc"))[0] == 200

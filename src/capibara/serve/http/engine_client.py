@@ -26,8 +26,9 @@ _RATE_OVER = 64  # answers, of which the pace is reckoned by
 class Group:
     """The requests of one call: what they bring is read together, in the order of the requests."""
 
-    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+    def __init__(self, client: EngineClient, requests: Sequence[Request], form: str | None = None) -> None:
         self._client = client
+        self._form = form
         self._ids = [request.id for request in requests]
         self._wake = asyncio.Event()
         self._pending: list[list[RequestOutput]] = [[] for _ in requests]
@@ -52,6 +53,8 @@ class Group:
                 raise overloaded(str(self._refused.refused), self._client.retry_after_s())
             if self._refused.failed:
                 raise ApiError(500, str(self._refused.refused), code="engine_error")
+            if self._refused.grammar:
+                raise bad_request(str(self._refused.refused), self._form, code="invalid_grammar")
             raise bad_request(str(self._refused.refused))
         self._check()
 
@@ -66,7 +69,8 @@ class Group:
             self._usages[number] = output.usage
             self._client.on_output(self.timelines[number], output)
             if output.finish_reason == "error" and output.rejected:
-                raise bad_request(output.error or "The engine takes no such request.", code="invalid_grammar")
+                text = output.error or "The engine takes no such request."
+                raise bad_request(text, self._form, code="invalid_grammar")
             if output.finish_reason == "error":
                 raise ApiError(500, output.error or "The engine failed at this request.", code="engine_error")
         return found
@@ -149,11 +153,12 @@ class EngineClient:
         """Requests that the engine has and has not ended."""
         return len(self._groups)
 
-    def submit(self, requests: Sequence[Request]) -> Group:
+    def submit(self, requests: Sequence[Request], form: str | None = None) -> Group:
+        """Send the requests of one call; `form` is the field that holds their answers to a grammar."""
         # Here and not where it is sent: what cannot be written is this caller's error, and not that of all whose
         # requests go in the same message.
         written = [_written(request) for request in requests]
-        group = Group(self, requests)
+        group = Group(self, requests, form)
         if self.gone.is_set():
             group.lost(_GONE)
             return group
