@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,6 +82,7 @@ class SamplingParams:
     """The LoRA adapter that answers, by its name in the engine's config."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name, low, high in (
             ("max_tokens", 1, None),
             ("temperature", 0, 1_000_000),
@@ -94,8 +96,6 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise rule_error(f"{name} is a number", repr(value), f"leave {name} out")
             if not (low <= value and (high is None or value <= high)):
                 between = f"{low} or more" if high is None else f"from {low} to {high}"
                 nearest = low if high is None or value < low else high
@@ -117,6 +117,30 @@ class SamplingParams:
                 "Output is held to one of json_schema, regex and grammar", " and ".join(asked), f"keep {asked[0]}"
             )
 
+    def _check_kinds(self) -> None:
+        """Each field as what it is said to be, or refused: a number that is none would be the whole engine's trouble."""
+        for name in ("max_tokens", "top_k", "logprobs", "seed"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _whole_number(name, value))
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+                raise rule_error(f"{name} is a number", repr(value), f"leave {name} out")
+            object.__setattr__(self, name, float(value))
+        if isinstance(self.stop, str):  # one, and not its letters
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if wrong := [text for text in self.stop if not isinstance(text, str)]:
+            raise rule_error("stop is a text, or several", repr(wrong[0]), "use stop_token_ids for tokens")
+        for name in ("stop_token_ids", "spelled_token_ids"):
+            object.__setattr__(self, name, tuple(_whole_number(name, token) for token in getattr(self, name)))
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise rule_error(f"{name} is text", repr(getattr(self, name)), f"leave {name} out")
+
     @property
     def constrained(self) -> bool:
         """Whether a grammar says which tokens may come next."""
@@ -126,6 +150,15 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether tokens that came before change the odds."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _whole_number(name: str, value: Any) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise rule_error(f"{name} is a whole number", repr(value), "round it, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -140,7 +173,9 @@ class Request:
     def __post_init__(self) -> None:
         # Most are plain numbers already, thousands of them: to look is ten times as fast as to convert.
         prompt = tuple(self.prompt)
-        object.__setattr__(self, "prompt", prompt if set(map(type, prompt)) <= {int} else tuple(map(int, prompt)))
+        if not set(map(type, prompt)) <= {int}:
+            prompt = tuple(_whole_number("A token of a prompt", token) for token in prompt)
+        object.__setattr__(self, "prompt", prompt)
         if not self.prompt:
             raise rule_error("A prompt has a token or more", "an empty one", "start with the tokenizer's bos token")
 
