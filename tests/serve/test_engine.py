@@ -233,6 +233,20 @@ def test_what_is_wrong_with_a_request_is_said_at_once(programs: Path) -> None:
     assert [output.finish_reason for output in engine.step()] == ["cancelled"]
 
 
+def test_a_cpu_keeps_keys_in_32_bits_and_they_are_the_same_numbers(programs: Path) -> None:
+    """In 16 bits XLA would turn the whole cache into 32 and back, in every layer of every step."""
+    whole = model_of("attention")
+    model = ModularCapibaraModel(whole.config, params=whole.params, precision="bfloat16")
+    engine = engine_of(model, programs)
+    answers(engine, prompts_of(5), 1)
+    keys = engine.runner.state.cache[0]["attention"]["key"]
+    assert keys.dtype == np.float32
+    assert np.any(keys)
+    assert np.array_equal(keys, keys.astype("bfloat16").astype(np.float32)), "as they were computed"
+    asked = engine_of(model, programs, cache_dtype="bfloat16")
+    assert asked.runner.state.cache[0]["attention"]["key"].dtype == "bfloat16"
+
+
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"max_sequences": 1, "max_batch_tokens": 4, "decode_steps": 2}
     told: list[tuple[int, int, str]] = []

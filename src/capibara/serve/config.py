@@ -39,7 +39,8 @@ class EngineConfig:
     memory_share: float = 0.85
     """Of the device's memory, weights and cache together."""
     cache_dtype: str | None = None
-    """float32, bfloat16 or int8 (with a scale a token and head); the model's type of computation when None."""
+    """float32, bfloat16 or int8 (with a scale a token and head); the model's type of computation when None, and float32
+    on a CPU, which has no smaller ones: keys and values of bfloat16 are the same numbers in it."""
     prefix_sharing: bool = True
     """Full pages of a prompt whose tokens were seen before are used again."""
     decode_steps: int = 8
