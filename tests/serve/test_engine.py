@@ -13,6 +13,7 @@ from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of
 from capibara.models import ModularCapibaraModel
 from capibara.models.weights.generation_config import GenerationDefaults
 from capibara.serve import EngineConfig, QueueFull, Request, SamplingParams
+from capibara.serve.engine import StepTime
 
 
 @pytest.mark.parametrize("name", ["window", "moe", "hybrid", "attention"])
@@ -136,6 +137,16 @@ def test_how_long_a_request_waited_is_told_with_its_output(programs: Path) -> No
         waits = {output.waited_s for output in outputs[request.id]}
         assert len(waits) == 1
         assert 100 * number <= (waits.pop() or 0) <= 100 * number + time.monotonic() - started + 1
+
+
+def test_steps_that_nothing_is_waited_for_are_not_timed(programs: Path) -> None:
+    """Two pieces of a prompt, of which nothing is drawn, and a third that ends when all are done: no times of steps."""
+    engine = engine_of(model_of("attention"), programs, prefill_chunk=4)
+    answers(engine, prompts_of(12), 4)  # so that nothing is compiled
+    told: list[StepTime] = []
+    engine.on_step = told.append
+    answers(engine, prompts_of(12, seed=1), 4)
+    assert [step.plan.tokens for step in told] == [1, 1, 1]
 
 
 def test_programs_of_forms_that_nobody_asks_for_are_made_when_somebody_does(programs: Path) -> None:

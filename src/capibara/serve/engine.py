@@ -160,7 +160,9 @@ class Engine:
         self.decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
         """Tokens in a row that one program draws at most; 1 or the config's, and a controller may change it."""
         self.on_step: Callable[[StepTime], None] | None = None
-        """Told of each step's time, where someone asks."""
+        """Told of each step's time, where someone asks and it is known."""
+        self._timing = True
+        """Whether the last step was waited for: the next one's time is then its own."""
         self._seeds = np.random.default_rng(config.seed)
         self._sequences: dict[str, Sequence] = {}
         self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
@@ -366,7 +368,8 @@ class Engine:
         return allowed
 
     def _receive(self, sent: Sent, touched: dict[str, Sequence]) -> None:
-        if any(chunk.samples for chunk in sent.plan.chunks):
+        draws = any(chunk.samples for chunk in sent.plan.chunks)
+        if draws:
             for chunk, drawn in sent.drawn():
                 self._take(chunk, drawn, sent.plan.steps)
                 if not chunk.sequence.finished:
@@ -375,8 +378,10 @@ class Engine:
         self._step_seconds = now - max(sent.at, self._last_result)
         self._last_result = now
         self._steps += 1
-        if self.on_step is not None and not sent.compiled:
+        # Pieces of prompts bring nothing to wait for: when they are done is not seen, and the next step ends after them.
+        if self.on_step is not None and not sent.compiled and draws and self._timing:
             self.on_step(StepTime(sent.shape, sent.plan, self._step_seconds))
+        self._timing = draws
 
     def _take(self, chunk: Chunk, drawn: Drawn, steps: int) -> None:
         sequence = chunk.sequence
