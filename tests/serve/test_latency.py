@@ -253,8 +253,11 @@ def test_shapes_are_timed_on_the_device(programs: Path) -> None:
 
 
 def test_a_target_is_above_zero() -> None:
-    with pytest.raises(ValueError, match="target_latency_ms is above 0"):
-        TpuInferenceOptimizer(target_latency_ms=0)
+    for target in (0, -1, float("nan"), "50", True):
+        with pytest.raises(ValueError, match="target_latency_ms is a number above 0"):
+            TpuInferenceOptimizer(target_latency_ms=target)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="target_latency_ms is a number above 0"):
+            LatencyController(None, target)  # type: ignore[arg-type]
 
 
 def _output(id: str) -> RequestOutput:

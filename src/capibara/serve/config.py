@@ -12,10 +12,17 @@ from capibara.errors import rule_error, unknown_name
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "check_target"]
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 WEIGHT_DTYPES = ("int8",)
+
+
+def check_target(milliseconds: float | None) -> None:
+    """Refuse a latency that is no time."""
+    number = isinstance(milliseconds, int | float) and not isinstance(milliseconds, bool)
+    if milliseconds is not None and not (number and milliseconds > 0):
+        raise rule_error("target_latency_ms is a number above 0", repr(milliseconds), "use None for no target")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from capibara.errors import rule_error
+from capibara.serve.config import check_target
 from capibara.serve.programs import Shape
 
 if TYPE_CHECKING:
@@ -64,9 +65,7 @@ class TpuInferenceOptimizer:
     use_kv_cache: bool = True
 
     def __post_init__(self) -> None:
-        target = self.target_latency_ms
-        if target is not None and not target > 0:
-            raise rule_error("target_latency_ms is above 0", target, "use None for no target")
+        check_target(self.target_latency_ms)
 
 
 @dataclass(frozen=True)
@@ -130,6 +129,7 @@ class LatencyController:
     """Bounds an engine's steps so that a target is kept; `adjust` before each step, `saw` after it."""
 
     def __init__(self, engine: Engine, target_ms: float | None, *, choose_batch: bool = True) -> None:
+        check_target(target_ms)
         self.engine = engine
         self.target_ms = target_ms
         self.choose_batch = choose_batch
