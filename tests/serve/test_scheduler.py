@@ -187,6 +187,19 @@ def test_several_steps_at_a_time_only_where_nothing_waits() -> None:
     assert scheduler.plan(steps=4).steps == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_next_turn_of_a_conversation_shares_only_what_was_computed(ahead: int) -> None:
+    """Whatever the length of an answer, and wherever in a program of several steps it ends."""
+    for new in range(1, 13):
+        scheduler = scheduler_of()
+        device = Played(scheduler)
+        (first,) = play(scheduler, [(0, request("a", 5, new))], ahead=ahead, steps=4, device=device)
+        turn = request("b", [*first.tokens, 1, 2], 3)
+        (second,) = play(scheduler, [(0, turn)], ahead=ahead, steps=4, device=device)
+        assert second.tokens == wanted(turn)
+        assert second.cached_tokens == (len(first.tokens) - 1) // 4 * 4
+
+
 def test_what_needs_the_host_waits_for_its_token() -> None:
     scheduler = scheduler_of()
     sequence = scheduler.add(request("a", 3, 9))
