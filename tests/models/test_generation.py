@@ -52,7 +52,11 @@ def test_another_way_of_drawing_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda *args: (traced.append(1), logits(*args))[1])
     ways: list[dict[str, float]] = [{"temperature": t} for t in (0.0, 0.7, 1.3)]
-    ways += [{"temperature": 5.0, "top_k": 1}, {"temperature": 5.0, "top_p": 0.0}, {"temperature": 5.0, "top_k": 2**40, "seed": 2**62}]
+    ways += [
+        {"temperature": 5.0, "top_k": 1},
+        {"temperature": 5.0, "top_p": 0.0},
+        {"temperature": 5.0, "top_k": 2**40, "seed": 2**62},
+    ]
     texts = [[int(t[0]) for t, _ in model.stream([[1, 2]], max_tokens=6, **way)] for way in ways]
     assert len(traced) == 2, "the prompt's program and the next token's"
     assert texts[0] == texts[3] == texts[4], "the likeliest, whichever way it is asked for"

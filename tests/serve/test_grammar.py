@@ -52,7 +52,7 @@ def test_json_has_a_space_or_none_where_there_may_be_some() -> None:
     for text, right in {**taken, '{\n"name"': False}.items():
         begun = grammars.start(asked)
         walk = begun.result(30) if isinstance(begun, Future) else begun
-        assert all([walk.take(byte) for byte in text.encode()]) is right, text
+        assert all(walk.take(byte) for byte in text.encode()) is right, text
     grammars.close()
 
 

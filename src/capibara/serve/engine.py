@@ -378,7 +378,7 @@ class Engine:
         self._step_seconds = now - max(sent.at, self._last_result)
         self._last_result = now
         self._steps += 1
-        # Pieces of prompts bring nothing to wait for: when they are done is not seen, and the next step ends after them.
+        # Pieces of prompts bring nothing to wait for: when they are done is not seen, and the next step ends later.
         if self.on_step is not None and not sent.compiled and draws and self._timing:
             self.on_step(StepTime(sent.shape, sent.plan, self._step_seconds))
         self._timing = draws

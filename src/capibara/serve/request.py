@@ -118,7 +118,7 @@ class SamplingParams:
             )
 
     def _check_kinds(self) -> None:
-        """Each field as what it is said to be, or refused: a number that is none would be the whole engine's trouble."""
+        """Each field as what it is said to be, or refused: one that is not would be the whole engine's trouble."""
         for name in ("max_tokens", "top_k", "logprobs", "seed"):
             value = getattr(self, name)
             if value is not None:
@@ -130,9 +130,8 @@ class SamplingParams:
             if isinstance(value, bool | str) or not hasattr(value, "__float__"):
                 raise rule_error(f"{name} is a number", repr(value), f"leave {name} out")
             object.__setattr__(self, name, float(value))
-        if isinstance(self.stop, str):  # one, and not its letters
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop: Any = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))  # one, and not its letters
         if wrong := [text for text in self.stop if not isinstance(text, str)]:
             raise rule_error("stop is a text, or several", repr(wrong[0]), "use stop_token_ids for tokens")
         for name in ("stop_token_ids", "spelled_token_ids"):

@@ -315,10 +315,10 @@ def test_figures_by_the_names_that_dashboards_read() -> None:
 
 
 def test_a_requests_time_is_told_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, now = Metrics("m"), 100.0
-    monkeypatch.setattr("capibara.serve.http.metrics.time", SimpleNamespace(monotonic=lambda: now))
+    metrics, clock = Metrics("m"), iter((103.0, 104.0, 105.0, 106.0))
+    monkeypatch.setattr("capibara.serve.http.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
     timeline = Timeline(started=100.0)
-    for now, waited, end in ((103.0, 1.0, None), (104.0, 1.0, None), (105.0, None, "stop")):  # the last by the server
+    for waited, end in ((1.0, None), (1.0, None), (None, "stop")):  # the last by the server
         metrics.output(timeline, RequestOutput("a", (1,), "a", Usage(1, 1, 0), None, end, waited_s=waited))
     never = Timeline(started=100.0)  # cancelled while it waited
     metrics.output(never, RequestOutput("b", (), "", Usage(1, 0, 0), None, "cancelled"))
