@@ -142,10 +142,10 @@ async def _answer(
     timeout_s = serving.settings.request_timeout_s
     if not body.stream:
         return await collect(group, answer, http.receive, timeout_s)
-    await until_taken(group, http.receive, timeout_s)  # a refusal has a status of its own, as long as none was sent
-    return EventStream(
-        group, answer, body.stream_options or StreamOptions(), timeout_s, serving.settings.client_timeout_s
-    )
+    # A refusal has a status of its own, as long as none was sent.
+    deadline = await until_taken(group, http.receive, timeout_s)
+    client_timeout_s = serving.settings.client_timeout_s
+    return EventStream(group, answer, body.stream_options or StreamOptions(), timeout_s, deadline, client_timeout_s)
 
 
 def _form(body: ChatRequest | CompletionRequest) -> str | None:
