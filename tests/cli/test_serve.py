@@ -149,6 +149,7 @@ def test_an_answer_is_of_its_schema(served: Served) -> None:
         status, answer, _ = post(served.address, {**asked, **wrong})
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
         assert "llguidance" in answer["error"]["message"]
+        assert (answer["error"]["param"], answer["error"]["code"]) == (next(iter(wrong)), "invalid_grammar")
 
 
 def test_a_tool_that_must_be_called_is_called(served: Served) -> None:
@@ -347,6 +348,7 @@ def test_sigterm_ends_it_in_good_order(served: Served) -> None:
         (["dev", "--host", "203.0.113.7"], "A server listens on an address of this machine"),
         (["dev", "--port", "0", "--tool-parser", "herms"], "Did you mean 'hermes'"),
         (["dev", "--port", "0", "--log-level", "loud"], "Unknown log level"),
+        (["dev", "--port", "0", "--target-latency-ms", "0"], "target_latency_ms is a number above 0"),
         (["dev", "--port", "0", "--adapter", "x"], "An adapter is NAME=FOLDER"),
         (["dev", "--port", "0", "--adapter", "dev=x"], "An adapter has a name of its own"),
         (["dev", "--port", "0", "--adapter", "a=x", "--adapter", "a=y"], "An adapter has a name of its own"),

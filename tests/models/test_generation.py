@@ -32,7 +32,12 @@ def test_top_k_and_top_p_leave_the_likeliest() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("option", "rule"),
-    [({"temperature": -1.0}, "temperature is 0 or more"), ({"top_k": -1}, "top_k is 0"), ({"top_p": 1.5}, "top_p is")],
+    [
+        ({"temperature": -1.0}, "temperature is 0 or more"),
+        ({"top_k": -1}, "top_k is 0"),
+        ({"top_p": 1.5}, "top_p is"),
+        ({"seed": 2**63}, "seed is a 64-bit number"),
+    ],
 )
 def test_numbers_that_mean_nothing_are_refused(option: dict[str, float], rule: str) -> None:
     model = ModularCapibaraModel(load_preset("dev").model)
@@ -47,7 +52,11 @@ def test_another_way_of_drawing_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda *args: (traced.append(1), logits(*args))[1])
     ways: list[dict[str, float]] = [{"temperature": t} for t in (0.0, 0.7, 1.3)]
-    ways += [{"temperature": 5.0, "top_k": 1}, {"temperature": 5.0, "top_p": 0.0}, {"temperature": 5.0}]
+    ways += [
+        {"temperature": 5.0, "top_k": 1},
+        {"temperature": 5.0, "top_p": 0.0},
+        {"temperature": 5.0, "top_k": 2**40, "seed": 2**62},
+    ]
     texts = [[int(t[0]) for t, _ in model.stream([[1, 2]], max_tokens=6, **way)] for way in ways]
     assert len(traced) == 2, "the prompt's program and the next token's"
     assert texts[0] == texts[3] == texts[4], "the likeliest, whichever way it is asked for"

@@ -132,7 +132,7 @@ class StandIn:
             top = tuple((token, -1.0 - token) for token in range(sampling.logprobs))
             logprobs = tuple(TokenLogprobs(token, -0.5, top) for token in fresh)
         usage = Usage(len(one.request.prompt), one.said, 0)
-        return RequestOutput(one.request.id, tuple(fresh), text, usage, logprobs, reason)
+        return RequestOutput(one.request.id, tuple(fresh), text, usage, logprobs, reason, waited_s=0.0)
 
     def stats(self) -> Any:
         values: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__, 0) | {

@@ -13,9 +13,11 @@ from capibara.hardware import devices
 from capibara.serve import EngineConfig, Request, SamplingParams, cache_size
 
 
-def with_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def with_memory(monkeypatch: pytest.MonkeyPatch, limit: int, held: int = 100_000) -> None:
+    """A CPU with so much memory, of which so much is held: by the weights, or by others too."""
     here = [dataclasses.replace(device, memory_limit_bytes=limit) for device in devices.attached()]
     monkeypatch.setattr(cache_size, "attached", lambda: here)
+    monkeypatch.setattr(cache_size, "_free_of_host", lambda: limit - held)
 
 
 def size(**changes: Any) -> cache_size.CacheSize:
@@ -34,14 +36,27 @@ def test_memory_bounds_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (size().pages, size().limited_by) == (4 * 16, "max_sequences")
     assert "4 sequences of 64 tokens at a time" in str(size())
     working = cache_size.working_bytes(model_of("attention").config, EngineConfig(**CONFIG), 64, page, "float32")
-    with_memory(monkeypatch, 2 * (100_000 + working + (40 + 1) * page))  # one for what is written nowhere
-    less = size(memory_share=0.5)
+    with_memory(monkeypatch, 4 * (100_000 + working + (40 + 1) * page) // 3 + 1)  # one for what is written nowhere
+    less = size(memory_share=0.75)
     assert (less.pages, less.limited_by, less.longest_sequences) == (40, "memory", 2)
     assert "as much as memory_share of the device leaves" in str(less)
     assert (size(pages=5).pages, size(pages=5).limited_by) == (5, "pages")
-    with_memory(monkeypatch, 2 * (100_000 + working + (10 + 1) * page))
+    with_memory(monkeypatch, 4 * (100_000 + working + (10 + 1) * page) // 3 + 1)
     with pytest.raises(ValueError, match=r"room for 40 tokens beside the weights.*max_length=40"):
-        size(memory_share=0.5)
+        size(memory_share=0.75)
+
+
+def test_what_others_hold_of_a_hosts_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = size().page_bytes
+    working = cache_size.working_bytes(model_of("attention").config, EngineConfig(**CONFIG), 64, page, "float32")
+    whole = 100_000_000
+    with_memory(monkeypatch, whole, held=int(0.85 * whole) - working - (20 + 1) * page)
+    assert size().pages == 4 * 16, "half of what is free"
+    with_memory(monkeypatch, whole, held=whole - 2 * (working + (30 + 1) * page))
+    assert (size().pages, size().limited_by) == (30, "memory")
+    with_memory(monkeypatch, whole, held=whole)
+    with pytest.raises(ValueError, match="room for 0 tokens beside the weights"):
+        size()
 
 
 def test_the_counts_of_penalties_have_their_place(programs: Path) -> None:

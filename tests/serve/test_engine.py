@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of
 from capibara.models import ModularCapibaraModel
 from capibara.models.weights.generation_config import GenerationDefaults
 from capibara.serve import EngineConfig, QueueFull, Request, SamplingParams
+from capibara.serve.engine import StepTime
 
 
 @pytest.mark.parametrize("name", ["window", "moe", "hybrid", "attention"])
@@ -55,6 +57,20 @@ def test_who_is_done_inside_of_a_program_of_several_steps_computes_no_more(progr
     assert outputs == {"0": wanted("attention", prompts[0])[:3], "1": wanted("attention", prompts[1], 9)}
     keys = np.asarray(engine.runner.state.cache[0]["attention"]["key"])
     assert np.any(keys, axis=-1).sum() == (5 + 3 - 1) + (6 + 9 - 1)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_conversation_goes_on_after_an_answer_that_ended_inside_of_a_program(
+    asynchronous: bool, programs: Path
+) -> None:
+    """The last token fills a page, and its keys were never computed: the page is not one that others may use."""
+    engine = engine_of(model_of("attention"), programs, decode_steps=8, asynchronous=asynchronous)
+    (start,) = prompts_of(6, seed=10)
+    first = answers(engine, [start], 10)[0]
+    (more,) = prompts_of(3, seed=99)
+    turn = (*start, *first, *more)
+    assert answers(engine, [turn]) == [wanted("attention", turn)]
+    assert engine.stats().prefix_hits == 12
 
 
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
@@ -101,6 +117,36 @@ def test_outputs_end_once_and_say_why(programs: Path) -> None:
     assert ends["context"][2].completion_tokens == 4  # of a context of 64
     assert engine.stats().finished == {"length": 2, "stop": 1}
     assert engine.stats().generation_tokens == 3 + first + 1 + 4
+
+
+def test_how_long_a_request_waited_is_told_with_its_output(programs: Path) -> None:
+    """From its arrival, wherever that was, until it first ran: who is sent away and comes back has not waited anew."""
+    engine = engine_of(model_of("attention"), programs, pages=11)
+    asked = SamplingParams(max_tokens=20, **GREEDY)
+    requests = [
+        Request(str(n), prompt, asked, arrival=time.monotonic() - 100 * n)
+        for n, prompt in enumerate(prompts_of(9, 10, 11, 12))
+    ]
+    engine.add(Request("never", (1, 2), asked))
+    engine.cancel("never")
+    started = time.monotonic()
+    assert [output.waited_s for output in engine.step()] == [None]
+    outputs = run(engine, requests)
+    assert engine.stats().preemptions > 0
+    for number, request in enumerate(requests):
+        waits = {output.waited_s for output in outputs[request.id]}
+        assert len(waits) == 1
+        assert 100 * number <= (waits.pop() or 0) <= 100 * number + time.monotonic() - started + 1
+
+
+def test_steps_that_nothing_is_waited_for_are_not_timed(programs: Path) -> None:
+    """Two pieces of a prompt, of which nothing is drawn, and a third that ends when all are done: no times of steps."""
+    engine = engine_of(model_of("attention"), programs, prefill_chunk=4)
+    answers(engine, prompts_of(12), 4)  # so that nothing is compiled
+    told: list[StepTime] = []
+    engine.on_step = told.append
+    answers(engine, prompts_of(12, seed=1), 4)
+    assert [step.plan.tokens for step in told] == [1, 1, 1]
 
 
 def test_programs_of_forms_that_nobody_asks_for_are_made_when_somebody_does(programs: Path) -> None:
@@ -196,6 +242,20 @@ def test_what_is_wrong_with_a_request_is_said_at_once(programs: Path) -> None:
         engine.add(Request("b", (1,)))
     engine.close()
     assert [output.finish_reason for output in engine.step()] == ["cancelled"]
+
+
+def test_a_cpu_keeps_keys_in_32_bits_and_they_are_the_same_numbers(programs: Path) -> None:
+    """In 16 bits XLA would turn the whole cache into 32 and back, in every layer of every step."""
+    whole = model_of("attention")
+    model = ModularCapibaraModel(whole.config, params=whole.params, precision="bfloat16")
+    engine = engine_of(model, programs)
+    answers(engine, prompts_of(5), 1)
+    keys = engine.runner.state.cache[0]["attention"]["key"]
+    assert keys.dtype == np.float32
+    assert np.any(keys)
+    assert np.array_equal(keys, keys.astype("bfloat16").astype(np.float32)), "as they were computed"
+    asked = engine_of(model, programs, cache_dtype="bfloat16")
+    assert asked.runner.state.cache[0]["attention"]["key"].dtype == "bfloat16"
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:

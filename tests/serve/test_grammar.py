@@ -45,6 +45,17 @@ def test_json_of_a_schema(programs: Path) -> None:
     assert answer(programs, json_schema=json.dumps(SCHEMA)) == (text, reason)
 
 
+def test_json_has_a_space_or_none_where_there_may_be_some() -> None:
+    grammars = grammar.Grammars(ByteTokenizer())
+    asked = SamplingParams(json_schema=SCHEMA)
+    taken = {'{"name":"otter","legs":4}': True, '{"name": "otter", "legs": 4}': True, '{"name":  "otter"': False}
+    for text, right in {**taken, '{\n"name"': False}.items():
+        begun = grammars.start(asked)
+        walk = begun.result(30) if isinstance(begun, Future) else begun
+        assert all(walk.take(byte) for byte in text.encode()) is right, text
+    grammars.close()
+
+
 def test_a_regular_expression_and_a_grammar(programs: Path) -> None:
     text, reason = answer(programs, regex=r"[a-f]{3}-[0-9]{2}")
     assert re.fullmatch(r"[a-f]{3}-[0-9]{2}", text)

@@ -160,6 +160,68 @@ def test_measured_times_take_the_place_of_those_at_the_start(programs: Path) -> 
     assert controller.engine.limits.max_sequences == 32
 
 
+def test_a_machine_that_stalls_once_serves_as_many_as_before(programs: Path) -> None:
+    """A shape that is held to be too slow is not run, and so not measured: its time has to fade by itself."""
+    controller = controller_of(programs, 9.0)
+    controller.calibrate()
+    engine = controller.engine
+    small, large = (engine.runner.shapes.decode(n, 1) for n in (16, 64))
+    controller.took(large, 30.0)
+    controller.adjust()
+    assert engine.limits.max_sequences == 32
+    for _ in range(3500):
+        controller.took(small, seconds_of(small))
+    controller.adjust()
+    assert engine.limits.max_sequences == 64
+
+
+def test_times_that_cannot_be_are_not_counted(programs: Path) -> None:
+    controller = controller_of(programs, 9.0)
+    shape = controller.engine.runner.shapes.decode(1, 1)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):  # before anything was measured, and after
+        controller.took(shape, seconds)
+    assert controller.best_ms == 0
+    controller.adjust()
+    controller.took(shape, 2e-3)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        controller.took(shape, seconds, keys=7)
+    assert controller.best_ms == pytest.approx(2.0)
+    controller.saw([_output("a")], 5.0)
+    controller.saw([_output("a")], 4.0)  # a clock that was set back
+    assert controller.p95_ms == 0
+    controller.adjust()
+    assert controller.report().possible
+
+
+def test_a_report_is_made_while_requests_come_and_go(programs: Path) -> None:
+    """As by another thread: those that are looked at are queued no more when the next one is."""
+    controller = controller_of(programs, None)
+    scheduler, controller_times = controller.engine.scheduler, controller._times
+
+    class Leaving:
+        @property
+        def length(self) -> int:
+            del scheduler.waiting[self]  # type: ignore[arg-type]
+            controller_times[Shape(len(controller_times) + 2, 1, 1, 1)] = controller._time(Shape(1, 1, 1, 1))
+            return 5
+
+    for _ in range(3):
+        scheduler.waiting[Leaving()] = None  # type: ignore[index]
+    assert controller.report().max_sequences == 64
+    assert not scheduler.waiting
+
+
+def test_steps_are_timed_again_without_spoiling_what_prompts_share(programs: Path) -> None:
+    engine = engine_of(model_of("attention"), programs)
+    (prompt,) = prompts_of(12)
+    right = answers(engine, [prompt])
+    shapes = [engine.runner.shapes.decode(2, 2)]
+    engine.runner.shapes.all = lambda: iter(shapes)  # type: ignore[method-assign]
+    LatencyController(engine, 50.0).calibrate(repeats=1)
+    assert answers(engine, [prompt]) == right
+    assert engine.stats().prefix_hits == 0
+
+
 def test_what_is_seen_leaves_room_for_what_lies_between_steps(programs: Path) -> None:
     controller = controller_of(programs, 9.0)
     controller.calibrate()
@@ -191,8 +253,11 @@ def test_shapes_are_timed_on_the_device(programs: Path) -> None:
 
 
 def test_a_target_is_above_zero() -> None:
-    with pytest.raises(ValueError, match="target_latency_ms is above 0"):
-        TpuInferenceOptimizer(target_latency_ms=0)
+    for target in (0, -1, float("nan"), "50", True):
+        with pytest.raises(ValueError, match="target_latency_ms is a number above 0"):
+            TpuInferenceOptimizer(target_latency_ms=target)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="target_latency_ms is a number above 0"):
+            LatencyController(None, target)  # type: ignore[arg-type]
 
 
 def _output(id: str) -> RequestOutput:

@@ -7,6 +7,7 @@ import queue
 import socket
 import struct
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -44,6 +45,8 @@ def test_steps_of_a_request_are_joined() -> None:
     assert first.logprobs is not None
     assert len(first.logprobs) == 3
     assert second == steps[1]
+    ran, told = replace(_output("c", 97), waited_s=0.5), _output("c", 98, done=1)
+    assert [merge(pair)[0].waited_s for pair in ([ran, told], [told, ran])] == [0.5, 0.5]
 
 
 @pytest.mark.quick

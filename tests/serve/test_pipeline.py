@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tests.serve.engines import CONFIG, GREEDY, model_of, prompts_of, wanted
 
@@ -16,7 +18,7 @@ from capibara.compile.warmup import make_program
 from capibara.errors import CapibaraError
 from capibara.jax.tpu_v4.inference import TpuInferenceOptimizer, create_inference_pipeline
 from capibara.models import ModularCapibaraModel
-from capibara.serve import EngineConfig, InferencePipeline
+from capibara.serve import EngineConfig, InferencePipeline, SamplingParams
 from capibara.serve.grammar import Grammar
 
 
@@ -51,6 +53,20 @@ def test_prompts_in_answers_out(programs: Path) -> None:
         pipeline(prompts[0])
 
 
+def test_prompts_may_be_arrays(programs: Path) -> None:
+    prompts = prompts_of(5, 5)
+    expected = [wanted("attention", prompt) for prompt in prompts]
+    with pipeline_of(programs) as pipeline:
+        for kind in (np.array, jnp.array):
+            assert pipeline(kind(prompts[0]), max_tokens=8, **GREEDY) == expected[0]
+            assert pipeline(kind(prompts), max_tokens=8, **GREEDY) == expected
+            assert pipeline([kind(prompt) for prompt in prompts], max_tokens=np.int64(8), **GREEDY) == expected
+
+
+def test_a_stop_string_may_come_alone() -> None:
+    assert SamplingParams(stop="ab") == SamplingParams(stop=("ab",)) == SamplingParams(stop=["ab"])  # type: ignore[arg-type]
+
+
 def test_tasks_and_threads_share_it(programs: Path) -> None:
     prompts = prompts_of(5, 9, 12)
     expected = [wanted("attention", prompt) for prompt in prompts]
@@ -82,8 +98,22 @@ def test_a_stream_that_is_left_is_cancelled_and_mistakes_are_the_callers(program
         stream.close()
         with pytest.raises(ValueError, match="leaves room for a token"):
             pipeline([1] * 64)
-        with pytest.raises(ValueError, match="temperature is from 0 to"):
-            pipeline([1], temperature=-1)
+        for wrong, rule in (
+            ({"temperature": -1}, "temperature is from 0 to"),
+            ({"temperature": "warm"}, "temperature is a number"),
+            ({"max_tokens": 2.5}, "max_tokens is a whole number"),
+            ({"top_k": True}, "top_k is a whole number"),
+            ({"seed": 1.5}, "seed is a whole number"),
+            ({"stop_token_ids": (1.5,)}, "stop_token_ids is a whole number"),
+            ({"stop": (1,)}, "stop is a text"),
+            ({"regex": 5}, "regex is text"),
+            ({"json_schema": [1]}, "A JSON schema is an object"),
+        ):
+            with pytest.raises(ValueError, match=rule):
+                pipeline([1], **wrong)
+        for prompt in (None, 5, [1.5], np.float32(2), np.array([1.5])):
+            with pytest.raises(ValueError, match=r"whole number|token ids, and several are a list"):
+                pipeline(prompt)
         assert pipeline([1, 2], max_tokens=2, **GREEDY) == wanted("attention", (1, 2), 2)
         for _ in range(200):
             if pipeline.stats.finished.get("cancelled"):
@@ -169,6 +199,7 @@ def test_attention_that_holds_all_scores_takes_more_memory() -> None:
 
 def test_a_target_is_measured_before_the_first_request(programs: Path) -> None:
     """Real steps, a target that any machine keeps and one that none does."""
+    told: list[tuple[int, int, str]] = []
     config = EngineConfig(**{**CONFIG, "max_sequences": 1, "max_batch_tokens": 4, "decode_steps": 2})
     for target, possible in ((60_000.0, True), (1e-6, False)):
         with create_inference_pipeline(
@@ -177,7 +208,9 @@ def test_a_target_is_measured_before_the_first_request(programs: Path) -> None:
             max_batch_size=1,
             cache_folder=programs,
             config=config,
+            progress=lambda *args: told.append(args),
         ) as pipeline:
+            assert told[-1][0] == told[-1][1] > 0
             made = pipeline.stats.compilations
             prompts = prompts_of(5)
             assert pipeline(prompts, max_tokens=8, **GREEDY) == [wanted("attention", prompts[0])]

@@ -49,7 +49,7 @@ class Played:
                 if number and number < chunk.count:
                     token = sequence.tokens[position]
                 pages = sequence.pages.pages
-                if position >= sequence.last_token_number:  # drawn after its end, and not kept
+                if position >= sequence.last_token_number - 1:  # its last token is drawn, and nothing comes after it
                     tokens.append(-1)
                     continue
                 page, at = pages[position // size], position % size
@@ -108,7 +108,7 @@ def play(
                     continue
                 sequence = chunk.sequence
                 tokens = tokens[: max(0, sequence.last_token_number - len(sequence.tokens))]
-                scheduler.take(sequence, tokens, drawn=done.steps)
+                scheduler.take(sequence, tokens, drawn=chunk.drawn(done.steps))
                 if not sequence.finished and len(sequence.tokens) >= sequence.last_token_number:
                     scheduler.remove(sequence)
         if not arrivals and not sent and not scheduler.running and not scheduler.waiting:
@@ -185,6 +185,19 @@ def test_several_steps_at_a_time_only_where_nothing_waits() -> None:
     assert scheduler.plan(steps=4).steps == 1  # type: ignore[union-attr]
     sequence.needs_host = True
     assert scheduler.plan(steps=4).steps == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_next_turn_of_a_conversation_shares_only_what_was_computed(ahead: int) -> None:
+    """Whatever the length of an answer, and wherever in a program of several steps it ends."""
+    for new in range(1, 13):
+        scheduler = scheduler_of()
+        device = Played(scheduler)
+        (first,) = play(scheduler, [(0, request("a", 5, new))], ahead=ahead, steps=4, device=device)
+        turn = request("b", [*first.tokens, 1, 2], 3)
+        (second,) = play(scheduler, [(0, turn)], ahead=ahead, steps=4, device=device)
+        assert second.tokens == wanted(turn)
+        assert second.cached_tokens == (len(first.tokens) - 1) // 4 * 4
 
 
 def test_what_needs_the_host_waits_for_its_token() -> None:

@@ -121,7 +121,7 @@ def serve(
     from capibara.errors import unknown_name
     from capibara.kernels.core.tables import cache_directory
     from capibara.observe.goodput import SERVER_PHASES, Goodput
-    from capibara.serve.config import EngineConfig
+    from capibara.serve.config import EngineConfig, check_target
     from capibara.serve.link import ServerSettings
     from capibara.serve.server import Loaded, Server
     from capibara.serve.tools.formats import parser_of
@@ -131,6 +131,7 @@ def serve(
         raise unknown_name("log level", log_level, levels)
     if tool_parser is not None:
         parser_of(tool_parser)
+    check_target(target_latency_ms)
     template = None if chat_template is None else chat_template.read_text(encoding="utf-8")
     keys = api_key or [key for key in [os.environ.get("CAPIBARA_API_KEY", "")] if key]
     settings = ServerSettings(

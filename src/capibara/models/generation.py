@@ -71,7 +71,7 @@ def _checked(prompts: Sequence[Sequence[int]], max_tokens: int, model: ModularMo
     return longest
 
 
-def _check_drawing(temperature: float, top_k: int, top_p: float) -> None:
+def _check_drawing(temperature: float, top_k: int, top_p: float, seed: int) -> None:
     if not temperature >= 0:
         raise rule_error(
             "temperature is 0 or more", temperature, "use 0 for the likeliest token, 1 for the model's odds"
@@ -80,6 +80,8 @@ def _check_drawing(temperature: float, top_k: int, top_p: float) -> None:
         raise rule_error("top_k is 0 or more", top_k, "use 0 to draw from all tokens")
     if not 0 <= top_p <= 1:
         raise rule_error("top_p is from 0 to 1", top_p, "use 1 to draw from all tokens")
+    if not -(2**63) <= seed < 2**63:
+        raise rule_error("seed is a 64-bit number", seed, "use a smaller one")
 
 
 @functools.lru_cache(maxsize=32)
@@ -142,14 +144,14 @@ def generate(
     fill a vocabulary up to a round number, stand for nothing and are not drawn.
     """
     longest = _checked(prompts, max_tokens, model)
-    _check_drawing(temperature, top_k, top_p)
+    _check_drawing(temperature, top_k, top_p, seed)
     width = min(-(-longest // _PROMPT_STEP) * _PROMPT_STEP, model.max_length)
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
     first, following = _programs(_Holder(model), words or model.vocab, jnp.dtype(dtype))
-    drawing = (np.float32(temperature), np.int32(top_k), np.float32(top_p))
+    drawing = (np.float32(temperature), np.int32(min(top_k, model.vocab)), np.float32(top_p))
     room = -(-(width + max_tokens) // _PROMPT_STEP) * _PROMPT_STEP
     cache = decoder.new_cache(model, len(prompts), room, dtype)
     key = jax.random.key(seed)

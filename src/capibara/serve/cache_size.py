@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import psutil
 
 from capibara.errors import rule_error
 from capibara.hardware.devices import attached
@@ -143,8 +144,19 @@ def _room(config: EngineConfig, weight_bytes: int, working_bytes: int) -> int | 
     here = next(one for one in attached() if one.index == device.id)
     if here.memory_limit_bytes is None:
         return None
-    held = (device.memory_stats() or {}).get("bytes_in_use") if here.platform != "cpu" else None
-    return int(here.memory_limit_bytes * config.memory_share) - (weight_bytes if held is None else held) - working_bytes
+    share = int(here.memory_limit_bytes * config.memory_share)
+    if here.platform == "cpu":
+        # A host's memory is everybody's: what others hold is counted, as on a device, and however much that is, half of
+        # what nobody holds may be taken.
+        free = _free_of_host()
+        held = max(weight_bytes, here.memory_limit_bytes - free)
+        return max(share - held, min(share, free // 2)) - working_bytes
+    held = (device.memory_stats() or {}).get("bytes_in_use", weight_bytes)
+    return share - held - working_bytes
+
+
+def _free_of_host() -> int:
+    return int(psutil.virtual_memory().available)
 
 
 def working_bytes(model: ModularModelConfig, config: EngineConfig, pages: int, page_bytes: int, dtype: Any) -> int:

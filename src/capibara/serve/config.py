@@ -12,10 +12,17 @@ from capibara.errors import rule_error, unknown_name
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "check_target"]
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 WEIGHT_DTYPES = ("int8",)
+
+
+def check_target(milliseconds: float | None) -> None:
+    """Refuse a latency that is no time."""
+    number = isinstance(milliseconds, int | float) and not isinstance(milliseconds, bool)
+    if milliseconds is not None and not (number and milliseconds > 0):
+        raise rule_error("target_latency_ms is a number above 0", repr(milliseconds), "use None for no target")
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class EngineConfig:
     memory_share: float = 0.85
     """Of the device's memory, weights and cache together."""
     cache_dtype: str | None = None
-    """float32, bfloat16 or int8 (with a scale a token and head); the model's type of computation when None."""
+    """float32, bfloat16 or int8 (with a scale a token and head); the model's type of computation when None, and float32
+    on a CPU, which has no smaller ones: keys and values of bfloat16 are the same numbers in it."""
     prefix_sharing: bool = True
     """Full pages of a prompt whose tokens were seen before are used again."""
     decode_steps: int = 8

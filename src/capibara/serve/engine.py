@@ -89,6 +89,7 @@ class _Progress:
     eos: frozenset[int]
     grammar: Grammar | None = None
     drafts: NgramDrafts | None = None
+    waited_s: float | None = None
     error: str | None = None
     rejected: bool = False
     finish_reason: FinishReason | None = None
@@ -159,7 +160,9 @@ class Engine:
         self.decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
         """Tokens in a row that one program draws at most; 1 or the config's, and a controller may change it."""
         self.on_step: Callable[[StepTime], None] | None = None
-        """Told of each step's time, where someone asks."""
+        """Told of each step's time, where someone asks and it is known."""
+        self._timing = True
+        """Whether the last step was waited for: the next one's time is then its own."""
         self._seeds = np.random.default_rng(config.seed)
         self._sequences: dict[str, Sequence] = {}
         self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
@@ -328,6 +331,8 @@ class Engine:
                 self._receive(self._sent.popleft(), touched)
         plan = self.scheduler.plan(steps=self.decode_steps)
         if plan is not None:
+            for sequence in plan.admitted:
+                self._runs(sequence)
             self._sent.append(self.runner.send(plan, self._allowed(plan)))
         ahead = 1 if self.config.asynchronous and plan is not None else 0
         while len(self._sent) > ahead:
@@ -337,6 +342,12 @@ class Engine:
         self._ended = []
         unqueued, self._unqueued = self._unqueued, []
         return [*unqueued, *(self._output(sequence) for sequence in touched.values())]
+
+    def _runs(self, sequence: Sequence) -> None:
+        progress = sequence.state
+        assert isinstance(progress, _Progress)
+        if progress.waited_s is None:  # else it was sent away, and is back
+            progress.waited_s = max(0.0, time.monotonic() - sequence.request.arrival)
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         progress = sequence.state
@@ -357,7 +368,8 @@ class Engine:
         return allowed
 
     def _receive(self, sent: Sent, touched: dict[str, Sequence]) -> None:
-        if any(chunk.samples for chunk in sent.plan.chunks):
+        draws = any(chunk.samples for chunk in sent.plan.chunks)
+        if draws:
             for chunk, drawn in sent.drawn():
                 self._take(chunk, drawn, sent.plan.steps)
                 if not chunk.sequence.finished:
@@ -366,12 +378,14 @@ class Engine:
         self._step_seconds = now - max(sent.at, self._last_result)
         self._last_result = now
         self._steps += 1
-        if self.on_step is not None and not sent.compiled:
+        # Pieces of prompts bring nothing to wait for: when they are done is not seen, and the next step ends later.
+        if self.on_step is not None and not sent.compiled and draws and self._timing:
             self.on_step(StepTime(sent.shape, sent.plan, self._step_seconds))
+        self._timing = draws
 
     def _take(self, chunk: Chunk, drawn: Drawn, steps: int) -> None:
         sequence = chunk.sequence
-        in_flight = steps
+        in_flight = chunk.drawn(steps)
         tokens = drawn.tokens
         right = 0
         if chunk.draft:
@@ -448,6 +462,7 @@ class Engine:
             stop_reason=progress.stop_reason,
             error=progress.error,
             rejected=progress.rejected,
+            waited_s=progress.waited_s,
         )
 
     def stats(self) -> EngineStats:

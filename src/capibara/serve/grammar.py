@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capibara.distribution import NAME
-from capibara.errors import rule_error
+from capibara.errors import CapibaraError, rule_error
 from capibara.lru import LRU
 
 if TYPE_CHECKING:
     from capibara.models.tokenizer import Tokenizer
     from capibara.serve.request import SamplingParams
 
-__all__ = ["Grammar", "Grammars"]
+__all__ = ["JSON_SPACING", "Grammar", "GrammarError", "Grammars"]
 
+JSON_SPACING = {"whitespace_pattern": " "}
+"""How JSON is spaced, as llguidance's "x-guidance": one space or none where JSON has any, as the model was trained to.
+With any white space it may write nothing else."""
 
 _LONGEST = 1 << 17
 """Characters of a grammar. One of so many takes a second or two to read, and four times as many sixteen times as
@@ -32,6 +35,14 @@ _KEPT = 64
 """Grammars that were read, at their beginning: many requests come with the same."""
 _READERS = 2
 """Threads that read grammars: whoever sends large ones takes no more of the machine than that."""
+
+
+class GrammarError(CapibaraError, ValueError):
+    """A schema, a regular expression or a grammar that no output can be held to."""
+
+
+def _no_grammar(rule: str, arrived: object, fix: str) -> GrammarError:
+    return GrammarError(str(rule_error(rule, arrived, fix)))
 
 
 class Grammar:
@@ -93,7 +104,7 @@ class Grammars:
         if known is not None:
             return Grammar(known.deep_copy())
         if len(text) > _LONGEST:
-            raise rule_error(f"A {kind} has {_LONGEST} characters at the most", f"{len(text)}", "simplify it")
+            raise _no_grammar(f"A {kind} has {_LONGEST} characters at the most", f"{len(text)}", "simplify it")
         brought: Future[Grammar] = Future()
         with self._lock:
             reading = self._reading.get(text)
@@ -140,7 +151,7 @@ class Grammars:
         matcher = library.LLMatcher(self._words, text, log_level=0)
         if matcher.is_error():
             wrong = _first_part(matcher.get_error())
-            raise rule_error(f"A {kind} is one that llguidance takes", wrong, "mend or simplify it")
+            raise _no_grammar(f"A {kind} is one that llguidance takes", wrong, "mend or simplify it")
         self._begun[text] = matcher
         return matcher
 
@@ -154,13 +165,12 @@ class Grammars:
             try:
                 schema = json.loads(schema)
             except ValueError as error:
-                raise rule_error("A JSON schema is JSON", str(error), "pass a dict, or mend the text") from error
+                raise _no_grammar("A JSON schema is JSON", str(error), "pass a dict, or mend the text") from error
         if not isinstance(schema, dict):
-            raise rule_error("A JSON schema is an object", type(schema).__name__, 'pass {"type": "object", ...}')
+            raise _no_grammar("A JSON schema is an object", type(schema).__name__, 'pass {"type": "object", ...}')
         schema = schema or {"type": "object"}
-        # One space after a comma or a colon: with any white space a model may write nothing else. A schema's own
-        # "x-guidance" says otherwise.
-        return library.LLMatcher.grammar_from_json_schema(schema, {"whitespace_flexible": False}), "JSON schema"
+        # A schema's own "x-guidance" says otherwise.
+        return library.LLMatcher.grammar_from_json_schema(schema, JSON_SPACING), "JSON schema"
 
 
 def _first_part(error: str) -> str:
@@ -196,7 +206,7 @@ def _words(library: Any, tokenizer: Tokenizer) -> Any:
         return library.LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eos_id)
     if isinstance(tokenizer, ByteTokenizer):
         return library.LLTokenizer(library.TokenizerWrapper(_Bytes(tokenizer)))
-    raise rule_error(
+    raise _no_grammar(
         "A grammar needs the bytes of every token, which bytes and a tokenizer.json have",
         type(tokenizer).__name__,
         "leave json_schema, regex and grammar out",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from capibara.errors import rule_error
+from capibara.serve.config import check_target
 from capibara.serve.programs import Shape
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ _SEEN = 512
 """Gaps between tokens that the percentile is taken over."""
 _NEW = 0.2
 """How much a new measurement of a shape counts against those before it."""
+_MOST = 4.0
+"""How many times what was expected a single measurement counts as at most: a machine that stalls for a second says
+nothing of the shape that it stalled in."""
+_FADING = 0.9993
+"""What is left, after a step, of how far a shape is off its first times: one that is held to be too slow is not run,
+and so not measured, and would never be tried again. Half of it is left after a thousand steps."""
 _SELDOM = 25
 """Steps between two that take longer than the target: 4 in 100 are outside of the 95th percentile."""
 _LEAST_MARGIN = 0.5
@@ -58,9 +65,7 @@ class TpuInferenceOptimizer:
     use_kv_cache: bool = True
 
     def __post_init__(self) -> None:
-        target = self.target_latency_ms
-        if target is not None and not target > 0:
-            raise rule_error("target_latency_ms is above 0", target, "use None for no target")
+        check_target(self.target_latency_ms)
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,20 @@ class _ShapeTime:
     per_key: float = 0.0
     off: float = 1.0
     """Times what the line says: as steps of late were."""
+    measured: int = 0
+    """The number of the step that was measured last."""
 
     def seconds(self, keys: float) -> float:
         return self.off * (self.base + self.per_key * keys)
 
+    def at(self, step: int) -> _ShapeTime:
+        """As it is held to be at a step, when it was not measured since."""
+        faded = 1 + (self.off - 1) * _FADING ** (step - self.measured)
+        return replace(self, off=faded, measured=step)
+
     def took(self, seconds: float, keys: float) -> None:
-        self.off += _NEW * (seconds / (self.base + self.per_key * keys) - self.off)
+        times = min(seconds / (self.base + self.per_key * keys), _MOST * self.off)
+        self.off += _NEW * (times - self.off)
 
     def most_keys(self, seconds: float) -> float:
         """That a step has within so long; endless where keys cost nothing, below 0 where it is longer without any."""
@@ -116,10 +129,12 @@ class LatencyController:
     """Bounds an engine's steps so that a target is kept; `adjust` before each step, `saw` after it."""
 
     def __init__(self, engine: Engine, target_ms: float | None, *, choose_batch: bool = True) -> None:
+        check_target(target_ms)
         self.engine = engine
         self.target_ms = target_ms
         self.choose_batch = choose_batch
         self._times: dict[Shape, _ShapeTime] = {}
+        self._measurements = 0
         self._margin = 1.0
         self._since_long = _SELDOM
         self._gaps: deque[float] = deque(maxlen=_SEEN)
@@ -139,6 +154,7 @@ class LatencyController:
         # Those of single tokens first: what a key takes is read off them for the others.
         for shape in sorted(self.engine.runner.shapes.all(), key=lambda shape: not shape.decodes):
             self._times[shape] = self._timed(shape, repeats)
+        self.engine.scheduler.pool.forget()  # timing wrote over the keys of prompts that were answered before
         self.adjust()
         report = self.report()
         if self.target_ms is not None and not report.possible:
@@ -167,22 +183,28 @@ class LatencyController:
 
     def took(self, shape: Shape, seconds: float, keys: int = 0) -> None:
         """A step of this shape, whose sequences had so many keys, took so long."""
-        if shape in self._times:
-            self._times[shape].took(seconds, keys)
+        if not 0 < seconds < math.inf:  # no step does: the clock was set, or is too coarse
+            return
+        self._measurements += 1
+        known = self._times.get(shape)
+        if known is None:
+            self._times[shape] = _ShapeTime(seconds, measured=self._measurements)
         else:
-            self._times[shape] = _ShapeTime(seconds)
+            now = self._times[shape] = known.at(self._measurements)
+            now.took(seconds, keys)
 
     def _time(self, shape: Shape) -> _ShapeTime:
         """Of a step of this shape: as it was measured, else as the nearest measured one has it by its tokens."""
         known = self._times.get(shape)
         if known is not None:
-            return known
-        like = [s for s in self._times if s.decodes == shape.decodes]
+            return known.at(self._measurements)
+        like = [s for s in list(self._times) if s.decodes == shape.decodes]
         if not like:
             return _ShapeTime(0.0)
         near = min(like, key=lambda s: abs(s.tokens * s.steps - shape.tokens * shape.steps))
         more = max(1.0, shape.tokens * shape.steps / (near.tokens * near.steps))
-        return replace(self._times[near], off=self._times[near].off * more)
+        known = self._times[near].at(self._measurements)
+        return replace(known, off=known.off * more)
 
     def _milliseconds(self, shape: Shape, keys: float) -> float:
         return 1e3 * self._time(shape).seconds(keys)
@@ -199,13 +221,15 @@ class LatencyController:
 
     def _decode(self, sequences: int, steps: int = 1) -> Shape:
         shapes = self.engine.runner.shapes
-        longest = max((len(s.pages.pages) for s in self.engine.scheduler.running), default=1)
+        longest = max((len(s.pages.pages) for s in list(self.engine.scheduler.running)), default=1)
         return shapes.decode(sequences, longest, steps)
 
     def _context(self) -> float:
         """Tokens of a sequence, in the mean: of those that run, else of those that wait, else half of a short table."""
         scheduler = self.engine.scheduler
-        lengths = [s.length for s in scheduler.running or itertools.islice(scheduler.waiting, _SEEN)]
+        # Lists of their own: a report is asked for by any thread while the engine's goes on.
+        sequences = list(scheduler.running) or list(itertools.islice(scheduler.waiting, _SEEN))
+        lengths = [s.length for s in sequences]
         return sum(lengths) / len(lengths) if lengths else self._half(self._decode(1))
 
     # What follows from it.
@@ -268,7 +292,7 @@ class LatencyController:
             if output.tokens:
                 before = self._last.get(output.id)
                 if before is not None:
-                    gap = 1e3 * (now - before)
+                    gap = 1e3 * max(0.0, now - before)
                     slowest = max(slowest, gap)
                     # Tokens that come together have nothing between them.
                     self._gaps.extend([gap, *[0.0] * (len(output.tokens) - 1)])

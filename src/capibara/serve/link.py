@@ -112,6 +112,8 @@ class Added(msgspec.Struct, frozen=True):
     """There is no room, and nothing is wrong with it."""
     failed: bool = False
     """The engine could not make anything of it, which is the engine's fault."""
+    grammar: bool = False
+    """What is wrong is the schema, regular expression or grammar."""
 
 
 class ToEngine(msgspec.Struct, frozen=True):
@@ -184,6 +186,7 @@ def merge(outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
             stop_reason=new.stop_reason,
             error=new.error,
             rejected=new.rejected,
+            waited_s=new.waited_s if old.waited_s is None else old.waited_s,
         )
     return tuple(merged.values())
 

@@ -214,7 +214,7 @@ class InferencePipeline:
                 self.engine.add(request)
             except QueueFull:  # they wait here: whoever called has them in memory anyway
                 return
-            except ValueError as error:
+            except Exception as error:  # noqa: BLE001  # of one request: the others go on
                 waiting.popleft()
                 deliver(error)
             else:
@@ -245,9 +245,18 @@ class InferencePipeline:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence)):
+    if isinstance(prompts, str):
+        return [prompts], False
+    if not _is_several(prompts):
+        raise rule_error("A prompt is text or token ids, and several are a list", repr(prompts), "pass a list")
+    if len(prompts) and not isinstance(prompts[0], str) and not _is_several(prompts[0]):
         return [prompts], False  # type: ignore[list-item]
     return list(prompts), True  # type: ignore[arg-type]
+
+
+def _is_several(value: Any) -> bool:
+    """Whether it is a list, or an array that is not a single number."""
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
 def _sound(output: RequestOutput) -> RequestOutput:
@@ -277,6 +286,7 @@ def create_inference_pipeline(
     *,
     cache_folder: str | Path | None = None,
     config: EngineConfig | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> InferencePipeline:
     """A pipeline of this model. With a latency target every shape of steps is compiled and timed first.
 
@@ -285,6 +295,8 @@ def create_inference_pipeline(
       max_sequence_length: prompt and output of a request together; the model's context by default.
       cache_folder: where compiled programs are kept for the next start.
       config: all else that an engine can be told; the arguments here, and the optimizer, come before it.
+      progress: called with how many programs are made, how many there are, and the name of the last one; with a target,
+        without which each is made when it is first needed.
     """
     optimizer = optimizer or TpuInferenceOptimizer()
     if not isinstance(optimizer, TpuInferenceOptimizer):
@@ -302,6 +314,6 @@ def create_inference_pipeline(
     engine = Engine(model, config=made)
     controller = LatencyController(engine, optimizer.target_latency_ms, choose_batch=optimizer.batch_size_optimizer)
     if optimizer.target_latency_ms is not None:
-        engine.warm_up()
+        engine.warm_up(progress)
         controller.calibrate()
     return InferencePipeline(engine, controller)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,6 +82,7 @@ class SamplingParams:
     """The LoRA adapter that answers, by its name in the engine's config."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name, low, high in (
             ("max_tokens", 1, None),
             ("temperature", 0, 1_000_000),
@@ -94,11 +96,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise rule_error(f"{name} is a number", repr(value), f"leave {name} out")
             if not (low <= value and (high is None or value <= high)):
                 between = f"{low} or more" if high is None else f"from {low} to {high}"
-                raise rule_error(f"{name} is {between}", value, f"use {name}={low}")
+                nearest = low if high is None or value < low else high
+                raise rule_error(f"{name} is {between}", value, f"use {name}={nearest}")
         if not 0.000001 <= self.repetition_penalty <= 1_000_000:  # the device's 32 bits would make it 0 or infinite
             raise rule_error(
                 "repetition_penalty is above 0, a millionth to a million", self.repetition_penalty, "use 1 for none"
@@ -116,6 +117,29 @@ class SamplingParams:
                 "Output is held to one of json_schema, regex and grammar", " and ".join(asked), f"keep {asked[0]}"
             )
 
+    def _check_kinds(self) -> None:
+        """Each field as what it is said to be, or refused: one that is not would be the whole engine's trouble."""
+        for name in ("max_tokens", "top_k", "logprobs", "seed"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _whole_number(name, value))
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+                raise rule_error(f"{name} is a number", repr(value), f"leave {name} out")
+            object.__setattr__(self, name, float(value))
+        stop: Any = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))  # one, and not its letters
+        if wrong := [text for text in self.stop if not isinstance(text, str)]:
+            raise rule_error("stop is a text, or several", repr(wrong[0]), "use stop_token_ids for tokens")
+        for name in ("stop_token_ids", "spelled_token_ids"):
+            object.__setattr__(self, name, tuple(_whole_number(name, token) for token in getattr(self, name)))
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise rule_error(f"{name} is text", repr(getattr(self, name)), f"leave {name} out")
+
     @property
     def constrained(self) -> bool:
         """Whether a grammar says which tokens may come next."""
@@ -125,6 +149,15 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether tokens that came before change the odds."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _whole_number(name: str, value: Any) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise rule_error(f"{name} is a whole number", repr(value), "round it, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -139,7 +172,9 @@ class Request:
     def __post_init__(self) -> None:
         # Most are plain numbers already, thousands of them: to look is ten times as fast as to convert.
         prompt = tuple(self.prompt)
-        object.__setattr__(self, "prompt", prompt if set(map(type, prompt)) <= {int} else tuple(map(int, prompt)))
+        if not set(map(type, prompt)) <= {int}:
+            prompt = tuple(_whole_number("A token of a prompt", token) for token in prompt)
+        object.__setattr__(self, "prompt", prompt)
         if not self.prompt:
             raise rule_error("A prompt has a token or more", "an empty one", "start with the tokenizer's bos token")
 
@@ -182,3 +217,5 @@ class RequestOutput:
     """What went wrong, where finish_reason is "error"."""
     rejected: bool = False
     """Whether it went wrong by the request's own doing: a grammar that cannot be read, or that grows too large."""
+    waited_s: float | None = None
+    """From its arrival until it first ran; None where it did not."""

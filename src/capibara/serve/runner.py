@@ -107,7 +107,7 @@ class Runner:
                 self.model,
                 config,
                 max_length=max_length,
-                dtype=jnp.dtype(config.cache_dtype or dtype),
+                dtype=self._cache_dtype(dtype),
                 weight_bytes=nbytes_on_one(self.params) + nbytes_on_one(params),
             )
             self.pages = pages = self.cache_size.pages
@@ -154,9 +154,16 @@ class Runner:
         ):
             yield
 
+    def _cache_dtype(self, dtype: Any) -> np.dtype[Any]:
+        if self.config.cache_dtype is not None:
+            return jnp.dtype(self.config.cache_dtype)
+        # A CPU has no 16-bit numbers: XLA turns whole pools into 32-bit ones and back, in every layer of every step.
+        on_cpu = self.devices[0].platform == "cpu"
+        return jnp.dtype(jnp.float32 if on_cpu else dtype)
+
     def _state(self, dtype: Any) -> DeviceState:
         config = self.config
-        cache_dtype = jnp.dtype(config.cache_dtype or dtype)
+        cache_dtype = self._cache_dtype(dtype)
 
         def new() -> DeviceState:
             cache = decoder.new_paged_cache(self.model, self.pages, config.page_size, config.max_sequences, cache_dtype)

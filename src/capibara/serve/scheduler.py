@@ -93,6 +93,14 @@ class Chunk:
     draft: tuple[int, ...] = ()
     """Guessed tokens that follow the first."""
 
+    def drawn(self, steps: int) -> int:
+        """Tokens that a program of so many steps draws after it: none past its sequence's last one.
+
+        The last one's keys are not computed, and nothing may take them to be in the cache.
+        """
+        known = self.start + self.count - len(self.draft)
+        return min(steps, self.sequence.last_token_number - known) if self.samples else 0
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -103,6 +111,8 @@ class StepPlan:
     """Pages to copy before it, as (from, to)."""
     steps: int = 1
     """How many tokens in a row each sequence draws; more than 1 only where every chunk is one token."""
+    admitted: list[Sequence] = field(default_factory=list)
+    """Those that begin to run with it, also those that ran before and were sent away."""
 
     @property
     def tokens(self) -> int:
@@ -231,9 +241,11 @@ class Scheduler:
             if prompts > 0:
                 take(sequence)
         # What was just sent away must not come back over what made it go.
+        admitted: list[Sequence] = []
         while not preempted and prompts > 0 and self._admit(copies, written):
+            admitted.append(self.running[-1])
             take(self.running[-1])
-        return StepPlan(chunks, copies, steps) if chunks else None
+        return StepPlan(chunks, copies, steps, admitted) if chunks else None
 
     def take(self, sequence: Sequence, tokens: list[int], *, drawn: int, extra: int = 0) -> None:
         """Book what a step brought a sequence: its new tokens, of `drawn` that were in flight.
@@ -337,7 +349,7 @@ class Scheduler:
     def _book(self, chunk: Chunk, steps: int) -> list[int]:
         """The chunk is as good as computed; the pages that others may now use."""
         sequence = chunk.sequence
-        drawn = steps if chunk.samples else 0
+        drawn = chunk.drawn(steps)
         sequence.computed += chunk.count - len(chunk.draft) + max(0, drawn - 1)
         sequence.in_flight += drawn
         return sequence.pages.publish(sequence.tokens, sequence.computed) if self.shares else []

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capibara.models import step_hooks
 from capibara.observe.goodput import SERVER_PHASES, Goodput
+from capibara.serve.grammar import GrammarError
 from capibara.serve.link import Added, FromEngine, Link, ModelCard, ServerSettings, Stats, ToEngine
 from capibara.serve.request import QueueFull, Request, RequestOutput, Usage
 from capibara.serve.resizing import Move, Occupancy
@@ -282,7 +283,7 @@ class EngineWorker:
         except QueueFull as full:
             return Added(request.id, str(full), full=True)
         except ValueError as refusal:
-            return Added(request.id, str(refusal))
+            return Added(request.id, str(refusal), grammar=isinstance(refusal, GrammarError))
         except Exception:  # noqa: BLE001  # of one request: the others go on
             _log.exception("request %s cannot be added", request.id)
             return Added(request.id, "The engine failed at this request.", failed=True)
@@ -304,7 +305,7 @@ class EngineWorker:
         settled = {id for id in self._unsettled if not engine.compiling(id)}
         self._unsettled -= settled
         refused = {output.id: output.error for output in outputs if output.id in settled and output.rejected}
-        added = tuple(Added(id, refused.get(id)) for id in settled)
+        added = tuple(Added(id, refused.get(id), grammar=id in refused) for id in settled)
         return added, tuple(output for output in outputs if output.id not in refused)
 
     def _new_stats(self, engine: Engine) -> Stats | None:

@@ -98,6 +98,7 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_completion_tokens": 10_000}, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 2}, "max_tokens"),
         ({"seed": 2**70}, "seed"),
         ({"stop": [1]}, "stop[0]"),
         ({"stop": [""]}, "stop"),
@@ -124,6 +125,10 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
         ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {"type": "array"}}}},
+            "response_format.json_schema",
+        ),
         ({"regex": "a", "grammar": "b"}, None),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
@@ -142,6 +147,18 @@ def test_what_is_no_json_object_in_utf8(address: str, body: bytes, code: str | N
 def test_a_wrong_field_is_named(address: str, change: dict[str, Any], param: str | None) -> None:
     body = {name: value for name, value in (ask("x") | change).items() if value is not None}
     _check(post(address, body), 400, param)
+
+
+def test_the_fix_is_the_nearest_value_that_may_be(address: str) -> None:
+    for value, nearest in ((9, 2), (-9, -2)):
+        text = _check(post(address, ask("x", presence_penalty=value)), 400, "presence_penalty")
+        assert text.endswith(f"use presence_penalty={nearest}.")
+
+
+def test_both_names_of_a_limit_may_say_the_same_and_all_tokens_have_two_names() -> None:
+    with served() as (server, engine):
+        assert post(server.address, ask("x", max_tokens=3, max_completion_tokens=3, top_k=-1))[0] == 200
+        assert (engine.seen[0].sampling.max_tokens, engine.seen[0].sampling.top_k) == (3, 0)
 
 
 def test_a_schema_that_cannot_be_passed_on_is_refused_alone(address: str) -> None:
@@ -211,6 +228,20 @@ def test_a_body_that_is_too_large_is_not_read(address: str) -> None:
     with connect(address) as client:  # one that says it will be, and sends nothing
         client.sendall(raw_request(b"", "Content-Length: 99999999999"))
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def test_who_sends_too_large_a_body_is_told_so_and_not_cut_off(address: str) -> None:
+    """Most clients write all of a body before they read anything; a connection that is reset tells them nothing."""
+    _check(post(address, b" " * (16 << 20)), 413, code="request_too_large")
+    openai = pytest.importorskip("openai")
+    asking = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+    with pytest.raises(openai.APIStatusError, match="A body has 100,000 bytes") as told:
+        asking.chat.completions.create(**ask("x" * (16 << 20)))
+    assert told.value.status_code == 413
+    with connect(address) as client:  # one that never ends its body
+        client.sendall(raw_request(b"", "Content-Length: 99999999999") + b" " * 1000)
+        assert b"".join(iter(lambda: client.recv(4096), b"")).startswith(b"HTTP/1.1 413"), "and is hung up on"
+    assert post(address, ask("still here"))[0] == 200
 
 
 def test_a_body_of_another_kind(address: str) -> None:

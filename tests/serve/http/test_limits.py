@@ -17,9 +17,12 @@ from msgspec.structs import replace
 from tests.serve.http.wire import CHAT, ask, call, connect, post, raw_request
 from tests.serve.stand_in import CARD, StandIn, served
 
+from capibara.serve.http.engine_client import EngineClient
 from capibara.serve.http.errors import ApiError
+from capibara.serve.http.metrics import Metrics, Timeline
 from capibara.serve.http.state import Serving
-from capibara.serve.link import FromEngine, ServerSettings
+from capibara.serve.link import FromEngine, ServerSettings, write_frame
+from capibara.serve.request import Request, RequestOutput, Usage
 
 _FAILING = {"role": "user", "content": "fail["}
 
@@ -307,6 +310,52 @@ def test_figures_by_the_names_that_dashboards_read() -> None:
         "prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_sum",
     ):  # fmt: skip
         assert f'vllm:{name}{{model_name="stand-in"}}' in text, name
+    for part in ("queue", "prefill", "decode", "inference"):
+        assert f'vllm:request_{part}_time_seconds_count{{model_name="stand-in"}} 1.0' in text, part
+
+
+def test_a_requests_time_is_told_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics("m"), iter((103.0, 104.0, 105.0, 106.0))
+    monkeypatch.setattr("capibara.serve.http.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    timeline = Timeline(started=100.0)
+    for waited, end in ((1.0, None), (1.0, None), (None, "stop")):  # the last by the server
+        metrics.output(timeline, RequestOutput("a", (1,), "a", Usage(1, 1, 0), None, end, waited_s=waited))
+    never = Timeline(started=100.0)  # cancelled while it waited
+    metrics.output(never, RequestOutput("b", (), "", Usage(1, 0, 0), None, "cancelled"))
+    sums = {
+        part: metrics.registry.get_sample_value(f"vllm:request_{part}_time_seconds_sum", {"model_name": "m"})
+        for part in ("queue", "prefill", "decode", "inference")
+    }
+    assert sums == {"queue": 1.0, "prefill": 2.0, "decode": 2.0, "inference": 4.0}
+
+
+def test_when_to_come_again_does_not_count_the_time_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that had nothing to do for an hour is not slow."""
+    now = 0.0
+    monkeypatch.setattr("capibara.serve.http.engine_client.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def answered(client: EngineClient, seconds: float, count: int) -> None:
+        nonlocal now
+        client.submit([Request(f"{now}-{n}", (1,)) for n in range(count)])
+        asked, now = now, now + seconds
+        reader = asyncio.StreamReader()
+        ends = [RequestOutput(f"{asked}-{n}", (), "", Usage(1, 0, 0), None, "stop") for n in range(count)]
+        reader.feed_data(write_frame(FromEngine(outputs=tuple(ends))))
+        reader.feed_eof()
+        await client.read(reader)
+        client.gone.clear()
+
+    async def check() -> None:
+        nonlocal now
+        writer: Any = SimpleNamespace(write=lambda data: None)
+        client = EngineClient(writer, lambda message: None, lambda timeline, output: None)
+        for _ in range(8):
+            await answered(client, 2.0, 4)  # two a second
+        now += 3600.0
+        client.submit([Request(str(n), (1,)) for n in range(16)])
+        assert client.retry_after_s() == 4
+
+    asyncio.run(check())
 
 
 def test_logs_are_json_and_have_nothing_that_people_wrote(capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,17 @@ def test_without_tools_the_default_is_what_training_has() -> None:
     assert ours == render(DEFAULT_TEMPLATE, turns, True, **variables)
 
 
+def test_parts_of_a_turn_are_joined_and_a_refusal_that_comes_back_is_one() -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "input_text", "text": "there"}]
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    assert _text(_prompts(), _chat({"role": "user", "content": parts}, refused, USER)) == _text(
+        _prompts(), _chat({"role": "user", "content": "Hi\nthere"}, {"role": "assistant", "content": "No."}, USER)
+    )
+    for wrong in ({"type": "refusal", "text": "No."}, {"type": "text"}, {"text": "Hi"}, {"type": ["text"], "text": ""}):
+        with pytest.raises(ApiError, match="A part of a turn is text"):
+            _text(_prompts(), _chat({"role": "user", "content": [wrong]}))
+
+
 def test_the_default_shows_tools_and_calls() -> None:
     called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, 2]}'}}
     body = _chat(

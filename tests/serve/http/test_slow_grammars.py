@@ -52,6 +52,7 @@ def test_others_are_answered_while_a_grammar_is_read() -> None:
             status, body = answers[name]
             assert status == 400
             assert "one that llguidance takes" in body["error"]["message"]
+            assert (body["error"]["param"], body["error"]["code"]) == ("regex", "invalid_grammar")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -65,8 +66,19 @@ def test_a_client_that_goes_while_its_grammar_is_read_is_not_waited_for(stream: 
         _until(lambda: engine.cancelled and not engine.running)
 
 
+def test_the_time_that_a_grammar_takes_to_be_read_is_part_of_the_answers() -> None:
+    engine = StandIn(step_s=0.05)
+    with served(engine, request_timeout_s=2.0) as (server, _):
+        threading.Timer(1.5, engine.read.set).start()
+        started = time.monotonic()
+        status, events, _ = post(server.address, ask("a" * 200, regex="slow", stream=True))
+        assert status == 200
+        assert json.loads(str(events).split("data: ")[-1])["error"]["code"] == "timeout"
+        assert 1.9 < time.monotonic() - started < 3.3
+
+
 def test_a_grammar_that_grows_too_large_is_the_requests_own_fault() -> None:
     with served() as (server, _):
         status, body, _ = post(server.address, ask("abc", regex="grows"))
-        assert (status, body["error"]["code"]) == (400, "invalid_grammar")
+        assert (status, body["error"]["param"], body["error"]["code"]) == (400, "regex", "invalid_grammar")
         assert post(server.address, ask("abc"))[0] == 200

@@ -59,6 +59,23 @@ def test_calls_of_the_tools_and_nothing_else(form: str) -> None:
     assert [getattr(piece, "name", None) for piece in pieces if getattr(piece, "name", None)] == ["add", "add"]
 
 
+@pytest.mark.parametrize("template", ["", "... [ARGS] ..."])
+@pytest.mark.parametrize("form", PARSERS)
+def test_white_space_inside_of_a_call_comes_to_an_end(form: str, template: str) -> None:
+    """A model that may write any number of spaces and line ends may write nothing else."""
+    call = _call(form, ("add", {"a": 3}))
+    if form == "mistral" and template:
+        call = '[TOOL_CALLS]add[ARGS]{"a": 3}'
+    grammar = call_grammar(parser_of(form), TOOLS, {}, several=False, template=template)
+    assert _taken(grammar, call)
+    assert _taken(grammar, call.replace(": ", ":").replace(", ", ","))
+    for space in ("  ", "\n"):
+        assert not _taken(grammar, call.replace('"a": ', f'"a":{space}'))
+    own = [("add", {**ADD, "x-guidance": {"whitespace_flexible": True}})]
+    free = call_grammar(parser_of(form), own, {}, several=False, template=template)
+    assert _taken(free, call.replace('"a": ', '"a" :\n'))
+
+
 def test_the_newer_form_of_mistral() -> None:
     grammar = call_grammar(MistralParser, TOOLS, {}, several=True, template="... [ARGS] ...")
     assert _taken(grammar, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}')

@@ -50,11 +50,16 @@ def _timed_out(timeout_s: float) -> ApiError:
     )
 
 
-async def until_taken(group: Group, receive: Receive, timeout_s: float) -> None:
-    """Wait until the engine has taken the requests: at once, or when a grammar has been read."""
+async def until_taken(group: Group, receive: Receive, timeout_s: float) -> float:
+    """Wait until the engine has taken the requests: at once, or when a grammar has been read.
+
+    Returns:
+      When the whole answer has to be there, by the event loop's clock: so long after now, the wait included.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
 
     async def taken() -> None:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(deadline):
             await group.taken()
 
     try:
@@ -65,6 +70,7 @@ async def until_taken(group: Group, receive: Receive, timeout_s: float) -> None:
     except BaseException:
         group.cancel()
         raise
+    return deadline
 
 
 async def collect(group: Group, answer: Answer, receive: Receive, timeout_s: float) -> Response:
@@ -100,6 +106,8 @@ class EventStream(Response):
     answer: Answer
     options: StreamOptions
     timeout_s: float
+    deadline: float
+    """Of the whole answer, by the event loop's clock: `timeout_s` after the engine was asked."""
     client_timeout_s: float
     status_code: int = 200
 
@@ -125,7 +133,7 @@ class EventStream(Response):
 
     async def _events(self, scope: Scope, send: Send) -> None:
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout_at(self.deadline):
                 while self.group.unread:
                     data = b""
                     for number, output in await self.group.next():

@@ -26,8 +26,9 @@ _RATE_OVER = 64  # answers, of which the pace is reckoned by
 class Group:
     """The requests of one call: what they bring is read together, in the order of the requests."""
 
-    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+    def __init__(self, client: EngineClient, requests: Sequence[Request], form: str | None = None) -> None:
         self._client = client
+        self._form = form
         self._ids = [request.id for request in requests]
         self._wake = asyncio.Event()
         self._pending: list[list[RequestOutput]] = [[] for _ in requests]
@@ -52,6 +53,8 @@ class Group:
                 raise overloaded(str(self._refused.refused), self._client.retry_after_s())
             if self._refused.failed:
                 raise ApiError(500, str(self._refused.refused), code="engine_error")
+            if self._refused.grammar:
+                raise bad_request(str(self._refused.refused), self._form, code="invalid_grammar")
             raise bad_request(str(self._refused.refused))
         self._check()
 
@@ -66,7 +69,8 @@ class Group:
             self._usages[number] = output.usage
             self._client.on_output(self.timelines[number], output)
             if output.finish_reason == "error" and output.rejected:
-                raise bad_request(output.error or "The engine takes no such request.", code="invalid_grammar")
+                text = output.error or "The engine takes no such request."
+                raise bad_request(text, self._form, code="invalid_grammar")
             if output.finish_reason == "error":
                 raise ApiError(500, output.error or "The engine failed at this request.", code="engine_error")
         return found
@@ -140,6 +144,8 @@ class EngineClient:
         self._cancel: list[str] = []
         self._flushing = False
         self._ends: collections.deque[float] = collections.deque(maxlen=_RATE_OVER)
+        """Of the last answers, on a clock that stands still while there is nothing to answer."""
+        self._busy_s = self._busy_since = 0.0
         self.gone = asyncio.Event()
 
     @property
@@ -147,14 +153,17 @@ class EngineClient:
         """Requests that the engine has and has not ended."""
         return len(self._groups)
 
-    def submit(self, requests: Sequence[Request]) -> Group:
+    def submit(self, requests: Sequence[Request], form: str | None = None) -> Group:
+        """Send the requests of one call; `form` is the field that holds their answers to a grammar."""
         # Here and not where it is sent: what cannot be written is this caller's error, and not that of all whose
         # requests go in the same message.
         written = [_written(request) for request in requests]
-        group = Group(self, requests)
+        group = Group(self, requests, form)
         if self.gone.is_set():
             group.lost(_GONE)
             return group
+        if not self._groups:
+            self._busy_since = time.monotonic()
         for request in requests:
             self._groups[request.id] = group
         self._add += written
@@ -175,10 +184,10 @@ class EngineClient:
             self._writer.write(write_frame(ToEngine(stop=True)))
 
     def retry_after_s(self) -> int:
-        """When there may be room again: the time in which as many requests as are here have lately ended."""
+        """When there may be room again: the time in which half as many requests as are here have lately ended."""
         if len(self._ends) < 2:
             return 1
-        pace = (time.monotonic() - self._ends[0]) / len(self._ends)
+        pace = (self._busy() - self._ends[0]) / len(self._ends)
         return min(max(math.ceil(pace * max(self.in_flight, 1) / 2), 1), 60)
 
     async def read(self, reader: asyncio.StreamReader) -> None:
@@ -190,20 +199,30 @@ class EngineClient:
                     if group is not None:
                         group.added(added)
                         if added.refused is not None:
-                            del self._groups[added.id]
+                            self._forget(added.id)
                 for output in message.outputs:
                     group = self._groups.get(output.id)
                     if group is not None:
                         group.output(output)
                         if output.finish_reason is not None:
-                            del self._groups[output.id]
-                            self._ends.append(time.monotonic())
+                            self._ends.append(self._busy())
+                            self._forget(output.id)
                 self._told(message)
         except (OSError, msgspec.DecodeError, asyncio.IncompleteReadError):
             pass
         self.gone.set()
         self.give_up(_GONE)
         self._groups.clear()
+
+    def _busy(self) -> float:
+        """Seconds in which there was something to answer, as of now."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._groups else 0.0)
+
+    def _forget(self, id: str) -> None:
+        busy = self._busy()
+        del self._groups[id]
+        if not self._groups:
+            self._busy_s = busy
 
     def give_up(self, why: ApiError) -> None:
         """Let everybody who waits go, with this error."""

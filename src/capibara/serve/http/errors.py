@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 __all__ = ["STATUSES", "ApiError", "bad_request", "error_body", "error_response", "overloaded", "unavailable"]
 
@@ -39,6 +42,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        drop_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -46,6 +50,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.drop_s = drop_s
+        """How long what the client still writes is read, and dropped."""
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -72,6 +78,30 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_response(error: ApiError) -> Response:
-    return Response(
-        msgspec.json.encode(error_body(error)), error.status, headers=error.headers, media_type="application/json"
-    )
+    body = msgspec.json.encode(error_body(error))
+    if error.drop_s:
+        return _WhileItWrites(body, error)
+    return Response(body, error.status, headers=error.headers, media_type="application/json")
+
+
+_QUIET_S = 2.0
+"""After so long without a byte a client writes no more."""
+
+
+class _WhileItWrites(Response):
+    """An answer to a client that is not done with its body. To close at once would reset the connection, and most
+    clients, which read when they have written, would see that and not the answer."""
+
+    def __init__(self, body: bytes, error: ApiError) -> None:
+        super().__init__(body, error.status, headers=error.headers, media_type="application/json")
+        self._drop_s = error.drop_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drop_s):
+                more = True
+                while more:
+                    more = (await asyncio.wait_for(receive(), _QUIET_S)).get("more_body", False)
+        await send({"type": "http.response.body", "body": b""})

@@ -39,6 +39,12 @@ async def chat_completions(http: HttpRequest) -> Response:
     asked, word = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, word = body.max_tokens, "max_tokens"
+    elif body.max_tokens not in (None, asked):
+        raise bad_request(
+            f"max_tokens is the older name of max_completion_tokens. Got {body.max_tokens} and {asked}. Fix: leave "
+            f"max_tokens out.",
+            "max_tokens",
+        )
     limit = output_limit(asked, word, None, len(ids), prompts.card.max_length)
     parsing = bool(body.tools) and body.tool_choice != "none"
     names = [tool.function.name for tool in body.tools or ()]
@@ -131,15 +137,24 @@ async def _answer(
     # Not by the request's id, which is the client's to choose.
     own = secrets.token_hex(8)
     requests = [Request(f"{own}-{n}", tuple(ids), sampling) for n, (ids, sampling) in enumerate(asked)]
-    group = serving.engine.submit(requests)
+    group = serving.engine.submit(requests, _form(body))
     http.state.group, http.state.answer = group, answer
     timeout_s = serving.settings.request_timeout_s
     if not body.stream:
         return await collect(group, answer, http.receive, timeout_s)
-    await until_taken(group, http.receive, timeout_s)  # a refusal has a status of its own, as long as none was sent
-    return EventStream(
-        group, answer, body.stream_options or StreamOptions(), timeout_s, serving.settings.client_timeout_s
-    )
+    # A refusal has a status of its own, as long as none was sent.
+    deadline = await until_taken(group, http.receive, timeout_s)
+    client_timeout_s = serving.settings.client_timeout_s
+    return EventStream(group, answer, body.stream_options or StreamOptions(), timeout_s, deadline, client_timeout_s)
+
+
+def _form(body: ChatRequest | CompletionRequest) -> str | None:
+    """The field that holds an answer to a form, where one does."""
+    for field in ("regex", "grammar", "response_format"):
+        value = getattr(body, field)
+        if value is not None and getattr(value, "type", None) != "text":
+            return field
+    return "tools" if isinstance(body, ChatRequest) and body.tools else None
 
 
 def _check_prompt(serving: Serving, ids: list[int], where: str) -> None:

@@ -29,6 +29,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
         f"A body has {limit:,} bytes at the most. Got more. Fix: send less, or start the server with --max-body-bytes.",
         code="request_too_large",
         headers={"Connection": "close"},
+        drop_s=timeout_s,
     )
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limit:

@@ -48,6 +48,8 @@ class Timeline:
     started: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
+    waited_s: float | None = None
+    """Before it ran, as the engine tells."""
 
 
 class _EngineFigures(Collector):
@@ -101,6 +103,10 @@ class Metrics:
             "request_time_per_output_token_seconds", "A request's mean gap between tokens.", _BETWEEN
         )
         self._whole = histogram("e2e_request_latency_seconds", "From a request to the end of its answer.", _WHOLE)
+        self._queued = histogram("request_queue_time_seconds", "Before a request ran.", _WHOLE)
+        self._prefill = histogram("request_prefill_time_seconds", "From there to its first token.", _WHOLE)
+        self._decode = histogram("request_decode_time_seconds", "From there to its last.", _WHOLE)
+        self._inference = histogram("request_inference_time_seconds", "From where it ran to its last token.", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._written = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._finished = Counter(
@@ -128,6 +134,8 @@ class Metrics:
         """Tokens have come. Of several at once the gap since the last is shared out among them."""
         now = time.monotonic()
         tokens = len(output.tokens)
+        if timeline.waited_s is None:
+            timeline.waited_s = output.waited_s
         if tokens and timeline.first is None:
             timeline.first = timeline.last = now
             self._first.observe(now - timeline.started)
@@ -145,5 +153,19 @@ class Metrics:
             self._prompt.observe(output.usage.prompt_tokens)
             self._written.observe(output.usage.completion_tokens)
             self._finished.labels(self.model, output.finish_reason).inc()
+            self._parts(timeline)
             if timeline.first is not None and output.usage.completion_tokens > 1:
                 self._each.observe((now - timeline.first) / (output.usage.completion_tokens - 1))
+
+    def _parts(self, timeline: Timeline) -> None:
+        """Where a request's time went, when it is over."""
+        if timeline.waited_s is None:
+            return
+        self._queued.observe(timeline.waited_s)
+        if timeline.first is None or timeline.last is None:
+            return
+        prefill = max(0.0, timeline.first - timeline.started - timeline.waited_s)
+        decode = timeline.last - timeline.first
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
+        self._inference.observe(prefill + decode)

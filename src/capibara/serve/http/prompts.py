@@ -263,6 +263,10 @@ def _turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(id for id in last if id in tokenizer.special_tokens.values() and id != tokenizer.eos_id)
 
 
+_TEXTS = {"text": "text", "input_text": "text", "refusal": "refusal"}
+"""A part's type -> where its text stands."""
+
+
 def _text_of(message: Message, where: str) -> str:
     content = message.content
     if content is None:
@@ -273,14 +277,15 @@ def _text_of(message: Message, where: str) -> str:
         return content
     texts = []
     for number, part in enumerate(content):
-        if part.get("type") not in ("text", "input_text", "refusal") or not isinstance(part.get("text"), str):
+        text = part.get(_TEXTS.get(str(part.get("type")), ""))
+        if not isinstance(text, str):
             raise bad_request(
                 f"A part of a turn is text. Got {str(part.get('type'))[:40]!r}. Fix: send "
                 '{"type": "text", "text": "..."}; this server reads no images or sound.',
                 f"{where}.content[{number}]",
                 code="invalid_type",
             )
-        texts.append(part["text"])
+        texts.append(text)
     return "\n".join(texts)
 
 

@@ -76,7 +76,7 @@ def sampling_params(
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given = {
         "temperature": body.temperature,
-        "top_k": body.top_k,
+        "top_k": 0 if body.top_k == -1 else body.top_k,  # as vLLM's clients write "all"
         "top_p": body.top_p,
         "min_p": body.min_p,
         "repetition_penalty": body.repetition_penalty,
@@ -110,6 +110,12 @@ def _of_field(error: ValueError) -> ApiError:
 
 
 def _schema(form: ResponseFormat | None) -> dict[str, Any] | None:
+    if form is not None and form.type != "json_schema" and form.json_schema is not None:
+        raise bad_request(
+            f"response_format has a json_schema where its type is json_schema. Got one with {form.type!r}. Fix: use "
+            f'"type": "json_schema", or leave it out.',
+            "response_format.json_schema",
+        )
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":

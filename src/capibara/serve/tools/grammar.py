@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from capibara.serve.grammar import JSON_SPACING
 from capibara.serve.tools.calls import ToolParser
 from capibara.serve.tools.formats import HermesParser, Llama3Parser, MistralParser
 
@@ -50,7 +51,7 @@ def call_grammar(
     if "[ARGS]" in template or "[ARGS]" in special_tokens:
         forms = " | ".join(f"named_{n}" for n in range(len(tools)))
         rules = "\n".join(
-            f"named_{n}: {json.dumps(name)} {mark('[ARGS]')} value_{n}\nvalue_{n}: %json {json.dumps(dict(schema))}"
+            f"named_{n}: {json.dumps(name)} {mark('[ARGS]')} value_{n}\nvalue_{n}: %json {json.dumps(_spaced(schema))}"
             for n, (name, schema) in enumerate(tools)
         )
         return f"start: call{'+' if several else ''}\ncall: {opening} ({forms})\n{rules}\n"
@@ -65,9 +66,16 @@ def _call_schema(name: str, schema: Mapping[str, Any], word: str) -> dict[str, A
         "required": ["name", word],
         "additionalProperties": False,
     }
-    # References in a tool's schema are from its own root.
+    # References in a tool's schema are from its own root, and so is what it says of white space.
     inner = call["properties"][word]
+    if "x-guidance" in inner:
+        call["x-guidance"] = inner.pop("x-guidance")
     for definitions in ("$defs", "definitions"):
         if definitions in inner:
             call[definitions] = inner.pop(definitions)
-    return call
+    return _spaced(call)
+
+
+def _spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with our spacing, where it has none of its own."""
+    return {"x-guidance": JSON_SPACING, **schema}
