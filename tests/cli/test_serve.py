@@ -424,7 +424,7 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0]['content'] }}")
     words = (
-        "dev --host 0.0.0.0 --port 7 --name n --max-sequences 3 --max-queue 5 --max-batch-tokens 77 --max-length 99 "
+        "dev --host 0.0.0.0 --port 7 --name n --max-sequences 3 --max-queue 5 --max-batch-tokens 77 --max-length 99 --memory-share 0.5 "
         "--max-prompt 44 --max-body-bytes 2048 --request-timeout-s 1.5 --client-timeout-s 2.5 --drain-timeout-s 3.5 "
         f"--cors-origin https://a.example --chat-template {template} --tool-parser llama3 --cache-dtype int8 "
         "--weights int8 --speculative-tokens 2 --batch-invariant --adapter a=folder --seed 9 --no-warm-up --no-page "
@@ -442,7 +442,8 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         drain_timeout_s=3.5, tool_parser="llama3", chat_template=template.read_text(), page=False, log_level="error",
     )  # fmt: skip
     assert (config.max_sequences, config.max_queue, config.max_batch_tokens, config.max_length) == (3, 5, 77, 99)
-    assert (config.cache_dtype, config.weights, config.speculative_tokens) == ("int8", "int8", 2)
+    assert (config.cache_dtype, config.weights, config.memory_share) == ("int8", "int8", 0.5)
+    assert config.speculative_tokens == 2
     assert (config.batch_invariant, dict(config.adapters), config.seed) == (True, {"a": "folder"}, 9)
     assert config.cache_folder is not None
     assert made["defaults"] is False

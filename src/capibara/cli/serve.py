@@ -47,6 +47,9 @@ def serve(
     max_batch_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Of one step, prompts' and new ones.")
     ] = 2048,
+    memory_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, metavar="S", help="Of the device's memory, for weights and cache.")
+    ] = 0.85,
     max_length: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens of a prompt and its answer; the model's context.")
     ] = None,
@@ -151,6 +154,7 @@ def serve(
         max_queue=max_queue,
         max_batch_tokens=max_batch_tokens,
         max_length=max_length,
+        memory_share=memory_share,
         cache_dtype=cache_dtype,
         weights=weights,
         speculative_tokens=speculative_tokens,
