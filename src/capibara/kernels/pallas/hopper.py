@@ -15,6 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara import hardware
 from capibara.errors import rule_error
+from capibara.kernels.pallas import descriptors
+
+descriptors.install()
 
 SMEM_BYTES = 227 * 1024  # what one program may have
 SMEM_ALIGNMENT = 1024  # bytes: every array in shared memory starts at a multiple

@@ -38,7 +38,11 @@ def emulated() -> Iterator[None]:
         patch.setattr(kernel, "load_in_order", _load_in_order)
         patch.setattr(kernel, "store_in_order", _store_in_order)
         patch.setattr(kernel, "hidden_zero", lambda step, stage: np.int32(0))
-        yield
+        kernel.run.clear_cache()  # what was traced outside is not emulated, and must not be found there afterwards
+        try:
+            yield
+        finally:
+            kernel.run.clear_cache()
 
 
 # Six roundings of the data and four of the constants on the way, each of 2^-8 at most and 0.39 of that in the root mean
@@ -202,3 +206,17 @@ def test_lowers_for_hopper() -> None:
     with target("gpu", "NVIDIA H200"):
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # the spectra, and the filter
+
+
+def test_passes_of_one_shape_are_lowered_once() -> None:
+    """The gradient has six kernels: of the filters' spectra and of filtering by them two each, of the taps its own."""
+    x, h = jax.ShapeDtypeStruct((2, 3, 16384), jnp.float32), jax.ShapeDtypeStruct((3, 16384), jnp.float32)
+
+    def both(x: jax.Array, h: jax.Array, flow: jax.Array) -> Any:
+        config = ProgramsConfig()
+        forward_pass, back = (forward.causal_filter_hopper(a, h, config=config, conjugate=a is flow) for a in (x, flow))
+        return forward_pass, back, forward.causal_taps_hopper(flow, x, config=config, taps=16384)
+
+    with target("gpu", "NVIDIA H200"):
+        text = jax.jit(both).trace(x, h, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 4

@@ -29,7 +29,6 @@ import numpy as np
 
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.fft.causal.composed import powers
 from capibara.kernels.ops.fft.causal.hopper.kernel import BLOCKS, LONGEST, ROWS, SIDE, places, run
 from capibara.kernels.ops.fft.hopper.forward import TILE
@@ -58,15 +57,16 @@ def _blocks(planes: Any) -> np.ndarray:
     return cut.reshape(-1, ROWS, ROWS)
 
 
-def _constants(scale: float, turned: bool) -> tuple[jax.Array, jax.Array]:
+def _constants(scale: float, turned: bool, conjugate: bool = False) -> tuple[jax.Array, jax.Array]:
     """A, with -sin as a plane of its own, and T · scale in the order of registers, as blocks; see the module's text.
 
-    A serves for the second radix too, whose matrix has no quarter: T takes it out again.
+    A serves for the second radix too, whose matrix has no quarter: T takes it out again. With both conjugate the
+    spectra of real signals come out conjugate, so that a correlation is a filter like any other.
     """
     row, column = np.arange(SIDE, dtype=np.int64)[:, None], np.arange(SIDE, dtype=np.int64)[None, :]
     quarter = 1 if turned else 0
-    cosine, sine = roots(4 * SIDE, column * (4 * row - quarter), False)
-    factors = _blocks(roots(4 * LONGEST, column * (4 * row - quarter + quarter * SIDE), False)) * scale
+    cosine, sine = roots(4 * SIDE, column * (4 * row - quarter), conjugate)
+    factors = _blocks(roots(4 * LONGEST, column * (4 * row - quarter + quarter * SIDE), conjugate)) * scale
     ordered = factors.reshape(BLOCKS, -1)[:, places()].reshape(factors.shape)
     return jnp.asarray(_blocks((cosine, sine, -sine)), BF16), jnp.asarray(ordered, BF16)
 
@@ -77,40 +77,27 @@ def _matrices(x: jax.Array, rows: int = SIDE) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, rows * SIDE - x.shape[-1]))).reshape(-1, rows, SIDE)
 
 
-def spectra(x: jax.Array, *, programs: int, turned: bool = True) -> jax.Array:
+def spectra(x: jax.Array, *, programs: int, conjugate: bool, turned: bool = True) -> jax.Array:
     """The spectra, turned or not, of real signals [..., T], as blocks [signals, 8, 64, 64] in bfloat16."""
-    matrices = _matrices(x)
-    return run(
-        matrices,
-        None,
-        _constants(1.0, turned),
-        out_struct((matrices.shape[0], BLOCKS, ROWS, ROWS), BF16, x),
-        programs=programs,
-        batch=1,
-        conjugate=False,
-    )
+    return run(_matrices(x), None, _constants(1.0, turned, conjugate), programs=programs, batch=1)
 
 
-def filtered(x: jax.Array, h: jax.Array, *, programs: int, conjugate: bool, dtype: Any) -> jax.Array:
+def filtered(x: jax.Array, h: jax.Array, *, programs: int, dtype: Any) -> jax.Array:
     """x [B, C, T] through the filters whose turned spectra are h, a channel's or, where there are B·C, a signal's."""
-    matrices = _matrices(x)
-    out = out_struct(matrices.shape, dtype, x)
-    y = run(matrices, h, _constants(1 / SIDE, True), out, programs=programs, batch=x.shape[0], conjugate=conjugate)
+    y = run(_matrices(x), h, _constants(1 / SIDE, True), programs=programs, batch=x.shape[0], dtype=np.dtype(dtype))
     return y.reshape(*x.shape[:2], LONGEST)[..., : x.shape[2]]
 
 
-def filtered_pairs(x: jax.Array, h: jax.Array, *, programs: int, conjugate: bool) -> jax.Array:
+def filtered_pairs(x: jax.Array, h: jax.Array, *, programs: int) -> jax.Array:
     """x [B, C, T] of up to 8192 numbers, two signals at a time, through the filters whose plain spectra are h."""
-    matrices = _matrices(x, ROWS)
     own, inverse = (size.reshape(-1) for size in powers(x.astype(jnp.float32)))
     y = run(
-        matrices,
+        _matrices(x, ROWS),
         h,
         _constants(1 / SIDE, False),
-        out_struct(matrices.shape, x.dtype, x),
         programs=programs,
         batch=x.shape[0],
-        conjugate=conjugate,
+        dtype=np.dtype(x.dtype),
         sizes=(inverse, own),
     )
     return y.reshape(*x.shape[:2], LONGEST // 2)[..., : x.shape[2]]
@@ -127,9 +114,10 @@ def causal_filter_hopper(x: jax.Array, h: jax.Array, *, config: ProgramsConfig, 
 
     def whole(x: jax.Array, h: jax.Array) -> jax.Array:
         if x.shape[2] <= LONGEST // 2:
-            own = spectra(h, programs=programs, turned=False)
-            return filtered_pairs(x, own, programs=programs, conjugate=conjugate)
-        return filtered(x, spectra(h, programs=programs), programs=programs, conjugate=conjugate, dtype=x.dtype)
+            own = spectra(h, programs=programs, conjugate=conjugate, turned=False)
+            return filtered_pairs(x, own, programs=programs)
+        own = spectra(h, programs=programs, conjugate=conjugate)
+        return filtered(x, own, programs=programs, dtype=x.dtype)
 
     return jax.jit(whole)(x, h)
 
@@ -139,8 +127,8 @@ def causal_taps_hopper(flow: jax.Array, x: jax.Array, *, config: ProgramsConfig,
     programs = _programs(config)
 
     def whole(flow: jax.Array, x: jax.Array) -> jax.Array:
-        own = spectra(x, programs=programs)
-        return filtered(flow, own, programs=programs, conjugate=True, dtype=jnp.float32)[..., :taps].sum(0)
+        own = spectra(x, programs=programs, conjugate=True)
+        return filtered(flow, own, programs=programs, dtype=jnp.float32)[..., :taps].sum(0)
 
     return jax.jit(whole)(flow, x)
 

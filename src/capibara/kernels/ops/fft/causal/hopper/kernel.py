@@ -11,6 +11,7 @@ a row.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,7 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels.pallas.hopper import hidden_zero, load, named, store_to_memory, swizzled
+from capibara.kernels.core.varying import out_struct
+from capibara.kernels.pallas.hopper import LANE, hidden_zero, load, named, store_to_memory, swizzled
 
 ROWS = 64  # of one wgmma, and of a block
 SIDE = 2 * ROWS
@@ -31,6 +33,8 @@ BF16 = jnp.bfloat16
 # Pallas lets the whole warpgroup meet around every store. The program says itself where threads must; without those
 # barriers it ran right on an H200 and hardly faster (0.654 ms against 0.665), so they stay.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=False)
+# Of spectra the same instructions come without inferring layouts; of filters the spills do not.
+SPECTRA_PARAMS = dataclasses.replace(COMPILER_PARAMS, lowering_semantics=LANE)
 # A signal's numbers as they come from memory: a warp has two rows of 64, a thread four neighbours.
 _LINES_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((8, ROWS), (2, ROWS), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
@@ -45,28 +49,30 @@ COSINE, SINE, MINUS_SINE = range(3)  # the planes of the matrix
 PRODUCTS = 4  # that each function of products here starts, and does not wait for
 
 
+# A jitted function of its own: passes of one shape, forward and backward, are traced, lowered and compiled once.
+@functools.partial(jax.jit, static_argnames=("programs", "batch", "dtype"))
 def run(
-    x: jax.Array, h: jax.Array | None, constants: tuple[jax.Array, jax.Array], out: Any, *, programs: int, batch: int,
-    conjugate: bool, sizes: tuple[jax.Array, jax.Array] | None = None,
+    x: jax.Array, h: jax.Array | None, constants: tuple[jax.Array, jax.Array], *, programs: int, batch: int,
+    dtype: Any = BF16, sizes: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Matrices x [signals, 128, 128] by the spectra h, [filters, 8, 64, 64], or, without h, their spectra.
+    """Matrices x [signals, 128, 128] by the spectra h, [filters, 8, 64, 64], as `dtype`, or, without h, their spectra.
 
     With `sizes`, what each signal is multiplied by and its result: x [signals, 64, 128], two signals at a time.
     """
-    how = {"conjugate": conjugate, "filters": h is not None, "pairs": sizes is not None}
+    filters = h is not None
     kernel = plgpu.kernel(
-        named("fft_causal", _program, programs=programs, batch=batch, **how),
-        out_type=[out],
+        named("fft_causal", _program, programs=programs, batch=batch, filters=filters, pairs=sizes is not None),
+        out_type=[out_struct(x.shape if filters else (x.shape[0], BLOCKS, ROWS, ROWS), dtype, x)],
         grid=(programs,),
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=COMPILER_PARAMS if filters else SPECTRA_PARAMS,
     )
     return kernel(x, *([] if h is None else [h]), *(sizes or ()), *constants)[0]
 
 
-def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, conjugate: bool, filters: bool, pairs: bool) -> None:
+def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, filters: bool, pairs: bool) -> None:
     """Signals by the filters' spectra, or, where `filters` is False, the spectra of the signals.
 
     Turn t of all turns is signal (t mod batch, t // batch) of [batch, channels]: those of one channel run side by
@@ -138,7 +144,7 @@ def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, conjugate: bool,
 
         def filtered(z: tuple[Any, Any], h: list[Any]) -> tuple[Any, Any]:
             re, im = (plane.astype(jnp.float32) for plane in h)
-            return (_times_conjugate if conjugate else _times)(z, re, im)
+            return _times(z, re, im)
 
         @pl.when(jnp.logical_and(half == 0, count > 0))
         def _() -> None:

@@ -27,7 +27,15 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct, vary_alike
 from capibara.kernels.ops.scan.ssd.decays import running_sums
-from capibara.kernels.ops.scan.ssd.hopper.forward import CHUNK, LAYOUT, SLICE, UNSEEN, by_chunk, launch_over
+from capibara.kernels.ops.scan.ssd.hopper.forward import (
+    CHUNK,
+    LAYOUT,
+    SAID_LAYOUTS,
+    SLICE,
+    UNSEEN,
+    by_chunk,
+    launch_over,
+)
 from capibara.kernels.ops.scan.ssd.hopper.forward import refuses as refuses_forward
 from capibara.kernels.ops.scan.ssd.hopper.states import SweepPlan, sweep
 from capibara.kernels.ops.scan.ssd.rules import Sizes, sizes_of
@@ -433,7 +441,7 @@ def ssd_backward(
         D is not None,
     )  # fmt: skip
     grid = {"batch": n.batch, "part": all_parts, "chunk": chunks}
-    dx, d_b, d_c, sums, through = launch_over("ssd_backward", grid, _program, operands, outs, plan)
+    dx, d_b, d_c, sums, through = launch_over("ssd_backward", grid, _program, operands, outs, plan, SAID_LAYOUTS)
 
     sums = sums.reshape(n.batch, n.heads, each, *sums.shape[2:]).sum(2)
     through = through.reshape(n.batch, n.heads, each, chunks, n.states).sum((2, 4)) * decay[..., 0]

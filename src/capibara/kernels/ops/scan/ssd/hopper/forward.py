@@ -27,8 +27,12 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct, vary_alike
 from capibara.kernels.ops.scan.ssd.decays import running_sums
 from capibara.kernels.ops.scan.ssd.rules import sizes_of
-from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes, swizzled
+from capibara.kernels.pallas.hopper import LANE, LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes, swizzled
 
+# Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+# For the gradient's kernels, whose instructions are the same without inferring layouts; this one's spills are not.
+SAID_LAYOUTS = dataclasses.replace(COMPILER_PARAMS, lowering_semantics=LANE)
 CHUNK = 64
 SLICE = 64  # columns of x a warpgroup holds
 LAYOUT = plgpu.Layout.WGMMA
@@ -250,6 +254,7 @@ def launch_over(
     operands: dict[str, Any],
     outs: dict[str, Any],
     plan: Any,
+    compiler_params: Any = None,
 ) -> list[Any]:
     """`body`, told the names of its references, in three warpgroups for each place of the grid."""
     return plgpu.kernel(
@@ -259,8 +264,7 @@ def launch_over(
         grid_names=tuple(grid),
         num_threads=3,
         thread_name="warpgroup",
-        # Every store to shared memory is followed by commit_smem, which waits for all threads by itself.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=COMPILER_PARAMS if compiler_params is None else compiler_params,
     )(*operands.values())
 
 

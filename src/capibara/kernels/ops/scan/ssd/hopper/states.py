@@ -16,7 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.kernels.ops.scan.ssd.hopper.forward import CHUNK, LAYOUT, SLICE, fetch_and_compute, launch_over
+from capibara.kernels.ops.scan.ssd.hopper.forward import (
+    CHUNK,
+    LAYOUT,
+    SAID_LAYOUTS,
+    SLICE,
+    fetch_and_compute,
+    launch_over,
+)
 from capibara.kernels.pallas.hopper import load, store_to_memory, swizzled
 
 WEIGHTS, DECAYS, VECTORS = 0, 1, 2  # one number a row of `right`, and what is left of a state after the chunk
@@ -116,4 +123,6 @@ def _compute(plan: SweepPlan, refs: dict[str, Any], smem: dict[str, Any], mine: 
 
 def sweep(operands: dict[str, Any], outs: dict[str, Any], plan: SweepPlan) -> list[Any]:
     """The kernel over (batch, pairs of slices)."""
-    return launch_over("ssd_states", {"batch": plan.batch, "pair": plan.slices // 2}, _program, operands, outs, plan)
+    return launch_over(
+        "ssd_states", {"batch": plan.batch, "pair": plan.slices // 2}, _program, operands, outs, plan, SAID_LAYOUTS
+    )

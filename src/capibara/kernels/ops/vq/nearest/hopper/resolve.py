@@ -248,13 +248,24 @@ def _slice_program(
 
         lax.fori_loop(0, jnp.sum(jnp.where(full, np.int32(1), np.int32(0))), full_row, np.int32(rows))
 
-    starts = [(group * together + part) * THREADS for part in range(together)]
-    # The last rows' counts are read with some before them, which are then another part's.
-    reads = [jnp.minimum(start, lists_hbm.shape[1] - THREADS) for start in starts]
-    # All of them are asked for before the first is looked at.
-    counts = [load(lists_hbm.at[kept, pl.ds(read, THREADS)], layout) for read in reads]
+    def span(part: Any) -> tuple[Any, Any]:
+        """(the first row of a part, the first whose count is read for it)."""
+        start = (group * together + part) * THREADS
+        # The last rows' counts are read with some before them, which are then another part's.
+        return start, jnp.minimum(start, lists_hbm.shape[1] - THREADS)
 
-    @pl.when(jnp.max(functools.reduce(jnp.maximum, counts)) >= kept)
+    def counts(read: Any) -> Any:
+        return load(lists_hbm.at[kept, pl.ds(read, THREADS)], layout)
+
+    # All of them are asked for before the first is looked at.
+    every = [counts(span(part)[1]) for part in range(together)]
+
+    @pl.when(jnp.max(functools.reduce(jnp.maximum, every)) >= kept)
     def _some_are_full() -> None:
-        for part in zip(starts, reads, counts, strict=True):
-            look(*part)
+        # One program for all parts, an eighth of one for each: those few that come here read their counts again.
+        def look_at(part: Any, carry: None) -> None:
+            start, read = span(part)
+            look(start, read, counts(read))
+            return carry
+
+        lax.fori_loop(0, together, look_at, None)

@@ -40,7 +40,7 @@ from capibara.kernels.ops.vq.nearest.hopper.common import (
     merged,
     row_full,
 )
-from capibara.kernels.pallas.hopper import load, named, swizzled
+from capibara.kernels.pallas.hopper import LANE, load, named, swizzled
 
 BLOCK_N = 64  # codes of a block of the ring
 BLOCKS = 4  # of a tile, side by side
@@ -96,7 +96,7 @@ def search_resident(
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LANE),
     )(x, codes, half, centre, bounds)
     return lists
 
