@@ -425,9 +425,10 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
     template.write_text("{{ messages[0]['content'] }}")
     words = (
         "dev --host 0.0.0.0 --port 7 --name n --max-sequences 3 --max-queue 5 --max-batch-tokens 77 --max-length 99 "
-        "--memory-share 0.5 --max-prompt 44 --max-body-bytes 2048 --request-timeout-s 1.5 --client-timeout-s 2.5 --drain-timeout-s 3.5 "
+        "--max-prompt 44 --max-body-bytes 2048 --request-timeout-s 1.5 --client-timeout-s 2.5 --drain-timeout-s 3.5 "
         f"--cors-origin https://a.example --chat-template {template} --tool-parser llama3 --cache-dtype int8 "
         "--weights int8 --speculative-tokens 2 --batch-invariant --adapter a=folder --seed 9 --no-warm-up --no-page "
+        "--memory-share 0.5 "
         f"--log-level error --no-generation-defaults --goodput-file {tmp_path / 'time.jsonl'} "
         "--chips 2 --scale 1:4 --scaling-policy utilization --cost-limit-per-hour 50"
     )

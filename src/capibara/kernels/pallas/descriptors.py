@@ -17,7 +17,7 @@ WORD_BYTES = 8
 
 
 def as_words(descriptors: Any, size: int) -> None:
-    """Make the `size` bytes at this pointer, and the one load of them, an array of words; what looks otherwise stays."""
+    """Make the `size` bytes at this pointer, and the one load of them, an array of words; leave what looks other."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
