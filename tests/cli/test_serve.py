@@ -416,7 +416,7 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         read: Any,
     ) -> Any:  # fmt: skip
         made.update(model=model, name=name, template=template, config=config, max_prompt=max_prompt, warm_up=warm_up)
-        made.update(defaults=defaults)
+        made.update(defaults=defaults, loaded=read()[0])
         return None, None
 
     monkeypatch.setattr(servers, "Server", Recorded)
@@ -428,7 +428,7 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
         "--max-prompt 44 --max-body-bytes 2048 --request-timeout-s 1.5 --client-timeout-s 2.5 --drain-timeout-s 3.5 "
         f"--cors-origin https://a.example --chat-template {template} --tool-parser llama3 --cache-dtype int8 "
         "--weights int8 --speculative-tokens 2 --batch-invariant --adapter a=folder --seed 9 --no-warm-up --no-page "
-        "--memory-share 0.5 "
+        "--memory-share 0.5 --precision bfloat16 "
         f"--log-level error --no-generation-defaults --goodput-file {tmp_path / 'time.jsonl'} "
         "--chips 2 --scale 1:4 --scaling-policy utilization --cost-limit-per-hour 50"
     )
@@ -448,6 +448,7 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
     assert (config.batch_invariant, dict(config.adapters), config.seed) == (True, {"a": "folder"}, 9)
     assert config.cache_folder is not None
     assert made["defaults"] is False
+    assert made["loaded"]._dtype == "bfloat16"
     assert made["books"].file == tmp_path / "time.jsonl"
     assert (made["placed"], made["resized"], config.mesh.size) == (True, 4, 2)
     assert "capibara: goodput" in ran.output
@@ -455,6 +456,7 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
     assert keys.exit_code == 0
     assert made["settings"].api_keys == ("one", "two")
     assert made["defaults"] is True
+    assert made["loaded"]._dtype == "float32", "the preset's"
 
 
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara.errors import UnknownNameError
 from capibara.models import ModularCapibaraModel, decoder, load_preset
 from capibara.models.generation import sample
+from capibara.models.restored import load_model
 
 SHARES = np.array([0.5, 0.3, 0.15, 0.05])
 
@@ -43,6 +45,16 @@ def test_numbers_that_mean_nothing_are_refused(option: dict[str, float], rule: s
     model = ModularCapibaraModel(load_preset("dev").model)
     with pytest.raises(ValueError, match=rule):
         model.generate([1, 2], max_tokens=1, **option)
+
+
+@pytest.mark.quick
+def test_a_model_is_computed_in_what_is_asked_for() -> None:
+    for asked, dtype in ((None, "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        model, origin = load_model("small", asked)
+        assert model._dtype == dtype
+        assert origin.endswith("computed in float32") == (dtype == "float32")
+    with pytest.raises(UnknownNameError, match="bfloat16"):
+        load_model("small", "float16")
 
 
 def test_another_way_of_drawing_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

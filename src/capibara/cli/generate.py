@@ -31,6 +31,9 @@ def generate(
         typer.Option(min=0.0, max=1.0, help="Draw from the fewest with this share; the model's own default, or 1."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    precision: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="To compute in: float32 or bfloat16; the model's.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write text after a prompt, token by token.
@@ -39,7 +42,7 @@ def generate(
     """
     from capibara.models.restored import load_model
 
-    loaded, origin = load_model(model)
+    loaded, origin = load_model(model, precision)
     typer.echo(f"{loaded!r} from {origin}", err=True)
     tokenizer = loaded.tokenizer
     ids = loaded.encode_prompt(prompt)

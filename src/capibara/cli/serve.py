@@ -75,6 +75,9 @@ def serve(
     tool_parser: Annotated[
         str | None, typer.Option(metavar="NAME", help="hermes, llama3 or mistral; as the chat template has it.")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="To compute in: float32 or bfloat16; the model's.")
+    ] = None,
     cache_dtype: Annotated[
         str | None, typer.Option(metavar="TYPE", help="Of keys and values: float32, bfloat16, int8; the model's.")
     ] = None,
@@ -172,7 +175,7 @@ def serve(
     if server.exposed and not keys:
         typer.echo(f"capibara: {host} is open to other machines, and there is no --api-key", err=True)
 
-    read = _once(model)
+    read = _once(model, precision)
 
     def load(devices: Sequence[Any] | None = None) -> Loaded:
         told = replace(config, mesh=_mesh(chips, devices))
@@ -259,11 +262,11 @@ def _mesh(chips: int, devices: Sequence[Any] | None) -> Mesh | None:
     return None if len(devices) == 1 else MeshConfig((len(devices),), ("model",)).build(list(devices))
 
 
-def _once(model: str) -> Callable[[], tuple[ModularCapibaraModel, str]]:
+def _once(model: str, precision: str | None = None) -> Callable[[], tuple[ModularCapibaraModel, str]]:
     """The model, read when it is first asked for: a server that goes over to other devices reads no files again."""
     from capibara.models.restored import load_model
 
-    return functools.cache(lambda: load_model(model))
+    return functools.cache(lambda: load_model(model, precision))
 
 
 @contextlib.contextmanager

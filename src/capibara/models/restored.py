@@ -7,13 +7,15 @@ from pathlib import Path
 import jax
 
 from capibara.checkpoints.store import Checkpoints
-from capibara.errors import rule_error
+from capibara.errors import rule_error, unknown_name
 from capibara.models import decoder
 from capibara.models.modular import ModularCapibaraModel
 from capibara.models.preset import load_preset, preset_names
-from capibara.parallel.trainer_step import param_dtype
+from capibara.parallel.trainer_step import compute_dtype, param_dtype
 
 __all__ = ["from_checkpoint", "load_model"]
+
+_PRECISIONS = ("float32", "bfloat16")
 
 
 def from_checkpoint(folder: str | Path, step: int | None = None) -> ModularCapibaraModel:
@@ -56,8 +58,23 @@ def _merged(run: Path, rank: int, step: int | None) -> ModularCapibaraModel:
     return from_hf(folder)
 
 
-def load_model(name: str | Path) -> tuple[ModularCapibaraModel, str]:
-    """The model that a command was given, and in words where it is from."""
+def load_model(name: str | Path, precision: str | None = None) -> tuple[ModularCapibaraModel, str]:
+    """The model that a command was given, to write with, and in words where it is from.
+
+    Args:
+      precision: what it computes in, "float32" or "bfloat16"; its own when None.
+    """
+    if precision not in (None, *_PRECISIONS):
+        raise unknown_name("precision to write in", precision, _PRECISIONS)
+    model, origin = _kept(name)
+    if precision is not None and compute_dtype(precision) != compute_dtype(model.precision):
+        model.precision = precision
+        origin = f"{origin}, computed in {precision}"
+    return model, origin
+
+
+def _kept(name: str | Path) -> tuple[ModularCapibaraModel, str]:
+    """As it was trained or published."""
     folder = Path(name)
     if (folder / "config.toml").is_file():
         return from_checkpoint(folder), f"the run in {folder}"
