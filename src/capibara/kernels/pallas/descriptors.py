@@ -29,7 +29,7 @@ def as_words(descriptors: Any, size: int) -> None:
 
 def install() -> None:
     """For every Mosaic GPU kernel that this process lowers from here on; nothing where JAX has no such place."""
-    scratch = getattr(launch_context, "Scratch", None)
+    scratch: Any = getattr(launch_context, "Scratch", None)
     finalize = getattr(scratch, "finalize_size", None)
     if finalize is None or hasattr(finalize, "__wrapped__"):
         return
