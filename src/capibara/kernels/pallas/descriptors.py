@@ -1,9 +1,9 @@
 """A Hopper kernel's TMA descriptors are handed to it as words of eight bytes, where Mosaic GPU copies single bytes.
 
 The host's part of a kernel makes the descriptors, of 128 bytes each, on its stack, and copies them into the arguments
-of the launch: one load and one store of an array, which LLVM takes apart number by number and vectorizes again. For the
-24 descriptors of a grouped product's backward pass that took five seconds, more than the kernels themselves. The same
-bytes arrive, and a kernel's PTX is the same to the letter.
+of the launch: one load and one store of an array, which LLVM takes apart number by number and vectorizes again. Of the
+11 seconds that a gated grouped product with its gradient took to its first call, 38 descriptors in three kernels, that
+was four. The same bytes arrive, and a kernel's PTX is the same to the letter.
 """
 
 from __future__ import annotations
