@@ -388,7 +388,7 @@ def test_a_device_that_does_not_answer_in_time_is_lost() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "device_put", device_put)
-        assert devices_left.answering([Hangs(), jax.devices()[0]], timeout=0.3) == [jax.devices()[0]]
+        assert devices_left.answering([Hangs(), jax.devices()[0]], timeout=2.0) == [jax.devices()[0]]
     never.set()
 
 

@@ -67,10 +67,10 @@ def test_one_too_many_is_told_when_to_come_again() -> None:
 def test_more_prompts_than_may_run_are_refused_before_any_is_read() -> None:
     with served() as (server, _):
         started = time.monotonic()
-        body = {"model": "stand-in", "prompt": ["a"] * 100_000, "n": 8}  # a second of work for 40,000 of them
+        body = {"model": "stand-in", "prompt": ["a"] * 100_000, "n": 8}  # twenty seconds of work, if they were read
         status, answer, _ = post(server.address, body, "/v1/completions")
         assert (status, answer["error"]["param"]) == (400, "n")
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
 
 
 def test_the_engines_own_full_queue_is_a_429_too() -> None:

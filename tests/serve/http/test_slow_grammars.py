@@ -70,11 +70,12 @@ def test_the_time_that_a_grammar_takes_to_be_read_is_part_of_the_answers() -> No
     engine = StandIn(step_s=0.05)
     with served(engine, request_timeout_s=2.0) as (server, _):
         threading.Timer(1.5, engine.read.set).start()
-        started = time.monotonic()
         status, events, _ = post(server.address, ask("a" * 200, regex="slow", stream=True))
         assert status == 200
-        assert json.loads(str(events).split("data: ")[-1])["error"]["code"] == "timeout"
-        assert 1.9 < time.monotonic() - started < 3.3
+        events = str(events).split("data: ")
+        assert json.loads(events[-1])["error"]["code"] == "timeout"
+        # Half a second is left for it to write in: 10 steps, where the whole limit would be 40.
+        assert len(events) < 25
 
 
 def test_a_grammar_that_grows_too_large_is_the_requests_own_fault() -> None:
