@@ -214,7 +214,7 @@ class Runner:
             build = functools.partial(self.programs.forward, shape)
             add(("forward", shape), build, self.params, self.state, said, donate=(1,))
         for rows in sorted({shape.rows for shape in self.shapes.all() if shape.steps == 1}):
-            for form in self._forms:
+            for form in self._forms[1:]:  # the forward programs draw the likeliest themselves
                 said = _shaped((programs.row_fields(rows).size,), jnp.int32)
                 args: tuple[Any, ...] = (_shaped((rows, vocab), jnp.float32), self.state.last_tokens, said)
                 full = form in ("full", "penalised")
@@ -351,10 +351,12 @@ class Runner:
     def _run(self, shape: Shape, form: Any, said: np.ndarray, rows: list[int], allowed: Any) -> tuple[Any, Any]:
         args: tuple[Any, ...] = (self.params, self.state, said)
         run = self._executable(("forward", shape), lambda: self.programs.forward(shape), *args, donate=(1,))
-        logits, self.state, of_rows = run(*args)
+        likeliest, logits, self.state, said_of_rows = run(*args)
         if form is None:
             return None, None
-        args = (logits, self.state.last_tokens, of_rows)
+        if form == "greedy":
+            return likeliest, None
+        args = (logits, self.state.last_tokens, said_of_rows)
         full = form in ("full", "penalised")
         if full:
             counts = self._counts_of_slots() if form == "penalised" else None
