@@ -216,11 +216,12 @@ FIXED = ((64, 256), (96, 384), (128, 384), (128, 512), (192, 384), (256, 1024))
 def _latency(asked: argparse.Namespace) -> dict[str, Any]:
     """Users who ask again as soon as they are answered, for the fixed trace of lengths: so many seconds for each number
     of them with the target kept to, and with the most of them for each fixed setting."""
-    from capibara.serve.latency import LatencyController
+    from capibara.serve.latency import LatencyController, choose_steps
     from capibara.serve.load.trace import fixed_trace, scaled
 
     engine = _engine(asked, max_length=asked.longest, max_sequences=256, max_batch_tokens=2048, memory_share=0.8)
     begin = time.perf_counter()
+    choose_steps(engine, asked.target)
     made = engine.warm_up(forms=("greedy",))
     warm = time.perf_counter() - begin
     trace = scaled(fixed_trace(), engine.max_length)
@@ -229,7 +230,7 @@ def _latency(asked: argparse.Namespace) -> dict[str, Any]:
     calibrated = {str(shape): 1e3 * known.base for shape, known in controller._times.items()}
     rows = [_users(asked, engine, trace, users, controller) for users in asked.users]
     engine.on_step = None
-    steps, fixed = engine.config.decode_steps, []
+    steps, fixed = engine.runner.shapes.decode_steps, []
     for sequences, prompts in FIXED if asked.fixed else ():
         for engine.decode_steps in dict.fromkeys((1, steps)):
             engine.limits.max_sequences = sequences

@@ -413,10 +413,10 @@ def test_every_option_reaches_the_server_or_the_engine(monkeypatch: pytest.Monke
 
     def load_engine(
         model: str, name: str, template: str, config: Any, max_prompt: int, warm_up: bool, defaults: bool, books: Any,
-        read: Any,
+        read: Any, target_latency_ms: float | None,
     ) -> Any:  # fmt: skip
         made.update(model=model, name=name, template=template, config=config, max_prompt=max_prompt, warm_up=warm_up)
-        made.update(defaults=defaults, loaded=read()[0])
+        made.update(defaults=defaults, loaded=read()[0], target=target_latency_ms)
         return None, None
 
     monkeypatch.setattr(servers, "Server", Recorded)

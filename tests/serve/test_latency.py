@@ -13,7 +13,7 @@ from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of
 
 from capibara.serve import Engine, Request, RequestOutput, SamplingParams, Usage
 from capibara.serve.engine import StepTime
-from capibara.serve.latency import LatencyController, TpuInferenceOptimizer
+from capibara.serve.latency import LatencyController, TpuInferenceOptimizer, choose_steps
 from capibara.serve.programs import Shape
 from capibara.serve.scheduler import StepPlan
 
@@ -251,6 +251,24 @@ def test_shapes_are_timed_on_the_device(programs: Path) -> None:
         assert 0 < engine.runner.time_step(shape, repeats=2) < 60
     prompts = prompts_of(5, 9)  # and nothing is left of it
     assert answers(engine, prompts) == [wanted("attention", prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("target_ms", "steps"), [(None, 8), (100.0, 8), (12.0, 4), (4.3, 2), (4.1, 1), (1.0, 1)])
+def test_programs_draw_as_many_tokens_in_a_row_as_the_target_has_time_for(
+    target_ms: float | None, steps: int, programs: Path
+) -> None:
+    """Of 2.1 ms each."""
+    controller = controller_of(programs, target_ms, decode_steps=8)
+    engine = controller.engine
+    choose_steps(engine, target_ms)
+    assert engine.decode_steps == steps
+    assert {shape.steps for shape in engine.runner.shapes.all()} == {1, steps}
+
+
+def test_steps_that_are_all_of_one_shape_draw_one_token(programs: Path) -> None:
+    controller = controller_of(programs, 100.0, decode_steps=8, batch_invariant=True)
+    choose_steps(controller.engine, 100.0)
+    assert {shape.steps for shape in controller.engine.runner.shapes.all()} == {1}
 
 
 class _Step:

@@ -179,7 +179,9 @@ def serve(
 
     def load(devices: Sequence[Any] | None = None) -> Loaded:
         told = replace(config, mesh=_mesh(chips, devices))
-        engine, card = load_engine(model, name, template, told, max_prompt, warm_up, generation_defaults, books, read)
+        engine, card = load_engine(
+            model, name, template, told, max_prompt, warm_up, generation_defaults, books, read, target_latency_ms
+        )
         if target_latency_ms is None:
             return Loaded(engine, card)
         from capibara.serve.latency import LatencyController
@@ -311,15 +313,19 @@ def load_engine(
     generation_defaults: bool = True,
     books: Goodput | None = None,
     read: Callable[[], tuple[ModularCapibaraModel, str]] | None = None,
+    target_latency_ms: float | None = None,
 ) -> tuple[Engine, ModelCard]:
     """The engine of a model that a command was given, its programs compiled, and what clients are told of it."""
     from capibara.serve.engine import Engine
     from capibara.serve.http.prompts import check_template
+    from capibara.serve.latency import choose_steps
     from capibara.serve.link import ModelCard
 
     loaded, origin = (read or _once(model))()
     check_template(loaded.tokenizer, template)
     engine = Engine(loaded, config=config)
+    with _closed_if_it_fails(engine):
+        choose_steps(engine, target_latency_ms)
     if warm_up:
         with (
             _closed_if_it_fails(engine),

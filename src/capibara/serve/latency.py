@@ -22,12 +22,13 @@ import numpy as np
 from capibara.errors import rule_error
 from capibara.serve.config import check_target
 from capibara.serve.programs import Shape
+from capibara.serve.shapes import ladder
 
 if TYPE_CHECKING:
     from capibara.serve.engine import Engine, StepTime
     from capibara.serve.request import RequestOutput
 
-__all__ = ["LatencyController", "LatencyReport", "TpuInferenceOptimizer"]
+__all__ = ["LatencyController", "LatencyReport", "TpuInferenceOptimizer", "choose_steps"]
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +126,27 @@ class _ShapeTime:
         return left / self.per_key if self.per_key else math.copysign(math.inf, left)
 
 
+def choose_steps(engine: Engine, target_ms: float | None) -> None:
+    """Have programs draw as many tokens in a row as take one sequence no longer than the target.
+
+    Programs of more would be made and never run, and of single ones the host starts many: so it is done before
+    `Engine.warm_up`. Nothing may be running.
+    """
+    check_target(target_ms)
+    most = engine.decode_steps
+    if target_ms is None or most == 1 or not _decodes_alone(engine):
+        return
+    shapes = engine.runner.shapes
+    within = int(1e-3 * target_ms / engine.runner.time_step(shapes.decode(1, 1)))
+    engine.decode_steps = shapes.decode_steps = max((n for n in ladder(most) if n <= within), default=1)
+
+
+def _decodes_alone(engine: Engine) -> bool:
+    """Whether steps of one token a sequence have shapes of their own."""
+    config = engine.config
+    return not (config.batch_invariant or config.speculative_tokens or not config.keep_keys)
+
+
 class LatencyController:
     """Bounds an engine's steps so that a target is kept; `adjust` before each step, `saw` after it."""
 
@@ -171,7 +193,7 @@ class LatencyController:
             return _ShapeTime(max(max(short, long) - per_key * many, 0.1 * short), per_key)
         # Of prompts, which have no past; the keys of those that draw beside them are read as in a step of these alone.
         seconds, per_key = runner.time_step(shape, repeats=repeats), 0.0
-        if self._decodes_alone():
+        if _decodes_alone(self.engine):
             per_key = self._time(runner.shapes.decode(shape.sequences, shape.pages)).per_key
         return _ShapeTime(max(seconds - per_key * shape.tokens, 0.1 * seconds), per_key)
 
@@ -213,11 +235,9 @@ class LatencyController:
     def best_ms(self) -> float:
         """Of one sequence's next token, nothing else in the step."""
         shapes = self.engine.runner.shapes
-        return self._milliseconds(self._decode(1) if self._decodes_alone() else shapes.ragged(1, 1), self._context())
-
-    def _decodes_alone(self) -> bool:
-        config = self.engine.config
-        return not (config.batch_invariant or config.speculative_tokens or not config.keep_keys)
+        return self._milliseconds(
+            self._decode(1) if _decodes_alone(self.engine) else shapes.ragged(1, 1), self._context()
+        )
 
     def _decode(self, sequences: int, steps: int = 1) -> Shape:
         shapes = self.engine.runner.shapes
@@ -253,14 +273,14 @@ class LatencyController:
             limits.prefill_tokens = self._prompt_tokens(budget, len(decoding), keys)
             limits.prefill_chunk = max(1, min(longest, limits.prefill_tokens))
         several = (
-            self._decodes_alone()
+            _decodes_alone(self.engine)
             and self._milliseconds(self._decode(max(1, len(decoding)), self._steps), keys) <= budget
         )
         engine.decode_steps = self._steps if several else 1
 
     def _most_sequences(self, budget: float) -> int:
         shapes, config, context = self.engine.runner.shapes, self.engine.config, self._context()
-        if self._decodes_alone():
+        if _decodes_alone(self.engine):
             most, smaller = 1, 0
             for size in shapes.sequences:
                 fit = min(size, self._time(self._decode(size)).most_keys(1e-3 * budget) / max(context, 1))

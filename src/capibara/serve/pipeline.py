@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from capibara.errors import CapibaraError, rule_error
 from capibara.serve.config import EngineConfig
 from capibara.serve.engine import Engine, EngineStats
-from capibara.serve.latency import LatencyController, LatencyReport, TpuInferenceOptimizer
+from capibara.serve.latency import LatencyController, LatencyReport, TpuInferenceOptimizer, choose_steps
 from capibara.serve.request import QueueFull, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -312,6 +312,7 @@ def create_inference_pipeline(
         cache_folder=cache_folder or base.cache_folder,
     )
     engine = Engine(model, config=made)
+    choose_steps(engine, optimizer.target_latency_ms)
     controller = LatencyController(engine, optimizer.target_latency_ms, choose_batch=optimizer.batch_size_optimizer)
     if optimizer.target_latency_ms is not None:
         engine.warm_up(progress)

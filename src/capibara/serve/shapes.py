@@ -38,6 +38,8 @@ class StepShapes:
         self._rows = drafted
         most = config.max_sequences
         self._one_shape = config.batch_invariant
+        self.decode_steps = config.decode_steps
+        """Of the programs that draw several tokens in a row."""
         # Padding costs little while weights are what is read: steps of four at first, of two where logits count.
         few = ladder(min(most, _FEW_ROWS), by=4)
         self.sequences = (*few, *ladder(most, first=2 * _FEW_ROWS)) if most > _FEW_ROWS else few
@@ -82,7 +84,7 @@ class StepShapes:
         yield from dict.fromkeys(self._ragged(n, size) for size in self.mixed_sequences for n in self.tokens)
         if self._rows > 1:  # with drafts every step is ragged
             return
-        for steps in dict.fromkeys((1, self._config.decode_steps)):
+        for steps in dict.fromkeys((1, self.decode_steps)):
             yield from (Shape(n, n, pages, n, steps) for pages in self.pages for n in self.sequences)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.serve.kv_cache import PagePool
-from capibara.serve.latency import LatencyController
+from capibara.serve.latency import LatencyController, choose_steps
 from capibara.serve.load.trace import Lengths
 from capibara.serve.prediction.step_times import StepTimes
 from capibara.serve.request import Request, RequestOutput, SamplingParams, Usage
@@ -102,6 +102,7 @@ class SimulatedEngine:
         )
         self.decode_steps = 1 if config.batch_invariant or config.speculative_tokens else config.decode_steps
         self.on_step: Any = None
+        choose_steps(cast(Any, self), target_ms)
         self.latency = None if target_ms is None else _PredictedLatency(cast(Any, self), target_ms)
 
     def has_work(self) -> bool:
