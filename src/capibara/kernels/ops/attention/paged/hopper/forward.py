@@ -189,9 +189,14 @@ def hopper_forward(
     items = splits * count * n.kv_heads
     programs = min(-(-items // config.pairs), multiprocessors(current_target().device_kind))
     parts, live = _described(tiles, config.keys, splits, least)
-    todo = jnp.full(1, live.size, jnp.int32)
+    # Whatever is read before the first page is waited for: how many items there are, where all are taken at once, and
+    # which page it is. It has not run on a GPU without these, and does where predictions are trusted.
+    short = trusted() == "predicted"
+    todo: tuple[jax.Array, ...] = () if short else (jnp.full(1, live.size, jnp.int32),)
     if items > programs * config.pairs:
-        parts, todo = _longest_first(parts, live), live.sum(dtype=jnp.int32).reshape(1)
+        parts, todo = _longest_first(parts, live), (live.sum(dtype=jnp.int32).reshape(1),)
+    if short:
+        parts = jnp.concatenate([parts, _first_pages(parts, page_table, n, config.keys)], axis=1)
     out_types = [
         out_struct((count, splits, n.kv_heads * rows.each, n.depth), query.dtype if splits == 1 else jnp.float32, query)
     ]
@@ -200,7 +205,8 @@ def hopper_forward(
     kernel = plgpu.kernel(
         named(
             "paged_attention", _kernel, n=n, config=config, programs=programs, per_tile=per_tile, rows=rows,
-            window=window, scale=scale_of(scale, n.depth), softcap=softcap,
+            parts=None if todo else live.size, wants_lse=wants_lse, window=window, scale=scale_of(scale, n.depth),
+            softcap=softcap,
         ),
         out_type=out_types,
         grid=(programs,),
@@ -211,7 +217,7 @@ def hopper_forward(
     )  # fmt: skip
     # Every key of every page as a row, every head as columns of it: the same bytes.
     pools = [x.reshape(n.pages * n.page_size, n.kv_heads * n.depth) for x in (key_pages, value_pages)]
-    made = kernel(q, *pools, page_table, parts, todo)
+    made = kernel(q, *pools, page_table, parts, *todo)
     # One kernel for three passes of XLA's; it has not run on a GPU, and is taken where predictions are trusted.
     if splits > 1 and not return_lse and takes(splits, n.depth) and trusted() == "predicted":
         joined = join(made[0], made[1], live, (rows.each, rows.together), query.dtype)
@@ -308,6 +314,24 @@ def _described(tiles: work.Tiles, block: int, splits: int, least: int) -> tuple[
     return jnp.stack([tile, part, *of_tile, first.reshape(-1), last.reshape(-1)], axis=1), live
 
 
+def _first_pages(parts: jax.Array, page_table: jax.Array, n: Sizes, block: int) -> jax.Array:
+    """The pages of every part's first block, [parts, pages of a block]: the kernel fetches them without looking."""
+    item = _Item(*parts.T, head=None, first_pages=())
+    return jnp.stack([_page_of(item, item.first, at, page_table, n, block) for at in _pieces(n, block)], axis=1)
+
+
+def _pieces(n: Sizes, block: int) -> range:
+    """Where the pieces of a block that lie in one page begin: whole pages, or one part of one."""
+    return range(0, block, min(block, n.page_size))
+
+
+def _page_of(item: _Item, block: Any, at: int, table: Any, n: Sizes, block_k: int) -> Any:
+    """The page of a piece of a block. Of those in sight only: past the last, it is named again, and masked."""
+    first = lax.div(item.begin, n.page_size)
+    last = lax.max(lax.div(item.end - 1, n.page_size), first)
+    return table[item.sequence, lax.clamp(first, lax.div(block * block_k + at, n.page_size), last)]
+
+
 def _longest_first(parts: jax.Array, live: jax.Array) -> jax.Array:
     """Those with most blocks first, and those that there are not at the end, where nobody takes them."""
     first, last = (parts[:, _Item._fields.index(name)] for name in ("first", "last"))
@@ -330,17 +354,19 @@ class _Item(NamedTuple):
     first: Any
     last: Any
     head: Any
+    first_pages: tuple[Any, ...]
+    """Of its first block; none where they are looked up."""
 
 
 def _kernel(
-    q_hbm: Any, k_hbm: Any, v_hbm: Any, table_hbm: Any, parts_hbm: Any, todo_hbm: Any, out_hbm: Any,
-    lse_hbm: Any = None, *, n: Sizes, config: StreamConfig, programs: int, per_tile: int, rows: _QueryRows,
+    q_hbm: Any, k_hbm: Any, v_hbm: Any, table_hbm: Any, parts_hbm: Any, *todo_and_out: Any, n: Sizes,
+    config: StreamConfig, programs: int, per_tile: int, rows: _QueryRows, parts: int | None, wants_lse: bool,
     window: int | None, scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
     block_k, num_stages, takers = config.keys, config.stages, programs * config.pairs
     depth, dtype = n.depth, q_hbm.dtype
-    pages = max(1, block_k // n.page_size)  # fetched for a block
-    piece = block_k // pages  # keys of each
+    pieces = _pieces(n, block_k)  # fetched for a block
+    out_hbm, lse_hbm = todo_and_out[-2:] if wants_lse else (todo_and_out[-1], None)
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
         warpgroup = lax.axis_index("warpgroup")
@@ -354,13 +380,14 @@ def _kernel(
             # Forth and back over the pairs: who had the longest of one round has the shortest of the next.
             return turn * takers + taker + lax.rem(turn, 2) * (takers - 1 - 2 * taker)
 
-        items = todo_hbm[0] * n.kv_heads
+        items = (todo_and_out[0][0] if parts is None else zero + parts) * n.kv_heads
 
         def described(turn: Any) -> _Item:
             number = lax.min(item_number(turn), items - 1)
             place = lax.div(number, n.kv_heads)
-            read = [parts_hbm[place, i] for i in range(len(_Item._fields) - 1)]
-            return _Item._make([*read, lax.rem(number, n.kv_heads)])
+            read = [parts_hbm[place, i] for i in range(parts_hbm.shape[1])]
+            known = _Item._fields.index("head")
+            return _Item(*read[:known], head=lax.rem(number, n.kv_heads), first_pages=tuple(read[known:]))
 
         def each_item(body: Any) -> None:
             """Each of this pair's items, with how many blocks went before. The next one's numbers are read ahead."""
@@ -388,42 +415,37 @@ def _kernel(
                 target = q_smem.at[pl.ds(0, rows.fetched)]
                 plgpu.copy_gmem_to_smem(q_hbm.at[item.tile, taken], target, smem["q_arrived"].at[pair])
                 columns = pl.ds(item.head * depth, depth)
-                first_page = lax.div(item.begin, n.page_size)
-                last_page = lax.max(lax.div(item.end - 1, n.page_size), first_page)
-
-                def page_of(block: Any, number: int) -> Any:
-                    """Of the pages in sight only: past the last, it is named again, and masked. Never outside the
-                    pool."""
-                    at = lax.div(block * block_k + number * piece, n.page_size)
-                    page = table_hbm[item.sequence, lax.clamp(first_page, at, last_page)]
-                    return lax.clamp(page * 0, page, page * 0 + (n.pages - 1))
 
                 def fetch(block: Any, ahead: tuple[Any, ...]) -> tuple[Any, ...]:
                     so_far = before + block - item.first
                     slot = lax.rem(so_far, num_stages)
                     barrier = pair * num_stages + slot
                     # The table is read a block ahead, while the ring is waited for.
-                    following = tuple(page_of(block + 1, number) for number in range(pages))
-                    inside = lax.rem(block * block_k, n.page_size) if pages == 1 else 0
+                    following = tuple(_page_of(item, block + 1, at, table_hbm, n, block_k) for at in pieces)
+                    inside = lax.rem(block * block_k, n.page_size) if len(pieces) == 1 else 0
                     for name, source in (("k", k_hbm), ("v", v_hbm)):
 
                         @pl.when(so_far >= num_stages)
                         def _(name: str = name) -> None:
                             plgpu.barrier_wait(smem[f"{name}_drained"].at[barrier])
 
-                        for number, page in enumerate(ahead):
-                            keys = pl.ds(page * n.page_size + inside, piece)
+                        for at, page in zip(pieces, ahead, strict=True):
+                            # Never outside the pool. Not where it is read: that would wait for it.
+                            inside_pool = lax.clamp(page * 0, page, page * 0 + (n.pages - 1))
+                            keys = pl.ds(inside_pool * n.page_size + inside, pieces.step)
                             target = smem[name].at[pair, slot]
-                            if pages > 1:
-                                target = smem[name].at[pair, slot, pl.ds(number * piece, piece)]
+                            if len(pieces) > 1:
+                                target = smem[name].at[pair, slot, pl.ds(at, pieces.step)]
                             arrived = smem[f"{name}_arrived"].at[barrier]
                             plgpu.copy_gmem_to_smem(source.at[keys, columns], target, arrived)
                     return following
 
                 @pl.when(item.first < item.last)
                 def _() -> None:
-                    pages_of_first = tuple(page_of(item.first, number) for number in range(pages))
-                    _steps(item.first, item.last, fetch, pages_of_first)
+                    found = item.first_pages or tuple(
+                        _page_of(item, item.first, at, table_hbm, n, block_k) for at in pieces
+                    )
+                    _steps(item.first, item.last, fetch, found)
 
             each_item(fetch_item)
 
