@@ -316,7 +316,7 @@ def _described(tiles: work.Tiles, block: int, splits: int, least: int) -> tuple[
 
 def _first_pages(parts: jax.Array, page_table: jax.Array, n: Sizes, block: int) -> jax.Array:
     """The pages of every part's first block, [parts, pages of a block]: the kernel fetches them without looking."""
-    item = _Item(*parts.T, head=None, first_pages=())
+    item = _Item._make([*parts.T, None, ()])
     return jnp.stack([_page_of(item, item.first, at, page_table, n, block) for at in _pieces(n, block)], axis=1)
 
 
@@ -387,7 +387,7 @@ def _kernel(
             place = lax.div(number, n.kv_heads)
             read = [parts_hbm[place, i] for i in range(parts_hbm.shape[1])]
             known = _Item._fields.index("head")
-            return _Item(*read[:known], head=lax.rem(number, n.kv_heads), first_pages=tuple(read[known:]))
+            return _Item._make([*read[:known], lax.rem(number, n.kv_heads), tuple(read[known:])])
 
         def each_item(body: Any) -> None:
             """Each of this pair's items, with how many blocks went before. The next one's numbers are read ahead."""

@@ -324,7 +324,8 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
         def multiply(sharer: int) -> None:
             half, part = divmod(sharer, along)
             mine = pl.ds(part * (depth // along), depth // along)
-            my_outputs = pl.ds(half * outputs, halves // across * outputs)
+            held_here = halves // across * outputs
+            my_outputs = pl.ds(half * outputs, held_here)
 
             def contract(acc: Any) -> Any:
                 @pl.loop(0, count)
@@ -357,7 +358,7 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                 for scales in (weight_scale if sharer == 0 else ())
                 for half in range(halves)
             ]
-            z = pl.run_scoped(contract, plgpu.WGMMAAccumulatorRef((my_outputs.size, columns), jnp.float32))
+            z = pl.run_scoped(contract, plgpu.WGMMAAccumulatorRef((held_here, columns), jnp.float32))
             if sharer > 0:
                 store_to_memory(smem["others"].at[sharer - 1], z)
                 plgpu.barrier_arrive(smem["added"])
