@@ -74,9 +74,7 @@ def paged_write(
     ((3, 8, 32), 64.0, 128.0)
     """
     given = (projected, key_pages, value_pages, cos, sin, page, slot)
-    operands = tuple(
-        as_array("paged_write", name, x) for name, x in zip(PAGED_WRITE.operands, given, strict=True)
-    )
+    operands = tuple(as_array("paged_write", name, x) for name, x in zip(PAGED_WRITE.operands, given, strict=True))
     params = {"spare_page": True} if spare_page else {}
     return run(PAGED_WRITE, operands, params, implementation=implementation, config=config)
 
