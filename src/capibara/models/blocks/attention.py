@@ -314,15 +314,14 @@ class Attention(Block):
         # Over a mesh each weight is held by itself: no kernel has to be split.
         if self.bias or self.qk_norm or "key_scale" in cache or not held_together(params, names):
             return None
-        cos, sin = rope_angles(
-            jnp.maximum(positions, 0), self.rotary_dim or each, base=self.rope_base, scaling=self.rope_scaling
-        )
-        shape = (positions.shape[0], self.heads + 2 * self.kv_heads, each)
-        operands = (cache["key"], cache["value"], cos, sin, *places)
-        if x.dtype != cache["key"].dtype or not has_kernel(jax.ShapeDtypeStruct(shape, x.dtype), *operands):
+        (tokens,), turned, pools = positions.shape, self.rotary_dim or each, (cache["key"], cache["value"])
+        projected = jax.ShapeDtypeStruct((tokens, self.heads + 2 * self.kv_heads, each), x.dtype)
+        angle = jax.ShapeDtypeStruct((tokens, turned // 2), jnp.float32)
+        if x.dtype != pools[0].dtype or not has_kernel(projected, *pools, angle, angle, *places):
             return None
-        projected = joint_product(params, names, x).reshape(shape)
-        q, key, value = paged_write(projected, *operands, spare_page=True)
+        angles = rope_angles(jnp.maximum(positions, 0), turned, base=self.rope_base, scaling=self.rope_scaling)
+        given = joint_product(params, names, x).reshape(projected.shape)
+        q, key, value = paged_write(given, *pools, *angles, *places, spare_page=True)
         return q, {"key": key, "value": value}
 
     def _widened(

@@ -79,8 +79,11 @@ def paged_write(
     return run(PAGED_WRITE, operands, params, implementation=implementation, config=config)
 
 
-def has_kernel(*operands: Array, spare_page: bool = False) -> bool:
-    """Whether dispatch takes a kernel for this call of `paged_write`: elsewhere its steps are as well written out."""
+def has_kernel(*operands: Any, spare_page: bool = False) -> bool:
+    """Whether dispatch takes a kernel for this call of `paged_write`: elsewhere its steps are as well written out.
+
+    Shapes and types will do (`jax.ShapeDtypeStruct`).
+    """
     call = call_of(PAGED_WRITE, operands, {"spare_page": spare_page})
     kernels = [name for name, one in PAGED_WRITE.implementations.items() if one.kernel and one.refusal(call) is None]
     # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.

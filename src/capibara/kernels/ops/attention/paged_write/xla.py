@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,9 +15,9 @@ def put_rows(pool: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array, 
     """The pool [pages, page_size, ...] with new [tokens, ...] in its places: no two in one, none where `page` is past
     the pool. A spare page, its last, is for what is written nowhere."""
     if spare_page and new.shape[0] == 1:
-        # A slice has to lie somewhere. XLA makes of a scatter of one row what was there, chosen or not, and
-        # then the slice: a pass more in each layer of a lone sequence's token.
-        where = (jnp.minimum(page, pool.shape[0] - 1)[0], slot[0], *(0,) * (pool.ndim - 2))
+        # A slice has to lie somewhere: one past the pool is moved to its last page. XLA makes of a scatter of one row
+        # what was there, chosen or not, and then the slice: a pass more in each layer of a lone sequence's token.
+        where: tuple[Any, ...] = (page[0], slot[0], *(0,) * (pool.ndim - 2))
         return jax.lax.dynamic_update_slice(pool, new[None], where)
     return pool.at[page, slot].set(new, mode="drop", unique_indices=True)
 
