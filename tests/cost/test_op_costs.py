@@ -70,6 +70,10 @@ COUNTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "norm": ((MATRIX, VECTOR, VECTOR, MATRIX), {}),
     "norm_grad": ((MATRIX, VECTOR, None, None, ROWS, MATRIX), {"kind": "rms"}),
     "paged_attention": ((f32(64, 4, 512), f32(8, 16, 4, 512), f32(8, 16, 4, 512), i32(1, 8), i32(1), i32(2)), {}),
+    "paged_write": (
+        (f32(64, 12, 128), f32(8, 16, 256), f32(8, 16, 256), f32(64, 64), f32(64, 64), i32(64), i32(64)),
+        {},
+    ),
     "permute": ((MATRIX,), {}),
     "selective_scan": ((STEPS, STEPS, f32(256, 16), STATES, STATES), {}),
     "selective_scan_grad": ((STEPS, STEPS, f32(256, 16), STATES, STATES, *(None,) * 4, STEPS), {}),

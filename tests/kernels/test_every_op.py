@@ -516,12 +516,18 @@ def test_every_implementation_takes_a_case_of_each_of_its_tags(op: Op) -> None:
             assert None in refused.values(), f"{name}: no case that is quick to check: {refused}"
 
 
+# Operands that are written where they lie, and of which a call touches a few rows.
+IN_PLACE = {"paged_write": ("key_pages", "value_pages")}
+
+
 @pytest.mark.parametrize("op", OPS.values(), ids=str)
 def test_cost_counts_at_least_the_operands(op: Op) -> None:
     for case in op.cases:
         call = op.call(*case.args(), **case.params)
         cost = op.cost(call)
-        touched = sum(x.size * x.dtype.itemsize for x in call.args if x is not None)
+        operands = zip(op.operands, call.args, strict=True)
+        read = [x for name, x in operands if x is not None and name not in IN_PLACE.get(op.name, ())]
+        touched = sum(x.size * x.dtype.itemsize for x in read)
         assert cost.flops > 0 or cost.link_bytes > 0
         assert cost.bytes >= touched
 

@@ -26,6 +26,7 @@ from capibara.kernels import (
     linear_recurrence,
     nearest_code,
     paged_attention,
+    paged_write,
     parallel_scan,
     quantize,
     rms_norm,
@@ -51,6 +52,7 @@ def functions(x: jax.Array, flag: bool, params: dict[str, jax.Array], mesh: Mesh
     attention(x, x, x, is_casual=True)  # type: ignore[call-overload]
     assert_type(sequence_parallel_attention(x, x, x, axis_name="sequence", mesh=mesh, return_lse=True), Pair)
     assert_type(paged_attention(x, x, x, x, x), jax.Array)
+    assert_type(paged_write(x, x, x, x, x, x, x), Three)
     assert_type(rope(x), jax.Array)
     assert_type(gemm(x, x, activation="gelu"), jax.Array)
     assert_type(layer_norm(x), jax.Array)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.attention.block_mask import BlockMask as BlockMask
     from capibara.kernels.ops.attention.block_mask import block_mask_from as block_mask_from
     from capibara.kernels.ops.attention.paged.api import paged_attention as paged_attention
+    from capibara.kernels.ops.attention.paged_write.api import paged_write as paged_write
     from capibara.kernels.ops.attention.rope import Rope as Rope
     from capibara.kernels.ops.attention.rope import rope as rope
     from capibara.kernels.ops.attention.rope import rope_tables as rope_tables
@@ -142,6 +143,7 @@ __all__, __getattr__, __dir__ = exports(
         "ops.attention.api": "attention",
         "ops.attention.block_mask": "BlockMask block_mask_from",
         "ops.attention.paged.api": "paged_attention",
+        "ops.attention.paged_write.api": "paged_write",
         "ops.attention.rope": "Rope rope rope_tables",
         "ops.attention.sequence": "ring_load sequence_parallel_attention unzigzag zigzag",
         "ops.collective": (

@@ -104,7 +104,7 @@ def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def cotangents(op: Op, arrays: Sequence[Any], params: Mapping[str, Hashable], seed: int = 1) -> list[jax.Array]:
     """Standard normal cotangents of the op's float outputs: what `with_gradient` takes first."""
-    out = jax.tree.leaves(jax.eval_shape(functools.partial(op.reference, **params), *arrays))
+    out = jax.tree.leaves(jax.eval_shape(functools.partial(op.reference, **_specified(op, params)), *arrays))
     floats = [x for x in out if _is_float(x)]
     return [standard_normal(x.shape, x.dtype, (seed, index)) for index, x in enumerate(floats)]
 
@@ -119,6 +119,7 @@ def expected(
 ) -> Expected:
     """The reference's output for `arrays`; with `grad`, of `with_gradient` and its cotangents put first."""
     call = call_of(op, arrays, params)
+    params = _specified(op, params)
     inputs: tuple[Any, ...] = tuple(arrays)
     tolerance = op.tolerance(call)
     if grad:
@@ -174,6 +175,11 @@ def check_output(out: Any, wanted: Expected) -> Check:
     ok = worst <= tolerance
     sign = "≤" if ok else ">"
     return Check(ok, worst, tolerance, f"error {worst:.2e} {sign} tolerance {tolerance:.2e} (reference: {wanted.how})")
+
+
+def _specified(op: Op, params: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """The parameters that the reference takes: a case may have hints beside them."""
+    return {name: value for name, value in params.items() if name not in op.hints}
 
 
 @functools.lru_cache(maxsize=256)

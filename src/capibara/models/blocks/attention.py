@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from capibara.errors import rule_error
 from capibara.kernels.ops.attention import Rope, attention, rope
 from capibara.kernels.ops.attention.paged.api import paged_attention
+from capibara.kernels.ops.attention.paged_write.api import has_kernel, paged_write
+from capibara.kernels.ops.attention.paged_write.xla import put_rows
+from capibara.kernels.ops.attention.rope import rope_angles
 from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
@@ -22,6 +25,8 @@ from capibara.models.blocks.spec import (
     PagedBatch,
     Sequences,
     Weight,
+    held_together,
+    joint_product,
     product,
     products,
 )
@@ -246,36 +251,20 @@ class Attention(Block):
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
-        q, k, v = self._projected(model, params, x)
-        q, k = (self._turned(y, jnp.maximum(batch.positions, 0)[None]) for y in (q, k))
         pages, page_size = cache["key"].shape[0] - 1, cache["key"].shape[1]
         column = jnp.clip(batch.positions // page_size, 0, batch.page_table.shape[1] - 1)
         page = batch.page_table[batch.rows, column]
         # Padding, and tokens past the pages that a sequence has, are written nowhere.
         inside = (batch.positions >= 0) & (batch.positions < batch.page_table.shape[1] * page_size)
         inside &= (page >= 0) & (page < pages)
-        at = batch.positions % page_size
-
-        def put(name: str, new: jax.Array) -> jax.Array:
-            pool = cache[name]
-            new = new.reshape(new.shape[1], -1).astype(pool.dtype)
-            if new.shape[0] == 1:
-                # A slice has to lie somewhere. XLA makes of a scatter of one row what was there, chosen or not, and
-                # then the slice: a pass more in each layer of a lone sequence's token.
-                where = (jnp.where(inside, page, pages)[0], at[0], 0)
-                return jax.lax.dynamic_update_slice(pool, new[None], where)
-            return pool.at[jnp.where(inside, page, pages + 1), at].set(new, mode="drop", unique_indices=True)
-
-        new = {"key": k, "value": v}
-        if "key_scale" in cache:
-            for name, y in (("key", k), ("value", v)):
-                new[name], new[f"{name}_scale"] = _eight_bits(y)
-        cache = {name: put(name, y) for name, y in new.items()}
+        places = jnp.where(inside, page, pages + 1), batch.positions % page_size
+        written = self._written_at_once(model, params, x, cache, batch.positions, places)
+        q, cache = written or self._written(model, params, x, cache, batch.positions, places)
         pools, table = (cache["key"], cache["value"]), batch.page_table
         if "key_scale" in cache:
             pools, table = self._widened(cache, table, x.dtype)
         mixed = paged_attention(
-            q[0].astype(pools[0].dtype),
+            q.astype(pools[0].dtype),
             *pools,
             table,
             batch.context_lengths,
@@ -288,6 +277,52 @@ class Attention(Block):
         )
         mixed = mixed[None].astype(x.dtype)
         return self._out(params, mixed) if self.out_bias else LastProduct(params, "out", mixed, inputs=2), cache
+
+    def _written(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        positions: jax.Array,
+        places: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The turned queries [tokens, heads, head_dim], and the cache with the tokens' keys and values."""
+        q, k, v = self._projected(model, params, x)
+        q, k = (self._turned(y, jnp.maximum(positions, 0)[None]) for y in (q, k))
+        new = {"key": k, "value": v}
+        if "key_scale" in cache:
+            for name, y in (("key", k), ("value", v)):
+                new[name], new[f"{name}_scale"] = _eight_bits(y)
+
+        def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+            return put_rows(pool, new.reshape(new.shape[1], -1).astype(pool.dtype), *places, spare_page=True)
+
+        return q[0], {name: put(cache[name], y) for name, y in new.items()}
+
+    def _written_at_once(
+        self,
+        model: ModularModelConfig,
+        params: Mapping[str, jax.Array],
+        x: jax.Array,
+        cache: Mapping[str, jax.Array],
+        positions: jax.Array,
+        places: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
+        """As `_written`, in one pass over what is projected, where there is a kernel for it; else None."""
+        (names,), each = self.joint_products(), self.width(model)
+        # Over a mesh each weight is held by itself: no kernel has to be split.
+        if self.bias or self.qk_norm or "key_scale" in cache or not held_together(params, names):
+            return None
+        (tokens,), turned, pools = positions.shape, self.rotary_dim or each, (cache["key"], cache["value"])
+        projected = jax.ShapeDtypeStruct((tokens, self.heads + 2 * self.kv_heads, each), x.dtype)
+        angle = jax.ShapeDtypeStruct((tokens, turned // 2), jnp.float32)
+        if x.dtype != pools[0].dtype or not has_kernel(projected, *pools, angle, angle, *places):
+            return None
+        angles = rope_angles(jnp.maximum(positions, 0), turned, base=self.rope_base, scaling=self.rope_scaling)
+        given = joint_product(params, names, x).reshape(projected.shape)
+        q, key, value = paged_write(given, *pools, *angles, *places, spare_page=True)
+        return q, {"key": key, "value": value}
 
     def _widened(
         self, cache: Mapping[str, jax.Array], page_table: jax.Array, dtype: Any

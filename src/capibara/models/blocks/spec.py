@@ -181,6 +181,18 @@ def products(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ..
     ]
 
 
+def held_together(params: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    """Whether x times these weights is one product, `joint_product`, with nothing to change in it."""
+    joint = joint_name(names)
+    held = joint in params or joint + BY_OUTPUT in params
+    return held and joint + FP8 not in params and not any(name + LORA_DOWN in params for name in names)
+
+
+def joint_product(params: Mapping[str, jax.Array], names: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """x times weights that are `held_together`: [..., all of their outputs]."""
+    return _plain_product(params, joint_name(names), x, 1)
+
+
 def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inputs: int) -> jax.Array:
     by_output = params.get(name + BY_OUTPUT)
     if by_output is None:

@@ -211,8 +211,23 @@ def _rotated(
     # kept once for the gradient.
     heads = layout.index("h")
     cos, sin = (jnp.expand_dims(x if x.ndim == 3 else x[None], heads) for x in (cos, sin))
+    return rotated_by(x, cos, sin, style)
+
+
+def rotated_by(x: jax.Array, cos: jax.Array, sin: jax.Array, style: str = "half") -> jax.Array:
+    """x [..., head_dim] turned by angles [..., rotary_dim / 2], whose other axes are x's or 1: the first rotary_dim
+    numbers of each head."""
+    dim = 2 * cos.shape[-1]
     turned = _turned(x[..., :dim], cos, sin, style)
-    return turned if dim == depth else jnp.concatenate((turned, x[..., dim:]), axis=-1)
+    return turned if dim == x.shape[-1] else jnp.concatenate((turned, x[..., dim:]), axis=-1)
+
+
+def rope_angles(
+    positions: jax.Array, rotary_dim: int, *, base: float = BASE, scaling: Mapping[str, Any] | None = None
+) -> RopeTables:
+    """Cosines and sines that `rope` turns by at these positions [...]: float32 [..., rotary_dim / 2]."""
+    cos, sin = _angles(rotary_dim, 0, positions.shape[-1], positions, base, _hashable(scaling), None)
+    return RopeTables(cos, sin)
 
 
 def _angles(
