@@ -393,35 +393,33 @@ class Engine:
         if sequence.finished:
             sequence.in_flight -= chunk.drawn
             return
-        kept, finish = self._read(sequence, tokens, row, sent)
-        if kept < len(tokens):
-            tokens = tokens[:kept]
-        self.scheduler.take(sequence, tokens, drawn=chunk.drawn, extra=min(right, kept) if right else 0)
+        finish = self._read(sequence, tokens, row, sent)
+        self.scheduler.take(sequence, tokens, drawn=chunk.drawn, extra=min(right, len(tokens)) if right else 0)
         if finish is not None:
             self._finish(sequence, finish)
 
-    def _read(self, sequence: Sequence, tokens: list[int], row: int, sent: Sent) -> tuple[int, FinishReason | None]:
-        """How many tokens there are up to the one that ends the request, where one does, and why it ends."""
+    def _read(self, sequence: Sequence, tokens: list[int], row: int, sent: Sent) -> FinishReason | None:
+        """Why the request ends, where it does; tokens after the one that ends it are cut off."""
         progress: _Progress = sequence.state
         asked, grammar, text = sequence.request.sampling, progress.grammar, progress.text
-        for number, token in enumerate(tokens, 1):
+        for number, token in enumerate(tokens):
             if asked.logprobs is not None:
-                self._add_logprobs(progress, asked.logprobs, token, row + number - 1, sent)
+                self._add_logprobs(progress, asked.logprobs, token, row + number, sent)
             if grammar is not None and not grammar.take(token):
                 grew = grammar.error
                 progress.error, progress.rejected = grew or f"token {token} is not of the grammar", bool(grew)
-                return number, "error"
+                del tokens[number + 1 :]
+                return "error"
             if token in progress.stops:
                 progress.stop_reason = None if token in progress.eos else token
-                return number, "stop"
+                del tokens[number + 1 :]
+                return "stop"
             progress.fresh += text.put(token)
-            if text.found is not None:
+            if text.found is not None or (grammar is not None and grammar.complete):
                 progress.stop_reason = text.found
-                return number, "stop"
-            if grammar is not None and grammar.complete:
-                return number, "stop"
-        ended = len(sequence.tokens) + len(tokens) >= sequence.last_token_number
-        return len(tokens), "length" if ended else None
+                del tokens[number + 1 :]
+                return "stop"
+        return "length" if len(sequence.tokens) + len(tokens) >= sequence.last_token_number else None
 
     @staticmethod
     def _add_logprobs(progress: _Progress, count: int, token: int, row: int, sent: Sent) -> None:

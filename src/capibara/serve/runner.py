@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -440,7 +440,7 @@ class Runner:
         chunks, count = plan.chunks, len(slots)
         lengths = np.array([chunk.start for chunk in chunks], np.int32) + 1
         whole, parts = _fields_of(shape).new()
-        parts["tokens"][:count] = [_token(chunk.sequence.tokens, chunk.start) for chunk in chunks]
+        parts["tokens"][:count] = [token for chunk in chunks for token in _tokens(chunk)]
         parts["context_lengths"][:count] = parts["number"][:count] = lengths
         parts["left"][:count] = np.array([chunk.sequence.last_token_number for chunk in chunks], np.int32) - lengths
         parts["adapters"][:] = -1
@@ -480,16 +480,10 @@ class Runner:
         return whole, np.where(drawn > 0, row_ends - drawn, -1).tolist()
 
 
-def _token(tokens: list[int], position: int) -> int:
-    """-1 where it is being drawn, and not known here yet."""
-    return tokens[position] if position < len(tokens) else -1
-
-
-def _tokens(chunk: Chunk) -> Iterable[int]:
-    tokens, start = chunk.sequence.tokens, chunk.start
-    if chunk.count == 1:
-        return (_token(tokens, start),)
-    return (*tokens[start : start + chunk.count - len(chunk.draft)], *chunk.draft)
+def _tokens(chunk: Chunk) -> Collection[int]:
+    """-1 for one that is being drawn, and not known here yet."""
+    known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+    return (*known, *chunk.draft) if chunk.draft else known or (-1,)
 
 
 def form_of(asked: Any) -> sampling.Form:

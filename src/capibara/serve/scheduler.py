@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from capibara.errors import rule_error
 from capibara.serve.kv_cache import PagePool, SequencePages
@@ -80,8 +80,9 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
 
-class Chunk(NamedTuple):
-    """Tokens of one sequence in a step."""
+@dataclass(slots=True, eq=False)  # one is made a sequence and step: frozen, that would take three times as long
+class Chunk:
+    """Tokens of one sequence in a step; nothing changes one that is made."""
 
     sequence: Sequence
     start: int
