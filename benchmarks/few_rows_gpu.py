@@ -17,10 +17,10 @@ that no weight is still in a cache when it is read. Times are microseconds a pro
     bandwidth_us  what reading the rows and the weight and writing a result would take at 4.2 TB/s
 
 `error` is the largest difference from the reference in float32, over the largest value; above the op's tolerance a
-result is called wrong, and its time is not taken for the best. Cuts are the one that the kernel's rule takes first, two
-with more or fewer splits, and the rule's others. Products that no time is left for are listed as skipped. `--tiny`
-tries the script on any machine: on a CPU XLA's form alone runs, without the device's times, and its figures are of no
-use.
+result is called wrong, and its time is not taken for the best. Cuts are the one that the kernel's rule takes first, the
+one that it takes where predictions are trusted, two with more or fewer splits, and the rule's others. Products that no
+time is left for are listed as skipped. `--tiny` tries the script on any machine: on a CPU XLA's form alone runs,
+without the device's times, and its figures are of no use.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.kernels import trust
 from capibara.kernels.core.spec import Call, Case
 from capibara.kernels.lab.bench import versions
 from capibara.kernels.lab.tuning import failures
@@ -131,20 +132,23 @@ def draw_operands(case: Case, weights: Sequence[jax.Array]) -> list[tuple[jax.Ar
 
 
 def cuts(call: Call, most: int) -> list[WeightStreamConfig]:
-    """The one that the rule takes first, two with other splits, then the rule's others, those most like it first."""
+    """The one that the rule takes first, the one that it takes where predictions are trusted, two with other splits,
+    then the rule's others, those most like the first one first."""
     ruled = list(candidates(call))
     first, n = ruled[0], sizes(call)
+    with trust("predicted"):
+        predicted = candidates(call)[0]
     others = []
     if call.params["gate"] is None:
         tiles, dtype = n.outputs // 64, call.need("weight").dtype
         for splits in (1, 2, 3, 4, 6, 8):
             if splits == first.splits or not 60 <= tiles * splits < 400:
                 continue
-            rings = [WeightStreamConfig(64, first.depth, stages, splits) for stages in range(16, 1, -1)]
+            rings = [WeightStreamConfig(64, first.depth, stages, splits, first.sharers) for stages in range(16, 1, -1)]
             taken = [program_bytes(c, n.rows, gated=False, weight_dtype=dtype) for c in rings]
             others += [c for c, used in zip(rings, taken, strict=True) if used <= SMEM_BYTES + RESERVED][:1]
     alike = [config for config in ruled if (config.outputs, config.depth) == (first.outputs, first.depth)]
-    return list(dict.fromkeys([first, *others[:2], *alike, *ruled]))[:most]
+    return list(dict.fromkeys([first, predicted, *others[:2], *alike, *ruled]))[:most]
 
 
 def build(config: WeightStreamConfig | None, case: Case, given: Sequence[tuple[jax.Array | None, ...]]) -> Any:
@@ -281,7 +285,7 @@ def measure(pool: ThreadPoolExecutor, case: Case, weights: Sequence[jax.Array], 
 
 def show(form: Form, row: dict[str, Any]) -> None:
     c = form.config
-    what = "xla" if c is None else f"{c.outputs}x{c.depth}, {c.stages} stages, {c.splits} splits"
+    what = "xla" if c is None else f"{c.outputs}x{c.depth} by {c.sharers}, {c.stages} stages, {c.splits} splits"
     device = f"busy {row['busy_us']:6.2f} span {row['span_us']:6.2f} " if "busy_us" in row else ""
     kernels = " + ".join(f"{us:.2f} {name[:24]}" for name, us in row.get("kernels", {}).items())
     wrong = "" if row["right"] else " WRONG"

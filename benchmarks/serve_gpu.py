@@ -226,6 +226,7 @@ def _latency(asked: argparse.Namespace) -> dict[str, Any]:
     trace = scaled(fixed_trace(), engine.max_length)
     controller = LatencyController(engine, asked.target)
     report = controller.calibrate()
+    calibrated = {str(shape): 1e3 * known.base for shape, known in controller._times.items()}
     rows = [_users(asked, engine, trace, users, controller) for users in asked.users]
     engine.on_step = None
     steps, fixed = engine.config.decode_steps, []
@@ -240,7 +241,7 @@ def _latency(asked: argparse.Namespace) -> dict[str, Any]:
         "target_ms": asked.target, "possible": report.possible, "best_ms": report.best_ms, "rows": rows,
         "impossible": str(dataclasses.replace(report, target_ms=1.0, possible=report.best_ms <= 1.0)), "fixed": fixed,
         "of_best_fixed": rows[-1]["tokens_per_second"] / max(within) if within else None,
-        "programs": made.programs, "warm_up_seconds": warm,
+        "programs": made.programs, "warm_up_seconds": warm, "calibrated_ms_without_keys": calibrated,
     }  # fmt: skip
 
 

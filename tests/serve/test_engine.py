@@ -149,6 +149,21 @@ def test_steps_that_nothing_is_waited_for_are_not_timed(programs: Path) -> None:
     assert [step.plan.tokens for step in told] == [1, 1, 1]
 
 
+def test_a_step_of_likeliest_tokens_is_one_program(programs: Path) -> None:
+    """Starting one takes the host as long as it may take a device to run one; drawn tokens replace the likeliest."""
+    engine = engine_of(model_of("attention"), programs, max_sequences=2, decode_steps=1)
+    prompts = prompts_of(5, 7)
+    alone = answers(engine, prompts)
+    assert alone == [wanted("attention", prompt) for prompt in prompts]
+    assert {key[0] for key in engine.runner._executables} == {"forward"}
+    hot = SamplingParams(max_tokens=8, temperature=5.0, seed=1, ignore_eos=True)
+    cold = SamplingParams(max_tokens=8, **GREEDY)
+    tokens = tokens_of(run(engine, [Request("cold", prompts[0], cold), Request("hot", prompts[1], hot)]))
+    assert {key[0] for key in engine.runner._executables} == {"forward", "draw"}
+    assert tokens["cold"] == alone[0]
+    assert tokens["hot"] != alone[1]
+
+
 def test_programs_of_forms_that_nobody_asks_for_are_made_when_somebody_does(programs: Path) -> None:
     engine = engine_of(model_of("attention"), programs, cache_folder=None, max_sequences=1, decode_steps=2)
     few = engine.warm_up(forms=("greedy",))

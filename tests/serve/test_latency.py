@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,31 @@ def test_shapes_are_timed_on_the_device(programs: Path) -> None:
         assert 0 < engine.runner.time_step(shape, repeats=2) < 60
     prompts = prompts_of(5, 9)  # and nothing is left of it
     assert answers(engine, prompts) == [wanted("attention", prompt) for prompt in prompts]
+
+
+class _Step:
+    """A step's tokens, on a device that takes so long for it."""
+
+    def __init__(self, told: list[str], seconds: float) -> None:
+        self.told, self.seconds = told, seconds
+        told.append("started")
+
+    def block_until_ready(self) -> None:
+        self.told.append("waited for")
+        time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize(("seconds", "in_a_row"), [(0.0, 8), (0.03, 1)])
+def test_short_steps_are_timed_in_a_row(
+    seconds: float, in_a_row: int, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine starts the next one while the device has one: what starting takes is not a step's time."""
+    engine = engine_of(model_of("attention"), programs)
+    told: list[str] = []
+    monkeypatch.setattr(engine.runner, "_run", lambda *_: (_Step(told, seconds), None))
+    engine.runner.time_step(engine.runner.shapes.decode(2, 2), repeats=2)
+    one = ["started", "waited for"]
+    assert told == 2 * one + 2 * [*in_a_row * ["started"], "waited for"]
 
 
 def test_a_target_is_above_zero() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceState",
     "Fields",
+    "Forward",
     "Shape",
     "StepPrograms",
     "begin_counts",
@@ -144,6 +145,16 @@ class DeviceState(NamedTuple):
     """[slots]: the token that each sequence drew last."""
 
 
+class Forward(NamedTuple):
+    """What a step's program gives."""
+
+    likeliest: jax.Array
+    """[rows]: tokens, which are the last ones in `state`."""
+    logits: jax.Array
+    state: DeviceState
+    said_of_rows: jax.Array
+
+
 @dataclass(frozen=True)
 class StepPrograms:
     """The functions that are compiled, of one model."""
@@ -187,13 +198,15 @@ class StepPrograms:
         )
         return decoder.paged(self.model, params, tokens, state.cache, batch, dtype=self.dtype)
 
-    def forward(
-        self, shape: Shape
-    ) -> Callable[[Any, DeviceState, jax.Array], tuple[jax.Array, DeviceState, jax.Array]]:
-        """(params, state, what the host says) -> (logits of the rows to draw for, state, what is said of the rows)."""
+    def forward(self, shape: Shape) -> Callable[[Any, DeviceState, jax.Array], Forward]:
+        """(params, state, what the host says) -> what came of it, the likeliest token of each row drawn.
+
+        Starting a program takes the host half a millisecond: a step of which no more is asked is one. Another form of
+        drawing takes the place of what was drawn here.
+        """
         of_rows = row_fields(shape.rows).size
 
-        def run(params: Any, state: DeviceState, said: jax.Array) -> tuple[jax.Array, DeviceState, jax.Array]:
+        def run(params: Any, state: DeviceState, said: jax.Array) -> Forward:
             parts = fields_of(shape).unpack(said)
             slots = parts["slot"] if shape.decodes else parts["slots"][parts["row_of_token"]]
             # -1: the token was drawn by the step before, and the host has not seen it yet.
@@ -216,7 +229,9 @@ class StepPrograms:
                 )
                 x, cache = decoder.paged(self.model, params, tokens, state.cache, batch, dtype=self.dtype)
                 x = x[parts["sampled_at"]]
-            return self._logits(params, x), state._replace(cache=cache), said[:of_rows]
+            logits = self._logits(params, x)
+            likeliest, last_tokens = self.draw(shape.rows, "greedy")(logits, state.last_tokens, said[:of_rows])
+            return Forward(likeliest, logits, DeviceState(cache, last_tokens), said[:of_rows])
 
         return run
 

@@ -256,8 +256,10 @@ class StepTimes:
         forward, draw = steps.forward(shape), steps.draw(shape.rows, self.form)
 
         def step(params: Any, state: DeviceState, said: jax.Array) -> Any:
-            logits, state, of_rows = forward(params, state, said)
-            tokens, last_tokens = draw(logits, state.last_tokens, of_rows)
+            tokens, logits, state, said_of_rows = forward(params, state, said)
+            if self.form == "greedy":
+                return tokens, state
+            tokens, last_tokens = draw(logits, state.last_tokens, said_of_rows)
             return tokens, state._replace(last_tokens=last_tokens)
 
         params = prepared_shapes(

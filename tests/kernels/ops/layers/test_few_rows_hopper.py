@@ -155,11 +155,13 @@ def _eight_bits(seed: int, outputs: int, inner: int) -> tuple[Any, Any, np.ndarr
 @pytest.mark.parametrize(
     ("rows", "config"),
     [
-        (1, WeightStreamConfig(64, 256, 2)),  # two warpgroups, and a ring that comes round
-        (8, WeightStreamConfig(128, 256, 2, splits=2)),
+        (1, WeightStreamConfig(64, 256, 2, sharers=2)),  # a ring that comes round
+        (8, WeightStreamConfig(128, 256, 2, splits=2, sharers=2)),
         (5, WeightStreamConfig(64, 128, 3)),  # one warpgroup
-        (24, WeightStreamConfig(64, 512, 2, splits=2)),
-        (12, WeightStreamConfig(64, 256, 3, splits=8)),  # some programs have nothing to do
+        (24, WeightStreamConfig(64, 512, 2, splits=2, sharers=2)),
+        (1, WeightStreamConfig(64, 512, 2, sharers=4)),
+        (12, WeightStreamConfig(128, 512, 2, splits=2, sharers=4)),
+        (12, WeightStreamConfig(64, 256, 3, splits=8, sharers=2)),  # some programs have nothing to do
     ],
 )
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
@@ -173,14 +175,13 @@ def test_eight_bits(rows: int, config: WeightStreamConfig, out_dtype: str | None
     _within(y, _exact(x, wide), 1, 1024)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_eight_bits_and_a_gate(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both halves have scales of their own, and are scaled before the gate."""
+@pytest.mark.parametrize(("dtype", "sharers"), [(jnp.bfloat16, 2), (jnp.float16, 2), (jnp.bfloat16, 4)])
+def test_eight_bits_and_a_gate(dtype: Any, sharers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both halves have scales of their own, and are scaled before the gate; four warpgroups are two for each half."""
+    config = WeightStreamConfig(64, 256, 2, sharers=sharers)
     x, (weight, scale, wide) = _normal(1, 3, 512, dtype=dtype), _eight_bits(2, 256, 512)
     with emulated(monkeypatch):
-        y = jax.block_until_ready(
-            few_rows_hopper(x, weight, weight_scale=scale, config=WeightStreamConfig(64, 256, 2), gate="silu", eps=1e-6)
-        )
+        y = jax.block_until_ready(few_rows_hopper(x, weight, weight_scale=scale, config=config, gate="silu", eps=1e-6))
     first, second = np.split(_exact(x, wide).astype(np.float32), 2, axis=1)
     assert y.dtype == dtype
     _within(y, np.asarray(jax.nn.silu(first)) * second, 1.1, 512)
@@ -198,7 +199,7 @@ def test_eight_bits_with_residual_and_norm(rows: int, splits: int, monkeypatch: 
                 residual,
                 norm_scale,
                 scale,
-                config=WeightStreamConfig(64, 256, 2, splits),
+                config=WeightStreamConfig(64, 256, 2, splits, sharers=2),
                 gate=None,
                 eps=1e-3,
             )

@@ -5,9 +5,10 @@ pieces of the rows, by TMA into a ring that is as deep as shared memory allows: 
 memory busy. Another multiplies them. The weight is the product's left operand, whose 64 rows are outputs, and the rows
 of x are its columns, in eights: few rows cost few instructions. Tensor cores do not multiply 8-bit numbers with 16-bit
 ones: a weight of 8 bits goes through registers, where its numbers are widened, which takes as long as the memory does.
-Two warpgroups share that, each with half of every piece's inner axis, and add what they have at the end. Where the
-outputs alone are too few for all of the chip's multiprocessors, programs share an output along the inner axis and write
-float32 parts of its sum, which a second kernel, `join`, adds up together with the residual, and takes the norm of.
+Several warpgroups share that, each with a part of every piece's inner axis, or with one half of a gated product, and
+add what they have at the end. Where the outputs alone are too few for all of the chip's multiprocessors, programs share
+an output along the inner axis and write float32 parts of its sum, which a second kernel, `join`, adds up together with
+the residual, and takes the norm of.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ ATOM = 64  # 16-bit numbers of a swizzled tile's row
 WIDE_ATOM = 128  # 8-bit numbers of one
 THREADS = 128  # of a warpgroup
 REGISTERS = 1 << 16  # of a multiprocessor
-MOST_REGISTERS = 168  # of a thread, of three warpgroups
 RESERVED = 1024  # bytes of shared memory that the chip takes for each program
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,  # the other has no memory that is swizzled and not tiled
@@ -65,15 +65,18 @@ class WeightStreamConfig:
 
     Attributes:
       outputs: of a program, 64 or 128; with a gate so many of each half.
-      depth: of a piece along the inner axis; of an 8-bit weight 128 at least, and from 256 on two warpgroups share it.
+      depth: of a piece along the inner axis; of an 8-bit weight 128 at least, for each warpgroup that shares it.
       stages: pieces in the ring.
       splits: programs that share an output, along the inner axis; with a gate there is one.
+      sharers: warpgroups that multiply: one, and of an 8-bit weight also two or four. They share a piece's inner axis;
+        four of a gated product are two for each half.
     """
 
     outputs: int = 64
     depth: int = 128
     stages: int = 4
     splits: int = 1
+    sharers: int = 1
 
     def __post_init__(self) -> None:
         if self.outputs not in (64, 128):
@@ -82,11 +85,13 @@ class WeightStreamConfig:
             raise rule_error("depth is 64, 128, 256 or 512", self.depth, "use 128")
         if self.stages < 2 or self.splits < 1:
             raise rule_error("stages is 2 or more, and splits 1 or more", self, "use stages=4, splits=1")
+        if self.sharers not in (1, 2, 4):
+            raise rule_error("sharers is 1, 2 or 4", self.sharers, "use 1, and 2 for an 8-bit weight")
 
-
-def multipliers(config: WeightStreamConfig, weight_dtype: Any) -> int:
-    """Warpgroups that multiply."""
-    return 2 if jnp.dtype(weight_dtype) == jnp.int8 and config.depth >= 2 * WIDE_ATOM else 1
+    def shared(self, *, gated: bool) -> tuple[int, int]:
+        """(across, along): warpgroups that the halves of a gated product are shared by, and those of an inner axis."""
+        across = 2 if gated and self.sharers == 4 else 1
+        return across, self.sharers // across
 
 
 def scratch(
@@ -94,8 +99,8 @@ def scratch(
 ) -> dict[str, Any]:
     """A program's shared memory: the ring of the weight and the rows, and the results on their way out."""
     outputs, depth, stages = config.outputs, config.depth, config.stages
-    sharers = multipliers(config, weight_dtype)
     halves = 2 if gated else 1
+    across, _ = config.shared(gated=gated)
     eights = math.ceil(rows / EIGHT)
     x: Any = plgpu.SMEM((stages, eights * EIGHT, depth), dtype, transforms=swizzled(dtype))
     copies = 1
@@ -107,14 +112,15 @@ def scratch(
         tiles = stages, eights, depth // ATOM, EIGHT, ATOM
         x = plgpu.RefUnion(x, plgpu.SMEM(tiles, dtype, transforms=swizzle))
     shared = {}
-    if sharers > 1:
-        shared = {"others": plgpu.SMEM((halves * outputs, eights * EIGHT), jnp.float32), "added": plgpu.Barrier()}
+    if (others := config.sharers - 1) > 0:
+        sums = others, halves // across * outputs, eights * EIGHT
+        shared = {"others": plgpu.SMEM(sums, jnp.float32), "added": plgpu.Barrier(num_arrivals=others)}
     return {
         "weight": plgpu.SMEM((stages, halves * outputs, depth), weight_dtype, transforms=swizzled(weight_dtype)),
         "x": x,
         "out": plgpu.SMEM((eights * EIGHT, outputs), out_dtype),
         "filled": plgpu.Barrier(num_arrivals=halves + copies, num_barriers=stages),
-        "drained": plgpu.Barrier(num_arrivals=sharers, num_barriers=stages),
+        "drained": plgpu.Barrier(num_arrivals=config.sharers, num_barriers=stages),
         **shared,
     }
 
@@ -145,8 +151,9 @@ def program_registers(config: WeightStreamConfig, rows: int, *, gated: bool) -> 
 
     ptxas took 63 and 103 of one row, plain and gated, 79 and 128 of 32 rows; this says 68, 104, 80 and 128.
     """
-    held = config.outputs * (2 if gated else 1)
-    widened = held * config.depth // multipliers(config, jnp.int8) // 2
+    across, along = config.shared(gated=gated)
+    held = config.outputs * (2 if gated else 1) // across
+    widened = held * config.depth // along // 2
     sums = held * math.ceil(rows / EIGHT) * EIGHT
     return 32 + (widened + sums) // THREADS
 
@@ -164,11 +171,22 @@ def candidates(call: Call) -> Sequence[WeightStreamConfig]:
         if program_bytes(config, n.rows, gated=gated, weight_dtype=dtype) * times > SMEM_BYTES + RESERVED:
             return False
         registers = program_registers(config, n.rows, gated=gated) if eight_bits else 0
-        threads = THREADS * (1 + multipliers(config, dtype))
-        return registers <= MOST_REGISTERS and registers * threads * times <= REGISTERS
+        threads = THREADS * (1 + config.sharers)
+        most = REGISTERS // threads // 8 * 8  # of a thread: they are handed out in eights
+        return registers <= most and registers * threads * times <= REGISTERS
+
+    def ways_to_share(depth: int) -> tuple[int, ...]:
+        if not eight_bits:
+            return (1,)
+        every = [sharers for sharers in (2, 4) if depth // WIDE_ATOM >= (2 if gated else sharers)]
+        # Four have not run on a GPU: they go before two where predictions are trusted.
+        return tuple(every[::-1] if trusted() == "predicted" else every) or (1,)
 
     configs = []
-    for outputs, depth in itertools.product((64, 128), depths):
+    cuts = [(o, d, sharers) for o, d in itertools.product((64, 128), depths) for sharers in ways_to_share(d)]
+    if trusted() == "predicted":
+        cuts.sort(key=lambda cut: (cut[0], -cut[2]))
+    for outputs, depth, sharers in cuts:
         if n.outputs % outputs or n.inner % depth:
             continue
         tiles, steps = n.outputs // outputs, n.inner // depth
@@ -180,7 +198,9 @@ def candidates(call: Call) -> Sequence[WeightStreamConfig]:
         for together in (1, 2):
             # Six pieces on their way are as many as parts of a sum need, and leave room for the next kernel's programs.
             deepest = min(math.ceil(steps / splits), 6 if splits > 1 else 16)
-            rings = (WeightStreamConfig(outputs, depth, stages, splits) for stages in range(max(deepest, 2), 1, -1))
+            rings = (
+                WeightStreamConfig(outputs, depth, stages, splits, sharers) for stages in range(max(deepest, 2), 1, -1)
+            )
             configs += [config for config in rings if fits(config, together)][:1]
     # Where programs are more than multiprocessors, two at a time leave none of them idle.
     crowded = [c for c in configs if (n.outputs // c.outputs) * c.splits > cores]
@@ -226,8 +246,12 @@ def few_rows_hopper(
     outputs = weight.shape[0] // (1 if gate is None else 2)
     if outputs % config.outputs or inner % config.depth:
         raise rule_error("A cut's outputs and depth divide the weight's", f"{config} of {weight.shape}", "use 64")
-    if weight_scale is not None and config.depth < WIDE_ATOM:
-        raise rule_error(f"A cut of an 8-bit weight is {WIDE_ATOM} deep at least", config, "use depth=128")
+    _, along = config.shared(gated=gate is not None)
+    if weight_scale is not None and config.depth < WIDE_ATOM * along:
+        rule = f"A cut of an 8-bit weight is {WIDE_ATOM} deep at least, for each warpgroup that shares it"
+        raise rule_error(rule, config, f"use depth={WIDE_ATOM * along}")
+    if weight_scale is None and config.sharers > 1:
+        raise rule_error("Warpgroups share the widening of an 8-bit weight alone", config, "use sharers=1")
     out = jnp.dtype(out_dtype or x.dtype)
     whole = config.splits == 1 and residual is None
     kernel = plgpu.kernel(
@@ -235,7 +259,7 @@ def few_rows_hopper(
         out_type=[out_struct((config.splits, rows, outputs), out if whole else jnp.float32, x)],
         grid=(outputs // config.outputs, config.splits),
         grid_names=("tile", "split"),
-        num_threads=multipliers(config, weight.dtype) + 1,
+        num_threads=config.sharers + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
     )
@@ -255,7 +279,8 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
     columns = math.ceil(rows / EIGHT) * EIGHT
     steps = inner // depth
     each = math.ceil(steps / splits)
-    sharers = multipliers(config, weight_hbm.dtype)
+    sharers = config.sharers
+    across, along = config.shared(gated=gate is not None)
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
         tile, split = lax.axis_index("tile"), lax.axis_index("split")
@@ -297,7 +322,9 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                     plgpu.copy_gmem_to_smem(source, x_tiles.at[slot, eight, atom, pl.ds(0, some)], filled)
 
         def multiply(sharer: int) -> None:
-            mine = pl.ds(sharer * (depth // sharers), depth // sharers)
+            half, part = divmod(sharer, along)
+            mine = pl.ds(part * (depth // along), depth // along)
+            my_outputs = pl.ds(half * outputs, halves // across * outputs)
 
             def contract(acc: Any) -> Any:
                 @pl.loop(0, count)
@@ -305,7 +332,7 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                     slot = lax.rem(step, stages)
                     plgpu.barrier_wait(smem["filled"].at[slot])
                     if weight_scale:
-                        narrow = load(smem["weight"].at[slot, :, mine], plgpu.Layout.WGMMA_UPCAST_2X)
+                        narrow = load(smem["weight"].at[slot, my_outputs, mine], plgpu.Layout.WGMMA_UPCAST_2X)
                         # Neighbours exchange what they have while it is narrow.
                         narrow = plgpu.layout_cast(narrow, plgpu.Layout.WGMMA)
                         plgpu.wgmma(acc, narrow.astype(x_hbm.dtype), x_smem.at[slot, :, mine].transpose((1, 0)))
@@ -330,15 +357,19 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                 for scales in (weight_scale if sharer == 0 else ())
                 for half in range(halves)
             ]
-            z = pl.run_scoped(contract, plgpu.WGMMAAccumulatorRef((halves * outputs, columns), jnp.float32))
-            if sharer == 1:
-                store_to_memory(smem["others"], z)
+            z = pl.run_scoped(contract, plgpu.WGMMAAccumulatorRef((my_outputs.size, columns), jnp.float32))
+            if sharer > 0:
+                store_to_memory(smem["others"].at[sharer - 1], z)
                 plgpu.barrier_arrive(smem["added"])
                 return
+            sums = [z]
             if sharers > 1:
                 plgpu.barrier_wait(smem["added"])
-                z = z + load(smem["others"], plgpu.Layout.WGMMA, optimized=False)
-            parts = [z] if halves == 1 else [z[:outputs], z[outputs:]]
+                every = [z] + [
+                    load(smem["others"].at[i], plgpu.Layout.WGMMA, optimized=False) for i in range(sharers - 1)
+                ]
+                sums = [sum(every[at + 1 : at + along], start=every[at]) for at in range(0, sharers, along)]
+            parts = sums if halves == across else [sums[0][:outputs], sums[0][outputs:]]
             if of_outputs:
                 parts = [
                     part * lax.broadcast_in_dim(scale, part.shape, (0,))
@@ -363,14 +394,19 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200, against xla, at 1 and at 32 rows of a 1.1B model, the best of five cuts: gated by silu 1.18 and 1.22
     times its speed; with a residual and its norm 1.11 and 1.30 (2048 inner), 1.22 and 1.19 (8192). Alone 0.88 and 1.42:
-    of one row xla makes a reduction, of 32 a product. Other numbers of rows and other gates were not timed: from eight
-    rows on it is taken to be as at 32. Of 8-bit weights, which are half of the bytes, and of float32 results it is
-    predicted to be ahead, and has not run: it goes ahead where predictions are trusted."""
-    alone = call.params["gate"] is None and call["residual"] is None and not is_quantized(call)
-    timed = not is_quantized(call) and out_dtype_of(call).name == np.dtype(call.need("x").dtype).name
-    if (alone and sizes(call).rows < EIGHT) or not (timed or trusted() == "predicted"):
-        return ()
-    return ("xla",)
+    of one row xla makes a reduction, of 32 a product. Of 8-bit weights gated 1.51 and 1.60; with a residual 1.13 and
+    1.17, 1.41 and 1.36; alone 1.24 at 32, and a head with float32 results 1.35 and 1.44. Other numbers of rows and
+    other gates were not timed: from eight rows on it is taken to be as at 32. Of 16-bit weights with float32 results,
+    and of 8-bit ones alone at fewer than eight rows, it is predicted to be ahead: it goes ahead where predictions are
+    trusted."""
+    alone = call.params["gate"] is None and call["residual"] is None
+    few = sizes(call).rows < EIGHT
+    wide = out_dtype_of(call).name != np.dtype(call.need("x").dtype).name
+    if not is_quantized(call):
+        timed, behind = not wide, alone and few
+    else:
+        timed, behind = wide or not (alone and few), False
+    return () if behind or not (timed or trusted() == "predicted") else ("xla",)
 
 
 IMPLEMENTATION = Implementation(
