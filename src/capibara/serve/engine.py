@@ -370,9 +370,17 @@ class Engine:
         draws = any(chunk.samples for chunk in sent.plan.chunks)
         if draws:
             for chunk, tokens, row in sent.drawn():
-                self._take(chunk, tokens, row, sent)
-                if not chunk.sequence.finished:
-                    touched[chunk.sequence.request.id] = chunk.sequence
+                sequence = chunk.sequence
+                right = self._verified(chunk, tokens) if chunk.draft else 0
+                if sequence.finished:
+                    sequence.in_flight -= chunk.drawn
+                    continue
+                finish = self._read(sequence, tokens, row, sent)
+                self.scheduler.take(sequence, tokens, drawn=chunk.drawn, extra=min(right, len(tokens)) if right else 0)
+                if finish is None:
+                    touched[sequence.request.id] = sequence
+                else:
+                    self._finish(sequence, finish)
         now = time.perf_counter()
         self._step_seconds = now - max(sent.at, self._last_result)
         self._last_result = now
@@ -382,21 +390,15 @@ class Engine:
             self.on_step(StepTime(sent.shape, sent.plan, self._step_seconds))
         self._timing = draws
 
-    def _take(self, chunk: Chunk, tokens: list[int], row: int, sent: Sent) -> None:
-        sequence, right = chunk.sequence, 0
-        if chunk.draft:
-            while right < len(chunk.draft) and chunk.draft[right] == tokens[right]:
-                right += 1
-            tokens = tokens[: right + 1]
-            self._drafted += len(chunk.draft)
-            self._accepted += right
-        if sequence.finished:
-            sequence.in_flight -= chunk.drawn
-            return
-        finish = self._read(sequence, tokens, row, sent)
-        self.scheduler.take(sequence, tokens, drawn=chunk.drawn, extra=min(right, len(tokens)) if right else 0)
-        if finish is not None:
-            self._finish(sequence, finish)
+    def _verified(self, chunk: Chunk, tokens: list[int]) -> int:
+        """How many drafted tokens were right; those drawn after a wrong one are cut off."""
+        right = 0
+        while right < len(chunk.draft) and chunk.draft[right] == tokens[right]:
+            right += 1
+        del tokens[right + 1 :]
+        self._drafted += len(chunk.draft)
+        self._accepted += right
+        return right
 
     def _read(self, sequence: Sequence, tokens: list[int], row: int, sent: Sent) -> FinishReason | None:
         """Why the request ends, where it does; tokens after the one that ends it are cut off."""

@@ -492,8 +492,10 @@ class Runner:
 
 def _tokens(chunk: Chunk) -> Collection[int]:
     """-1 for one that is being drawn, and not known here yet."""
-    known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
-    return (*known, *chunk.draft) if chunk.draft else known or (-1,)
+    tokens, start = chunk.sequence.tokens, chunk.start
+    if start >= len(tokens):
+        return (-1,)
+    return (*tokens[start : start + chunk.count], *chunk.draft)
 
 
 def form_of(asked: Any) -> sampling.Form:
