@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,15 @@ def test_text_there_and_back(tokenizers: dict[str, Tokenizer], kind: str) -> Non
     assert len(ids) > 8, "the file's truncation is off"
     assert tokenizer.decode(ids) == long
     assert tokenizer.encode_batch([long, "a"])[0].tolist() == ids
+
+
+def test_a_stream_of_bytes_is_pythons_decoder_whatever_they_are() -> None:
+    """Letters are given out without it, though not inside of a character."""
+    for data in itertools.product(b"a\x7f\x82\xac\xc3\xe2\xf0\xff", repeat=4):
+        stream, utf8 = ByteTokenizer().stream(), codecs.getincrementaldecoder("utf-8")("replace")
+        assert [stream.put(byte) for byte in data] == [utf8.decode(bytes((byte,))) for byte in data]
+        assert stream.end() == utf8.decode(b"", final=True)
+        assert stream.put(ord("b")) == "b"
 
 
 @pytest.mark.parametrize("kind", KINDS)

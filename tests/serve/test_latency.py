@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.serve.engines import GREEDY, answers, engine_of, model_of, prompts_of, wanted
 
@@ -231,6 +232,16 @@ def test_what_is_seen_leaves_room_for_what_lies_between_steps(programs: Path) ->
     assert controller.p95_ms == pytest.approx(10.0)
     controller.adjust()
     assert controller.engine.limits.max_sequences < 64
+
+
+def test_the_percentile_is_numpys(programs: Path) -> None:
+    controller = controller_of(programs, None)
+    draw = np.random.default_rng(0)
+    for size in (1, 2, 3, 20, 21, 40, 511, 512):
+        gaps = draw.exponential(5.0, size)
+        controller._gaps.clear()
+        controller._gaps.extend(gaps.tolist())
+        assert controller.p95_ms == pytest.approx(np.percentile(gaps, 95), rel=1e-12)
 
 
 @pytest.mark.quick

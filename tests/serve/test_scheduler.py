@@ -108,7 +108,7 @@ def play(
                     continue
                 sequence = chunk.sequence
                 tokens = tokens[: max(0, sequence.last_token_number - len(sequence.tokens))]
-                scheduler.take(sequence, tokens, drawn=chunk.drawn(done.steps))
+                scheduler.take(sequence, tokens, drawn=chunk.drawn)
                 if not sequence.finished and len(sequence.tokens) >= sequence.last_token_number:
                     scheduler.remove(sequence)
         if not arrivals and not sent and not scheduler.running and not scheduler.waiting:

@@ -218,15 +218,21 @@ class _ByteStream(TextStream):
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = False  # whether it is inside of a character
 
     def put(self, token: int) -> str:
+        if 0 <= token < 128 and not self._open:
+            return chr(token)
         if 0 <= token < 256:
-            return self._utf8.decode(bytes((token,)))
+            text = self._utf8.decode(bytes((token,)))
+            self._open = bool(self._utf8.getstate()[0])
+            return text
         if token >= ByteTokenizer.vocab_size or token < 0:
             raise _beyond(token, ByteTokenizer.vocab_size)
         return ""
 
     def end(self) -> str:
+        self._open = False
         return self._utf8.decode(b"", final=True)
 
 

@@ -20,7 +20,7 @@ from capibara.serve.grammar import Grammar, Grammars
 from capibara.serve.invariance import check_invariant, keeps_state
 from capibara.serve.kv_cache import PagePool
 from capibara.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs, Usage
-from capibara.serve.runner import SEVERAL_FORMS, Drawn, Runner, Sent, form_of
+from capibara.serve.runner import SEVERAL_FORMS, Runner, Sent, form_of
 from capibara.serve.sampling import FORMS, Form
 from capibara.serve.scheduler import Chunk, Limits, Scheduler, Sequence, StepPlan
 from capibara.serve.speculation import NgramDrafts
@@ -94,9 +94,10 @@ class _Progress:
     rejected: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    tokens: list[int] = field(default_factory=list)
-    """That no output has told of yet."""
-    fresh: list[str] = field(default_factory=list)
+    told: int = 0
+    """Tokens of the answer that outputs have told of."""
+    fresh: str = ""
+    """Text, and log-probabilities, that none has told of yet."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -344,22 +345,20 @@ class Engine:
         return [*unqueued, *(self._output(sequence) for sequence in touched.values())]
 
     def _runs(self, sequence: Sequence) -> None:
-        progress = sequence.state
-        assert isinstance(progress, _Progress)
+        progress: _Progress = sequence.state
         if progress.waited_s is None:  # else it was sent away, and is back
             progress.waited_s = max(0.0, time.monotonic() - sequence.request.arrival)
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        progress = sequence.state
-        assert isinstance(progress, _Progress)
+        progress: _Progress = sequence.state
         if progress.drafts is None:
             return ()
         return progress.drafts.guess(sequence.tokens, self.config.speculative_tokens)
 
     def _allowed(self, plan: StepPlan) -> np.ndarray | None:
         """The tokens that grammars allow after each chunk, a bit each; None where no request has one."""
-        held = [(n, chunk.sequence.state) for n, chunk in enumerate(plan.chunks) if chunk.samples]
-        grammars = [(n, state.grammar) for n, state in held if isinstance(state, _Progress) and state.grammar]
+        hosted = [(n, chunk) for n, chunk in enumerate(plan.chunks) if chunk.sequence.needs_host and chunk.samples]
+        grammars = [(n, chunk.sequence.state.grammar) for n, chunk in hosted if chunk.sequence.state.grammar]
         if not grammars:
             return None
         allowed = np.full((len(plan.chunks), -(-self.model.config.vocab // 32)), 0xFFFFFFFF, np.uint32)
@@ -370,10 +369,18 @@ class Engine:
     def _receive(self, sent: Sent, touched: dict[str, Sequence]) -> None:
         draws = any(chunk.samples for chunk in sent.plan.chunks)
         if draws:
-            for chunk, drawn in sent.drawn():
-                self._take(chunk, drawn, sent.plan.steps)
-                if not chunk.sequence.finished:
-                    touched[chunk.sequence.request.id] = chunk.sequence
+            for chunk, tokens, row in sent.drawn():
+                sequence = chunk.sequence
+                right = self._verified(chunk, tokens) if chunk.draft else 0
+                if sequence.finished:
+                    sequence.in_flight -= chunk.drawn
+                    continue
+                finish = self._read(sequence, tokens, row, sent)
+                self.scheduler.take(sequence, tokens, drawn=chunk.drawn, extra=min(right, len(tokens)) if right else 0)
+                if finish is None:
+                    touched[sequence.request.id] = sequence
+                else:
+                    self._finish(sequence, finish)
         now = time.perf_counter()
         self._step_seconds = now - max(sent.at, self._last_result)
         self._last_result = now
@@ -383,58 +390,48 @@ class Engine:
             self.on_step(StepTime(sent.shape, sent.plan, self._step_seconds))
         self._timing = draws
 
-    def _take(self, chunk: Chunk, drawn: Drawn, steps: int) -> None:
-        sequence = chunk.sequence
-        in_flight = chunk.drawn(steps)
-        tokens = drawn.tokens
+    def _verified(self, chunk: Chunk, tokens: list[int]) -> int:
+        """How many drafted tokens were right; those drawn after a wrong one are cut off."""
         right = 0
-        if chunk.draft:
-            while right < len(chunk.draft) and chunk.draft[right] == tokens[right]:
-                right += 1
-            tokens = tokens[: right + 1]
-            self._drafted += len(chunk.draft)
-            self._accepted += right
-        if sequence.finished:
-            sequence.in_flight -= in_flight
-            return
-        tokens = tokens[: sequence.last_token_number - len(sequence.tokens)]
-        kept, finish = self._read(sequence, tokens, drawn)
-        self.scheduler.take(sequence, kept, drawn=in_flight, extra=min(right, len(kept)))
-        if finish is not None:
-            self._finish(sequence, finish)
+        while right < len(chunk.draft) and chunk.draft[right] == tokens[right]:
+            right += 1
+        del tokens[right + 1 :]
+        self._drafted += len(chunk.draft)
+        self._accepted += right
+        return right
 
-    def _read(self, sequence: Sequence, tokens: list[int], drawn: Drawn) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to the one that ends the request, where one does, and why it ends."""
-        progress, asked = sequence.state, sequence.request.sampling
-        assert isinstance(progress, _Progress)
-        kept: list[int] = []
+    def _read(self, sequence: Sequence, tokens: list[int], row: int, sent: Sent) -> FinishReason | None:
+        """Why the request ends, where it does; tokens after the one that ends it are cut off."""
+        progress: _Progress = sequence.state
+        asked, grammar, text = sequence.request.sampling, progress.grammar, progress.text
         for number, token in enumerate(tokens):
-            kept.append(token)
-            progress.tokens.append(token)
-            if asked.logprobs is not None and drawn.logprobs is not None:
-                own, ids, top = drawn.logprobs(number)
-                likeliest = zip(ids[: asked.logprobs].tolist(), top[: asked.logprobs].tolist(), strict=True)
-                progress.logprobs.append(TokenLogprobs(token, own, tuple(likeliest)))
-            if progress.grammar is not None and not progress.grammar.take(token):
-                grew = progress.grammar.error
+            if asked.logprobs is not None:
+                self._add_logprobs(progress, asked.logprobs, token, row + number, sent)
+            if grammar is not None and not grammar.take(token):
+                grew = grammar.error
                 progress.error, progress.rejected = grew or f"token {token} is not of the grammar", bool(grew)
-                return kept, "error"
+                del tokens[number + 1 :]
+                return "error"
             if token in progress.stops:
                 progress.stop_reason = None if token in progress.eos else token
-                return kept, "stop"
-            progress.fresh.append(progress.text.put(token))
-            if progress.text.found is not None:
-                progress.stop_reason = progress.text.found
-                return kept, "stop"
-            if progress.grammar is not None and progress.grammar.complete:
-                return kept, "stop"
-        if len(sequence.tokens) + len(kept) >= sequence.last_token_number:
-            return kept, "length"
-        return kept, None
+                del tokens[number + 1 :]
+                return "stop"
+            progress.fresh += text.put(token)
+            if text.found is not None or (grammar is not None and grammar.complete):
+                progress.stop_reason = text.found
+                del tokens[number + 1 :]
+                return "stop"
+        return "length" if len(sequence.tokens) + len(tokens) >= sequence.last_token_number else None
+
+    @staticmethod
+    def _add_logprobs(progress: _Progress, count: int, token: int, row: int, sent: Sent) -> None:
+        if sent.chances is not None:
+            own, ids, top = sent.chances
+            likeliest = zip(ids[row, :count].tolist(), top[row, :count].tolist(), strict=True)
+            progress.logprobs.append(TokenLogprobs(token, float(own[row]), tuple(likeliest)))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        progress = sequence.state
-        assert isinstance(progress, _Progress)
+        progress: _Progress = sequence.state
         progress.finish_reason = reason
         self._finished[reason] += 1
         self.scheduler.remove(sequence)
@@ -442,27 +439,30 @@ class Engine:
         self._ended.append(sequence)
 
     def _output(self, sequence: Sequence) -> RequestOutput:
-        progress, asked = sequence.state, sequence.request.sampling
-        assert isinstance(progress, _Progress)
+        progress: _Progress = sequence.state
+        request, prompt = sequence.request, sequence.prompt_length
         if progress.finish_reason is not None:
-            progress.fresh.append(progress.text.end())
-        tokens, progress.tokens = tuple(progress.tokens), []
-        text, progress.fresh = "".join(progress.fresh), []
-        chances, progress.logprobs = tuple(progress.logprobs), []
-        if sequence.generated == len(tokens) and tokens:
-            self._prompt_tokens += sequence.prompt_length
+            progress.fresh += progress.text.end()
+        tokens = tuple(sequence.tokens[prompt + progress.told :])
+        text, progress.fresh = progress.fresh, ""
+        chances = None
+        if request.sampling.logprobs is not None:
+            chances, progress.logprobs = tuple(progress.logprobs), []
+        if tokens and not progress.told:
+            self._prompt_tokens += prompt
+        progress.told += len(tokens)
         self._generation_tokens += len(tokens)
         return RequestOutput(
-            sequence.request.id,
+            request.id,
             tokens,
             text,
-            Usage(sequence.prompt_length, sequence.generated, sequence.cached_tokens),
-            logprobs=chances if asked.logprobs is not None else None,
-            finish_reason=progress.finish_reason,
-            stop_reason=progress.stop_reason,
-            error=progress.error,
-            rejected=progress.rejected,
-            waited_s=progress.waited_s,
+            Usage(prompt, progress.told, sequence.cached_tokens),
+            chances,
+            progress.finish_reason,
+            progress.stop_reason,
+            progress.error,
+            progress.rejected,
+            progress.waited_s,
         )
 
     def stats(self) -> EngineStats:

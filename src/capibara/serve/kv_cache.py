@@ -158,6 +158,8 @@ class SequencePages:
 
     def grow(self, tokens: int) -> bool:
         """Have pages for so many tokens; False, and as it was, where the pool has not enough."""
+        if tokens <= len(self.pages) * self.pool.page_size:  # as at most steps
+            return True
         lacking = self.lacking(tokens)
         if lacking > self.pool.available:
             return False
@@ -185,7 +187,10 @@ class SequencePages:
     def publish(self, tokens: Sequence[int], written: int) -> list[int]:
         """Let others use the full pages among the first `written` of these tokens; those that were not yet, now are."""
         size, first = self.pool.page_size, self._published
-        while (self._published + 1) * size <= min(written, len(tokens)):
+        if (first + 1) * size > written:  # as at most steps
+            return []
+        full = min(written, len(tokens)) // size
+        while self._published < full:
             start = self._published * size
             page = self.pages[self._published]
             self._link = self.pool.publish(page, self._link, tuple(tokens[start : start + size]))

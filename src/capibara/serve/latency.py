@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from capibara.errors import rule_error
 from capibara.serve.config import check_target
 from capibara.serve.programs import Shape
@@ -114,7 +112,7 @@ class _ShapeTime:
     def at(self, step: int) -> _ShapeTime:
         """As it is held to be at a step, when it was not measured since."""
         faded = 1 + (self.off - 1) * _FADING ** (step - self.measured)
-        return replace(self, off=faded, measured=step)
+        return _ShapeTime(self.base, self.per_key, faded, step)
 
     def took(self, seconds: float, keys: float) -> None:
         times = min(seconds / (self.base + self.per_key * keys), _MOST * self.off)
@@ -234,15 +232,16 @@ class LatencyController:
     @property
     def best_ms(self) -> float:
         """Of one sequence's next token, nothing else in the step."""
-        shapes = self.engine.runner.shapes
-        return self._milliseconds(
-            self._decode(1) if _decodes_alone(self.engine) else shapes.ragged(1, 1), self._context()
-        )
+        return self._best_ms(self._pages(), self._context())
 
-    def _decode(self, sequences: int, steps: int = 1) -> Shape:
+    def _best_ms(self, pages: int, context: float) -> float:
         shapes = self.engine.runner.shapes
-        longest = max((len(s.pages.pages) for s in list(self.engine.scheduler.running)), default=1)
-        return shapes.decode(sequences, longest, steps)
+        alone = shapes.decode(1, pages) if _decodes_alone(self.engine) else shapes.ragged(1, 1)
+        return self._milliseconds(alone, context)
+
+    def _pages(self) -> int:
+        """Of the running sequence that has most: every one has room for so many in a step of single tokens."""
+        return max([len(s.pages.pages) for s in list(self.engine.scheduler.running)], default=1)
 
     def _context(self) -> float:
         """Tokens of a sequence, in the mean: of those that run, else of those that wait, else half of a short table."""
@@ -250,7 +249,9 @@ class LatencyController:
         # Lists of their own: a report is asked for by any thread while the engine's goes on.
         sequences = list(scheduler.running) or list(itertools.islice(scheduler.waiting, _SEEN))
         lengths = [s.length for s in sequences]
-        return sum(lengths) / len(lengths) if lengths else self._half(self._decode(1))
+        return (
+            sum(lengths) / len(lengths) if lengths else self._half(self.engine.runner.shapes.decode(1, self._pages()))
+        )
 
     # What follows from it.
 
@@ -260,12 +261,13 @@ class LatencyController:
             return
         engine, limits = self.engine, self.engine.limits
         config = engine.config
+        pages, context = self._pages(), self._context()
         # An impossible target is not given up: what is possible is kept to, with a little room.
-        budget = max(self.target_ms * self._margin, 1.1 * self.best_ms)
+        budget = max(self.target_ms * self._margin, 1.1 * self._best_ms(pages, context))
         if self.choose_batch:
-            limits.max_sequences = self._most_sequences(budget)
-        decoding = [s for s in engine.scheduler.running if s.length - s.computed <= 1]
-        keys = sum(s.length for s in decoding)
+            limits.max_sequences = self._most_sequences(budget, pages, context)
+        decoding = [length for s in engine.scheduler.running if (length := s.length) - s.computed <= 1]
+        keys = sum(decoding)
         longest = engine.config.prefill_chunk or config.max_batch_tokens
         if not decoding:  # nobody waits for a next token
             limits.prefill_tokens = limits.prefill_chunk = longest
@@ -274,16 +276,17 @@ class LatencyController:
             limits.prefill_chunk = max(1, min(longest, limits.prefill_tokens))
         several = (
             _decodes_alone(self.engine)
-            and self._milliseconds(self._decode(max(1, len(decoding)), self._steps), keys) <= budget
+            and self._milliseconds(engine.runner.shapes.decode(max(1, len(decoding)), pages, self._steps), keys)
+            <= budget
         )
         engine.decode_steps = self._steps if several else 1
 
-    def _most_sequences(self, budget: float) -> int:
-        shapes, config, context = self.engine.runner.shapes, self.engine.config, self._context()
+    def _most_sequences(self, budget: float, pages: int, context: float) -> int:
+        shapes, config = self.engine.runner.shapes, self.engine.config
         if _decodes_alone(self.engine):
             most, smaller = 1, 0
             for size in shapes.sequences:
-                fit = min(size, self._time(self._decode(size)).most_keys(1e-3 * budget) / max(context, 1))
+                fit = min(size, self._time(shapes.decode(size, pages)).most_keys(1e-3 * budget) / max(context, 1))
                 most, smaller = max(most, int(fit) if fit > smaller else 1), size
             return most
         # Every step is ragged: as many as the longest one within the budget has tokens for.
@@ -312,10 +315,12 @@ class LatencyController:
             if output.tokens:
                 before = self._last.get(output.id)
                 if before is not None:
-                    gap = 1e3 * max(0.0, now - before)
-                    slowest = max(slowest, gap)
+                    gap = 1e3 * (now - before) if now > before else 0.0
+                    if gap > slowest:
+                        slowest = gap
+                    self._gaps.append(gap)
                     # Tokens that come together have nothing between them.
-                    self._gaps.extend([gap, *[0.0] * (len(output.tokens) - 1)])
+                    self._gaps.extend([0.0] * (len(output.tokens) - 1))
                 self._last[output.id] = now
             if output.finish_reason is not None:
                 self._last.pop(output.id, None)
@@ -332,7 +337,13 @@ class LatencyController:
 
     @property
     def p95_ms(self) -> float | None:
-        return float(np.percentile(self._gaps, 95)) if self._gaps else None
+        if not self._gaps:
+            return None
+        # Asked for after every step. All of a step's gaps are alike, and sorting takes runs as they are; numpy would
+        # first make an array of them.
+        gaps = sorted(self._gaps)
+        below, share = divmod(95 * (len(gaps) - 1), 100)
+        return gaps[below] + share / 100 * (gaps[min(below + 1, len(gaps) - 1)] - gaps[below])
 
     def report(self) -> LatencyReport:
         """How it stands."""

@@ -188,7 +188,11 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+# Of the next two one is made a sequence and step: set field by field, as frozen dataclasses do it themselves, they
+# would be a third of all that the host does.
+
+
+@dataclass(frozen=True, init=False)
 class Usage:
     """Tokens of a request so far."""
 
@@ -197,8 +201,11 @@ class Usage:
     cached_tokens: int
     """Of the prompt, those whose keys and values were there already."""
 
+    def __init__(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
+        vars(self).update(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cached_tokens=cached_tokens)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, init=False)
 class RequestOutput:
     """What a step has brought one request. The last one has a `finish_reason`; after it nothing comes."""
 
@@ -219,3 +226,21 @@ class RequestOutput:
     """Whether it went wrong by the request's own doing: a grammar that cannot be read, or that grows too large."""
     waited_s: float | None = None
     """From its arrival until it first ran; None where it did not."""
+
+    def __init__(
+        self,
+        id: str,
+        tokens: tuple[int, ...],
+        text: str,
+        usage: Usage,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        rejected: bool = False,
+        waited_s: float | None = None,
+    ) -> None:
+        vars(self).update(
+            id=id, tokens=tokens, text=text, usage=usage, logprobs=logprobs, finish_reason=finish_reason,
+            stop_reason=stop_reason, error=error, rejected=rejected, waited_s=waited_s,
+        )  # fmt: skip

@@ -31,7 +31,7 @@ from capibara.serve.weights import nbytes_on_one, prepared
 if TYPE_CHECKING:
     from capibara.models.modular import ModularCapibaraModel
 
-__all__ = ["SEVERAL_FORMS", "Drawn", "Runner", "Sent", "form_of"]
+__all__ = ["SEVERAL_FORMS", "Runner", "Sent", "form_of"]
 
 _COPIES = 8
 """Pages that one program copies."""
@@ -42,13 +42,8 @@ _SHORT_STEP = 20e-3
 SEVERAL_FORMS: tuple[sampling.Form, ...] = ("greedy", "drawn", "filtered")
 """Forms that need nothing of the host between tokens."""
 
-
-@dataclass(frozen=True)
-class Drawn:
-    """What a step drew for one sequence."""
-
-    tokens: list[int]
-    logprobs: Callable[[int], tuple[float, np.ndarray, np.ndarray]] | None
+_fields_of = functools.lru_cache(maxsize=256)(programs.fields_of)
+"""Where each part lies is the same at every step of a shape."""
 
 
 @dataclass
@@ -65,30 +60,26 @@ class Sent:
     compiled: bool
     """Whether a program was made for it: its time is then no step's."""
 
-    def drawn(self) -> Iterator[tuple[Chunk, Drawn]]:
-        """What came of each chunk that draws. Waits for the device."""
+    def drawn(self) -> Iterator[tuple[Chunk, list[int], int]]:
+        """(chunk, its tokens, its first row) of each chunk that draws. Waits for the device."""
         tokens = np.asarray(self.tokens)
-        chances = None if self.logprobs is None else [np.asarray(part) for part in self.logprobs]
         if tokens.ndim == 2:
             columns = tokens.T.tolist()
             for chunk, row in zip(self.plan.chunks, self.rows, strict=True):
-                yield chunk, Drawn(columns[row], None)
+                yield chunk, columns[row][: chunk.drawn], row
             return
         listed = tokens.tolist()
         for chunk, row in zip(self.plan.chunks, self.rows, strict=True):
-            if row < 0:
-                continue
-            count = 1 + len(chunk.draft)
-            of_token = None
-            if chances is not None:
-                own, ids, top = chances
+            if row >= 0:
+                yield chunk, listed[row : row + 1 + len(chunk.draft)], row
 
-                def of_token(
-                    number: int, row: int = row, own: Any = own, ids: Any = ids, top: Any = top
-                ) -> tuple[float, np.ndarray, np.ndarray]:
-                    return float(own[row + number]), ids[row + number], top[row + number]
-
-            yield chunk, Drawn(listed[row : row + count], of_token)
+    @functools.cached_property
+    def chances(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Of each row the log-probability of its token, the likeliest tokens, and theirs; None where nobody asked."""
+        if self.logprobs is None:
+            return None
+        own, ids, top = (np.asarray(part) for part in self.logprobs)
+        return own, ids, top
 
 
 class Runner:
@@ -136,13 +127,15 @@ class Runner:
         self._all_allowed: dict[int, jax.Array] = {}
         self._words32 = -(-self.model.vocab // 32)
         # By slot: what the host says of a sequence at each of its steps.
-        self._owner: list[tuple[Sequence, int] | None] = [None] * slots
+        self._owner: list[Sequence | None] = [None] * slots
+        self._admission = [0] * slots
+        """Which of its owner's `admissions` the place was filled for."""
         self._filled = [0] * slots
         self._table = np.full((slots, self.shapes.pages[-1]), pages, np.int32)
         self._slot_params = {
             name: np.zeros(slots, dtype) for name, (_, dtype) in programs.sampling_fields(slots).items()
         }
-        self._form = np.zeros(slots, np.int8)
+        self._form = [0] * slots
         self._adapter = np.full(slots, -1, np.int32)
 
     @property
@@ -407,9 +400,8 @@ class Runner:
     def _place(self, sequence: Sequence) -> None:
         """Have what is said of a sequence at every step in its slot's place."""
         slot, pages = sequence.slot, sequence.pages.pages
-        owner = (sequence, sequence.admissions)
-        if self._owner[slot] != owner:
-            self._owner[slot], self._filled[slot] = owner, 0
+        if self._owner[slot] is not sequence or self._admission[slot] != sequence.admissions:
+            self._owner[slot], self._admission[slot], self._filled[slot] = sequence, sequence.admissions, 0
             self._table[slot] = self.pages
             self._begin(sequence)
         filled = self._filled[slot]
@@ -445,69 +437,65 @@ class Runner:
         run = self._executable(("begin_counts",), lambda: programs.begin_counts, *args, donate=(0,))
         self._counts = run(*args)
 
-    def _say_sampling(self, parts: dict[str, np.ndarray], rows: np.ndarray, slots: np.ndarray) -> None:
+    def _say_sampling(self, parts: dict[str, np.ndarray], slots: np.ndarray) -> None:
+        """What the first rows are drawn by: those of these slots."""
+        count = len(slots)
         for name, values in self._slot_params.items():
             if name not in ("number", "slot"):
-                parts[name][rows] = values[slots]
-        parts["slot"][rows] = slots
+                parts[name][:count] = values[slots]
+        parts["slot"][:] = self.config.max_sequences
+        parts["slot"][:count] = slots
 
     def _say_decode(self, plan: StepPlan, slots: np.ndarray, shape: Shape) -> tuple[np.ndarray, list[int]]:
-        count = len(slots)
-        starts = np.array([chunk.start for chunk in plan.chunks], np.int32)
-        whole, parts = programs.decode_fields(shape).new()
-        here = np.arange(count)
-        parts["tokens"][:count] = [_token(chunk, chunk.start) for chunk in plan.chunks]
-        parts["context_lengths"][:count] = starts + 1
-        parts["left"][:count] = [chunk.sequence.last_token_number for chunk in plan.chunks] - (starts + 1)
+        chunks, count = plan.chunks, len(slots)
+        lengths = np.array([chunk.start for chunk in chunks], np.int32) + 1
+        whole, parts = _fields_of(shape).new()
+        parts["tokens"][:count] = [token for chunk in chunks for token in _tokens(chunk)]
+        parts["context_lengths"][:count] = parts["number"][:count] = lengths
+        parts["left"][:count] = np.array([chunk.sequence.last_token_number for chunk in chunks], np.int32) - lengths
         parts["adapters"][:] = -1
         parts["adapters"][:count] = self._adapter[slots]
         parts["page_table"][:count] = self._table[slots, : shape.pages]
-        parts["slot"][:] = self.config.max_sequences
-        parts["number"][:count] = starts + 1
-        self._say_sampling(parts, here, slots)
+        self._say_sampling(parts, slots)
         return whole, list(range(count))
 
     def _say_ragged(self, plan: StepPlan, slots: np.ndarray, shape: Shape) -> tuple[np.ndarray, list[int]]:
-        count = len(slots)
-        whole, parts = programs.ragged_fields(shape).new()
+        chunks, count = plan.chunks, len(slots)
+        whole, parts = _fields_of(shape).new()
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
+        counts = np.array([chunk.count for chunk in chunks], np.int32)
+        ends = np.cumsum(counts)
+        total = int(ends[-1])
+        of_token = np.repeat(np.arange(count), counts)
+        parts["tokens"][:total] = [token for chunk in chunks for token in _tokens(chunk)]
         parts["positions"][:] = -1
+        parts["positions"][:total] = np.arange(total) + (starts + counts - ends)[of_token]
+        parts["row_of_token"][:total] = of_token
         parts["adapters"][:] = -1
-        parts["slot"][:] = parts["slots"][:] = self.config.max_sequences
+        parts["adapters"][:total] = self._adapter[slots][of_token]
+        parts["context_lengths"][:count] = starts + counts
+        parts["query_starts"][1:] = total
+        parts["query_starts"][1 : count + 1] = ends
+        parts["slots"][:] = self.config.max_sequences
         parts["slots"][:count] = slots
         parts["page_table"][:count] = self._table[slots]
-        rows, at, row = [], 0, 0
-        for number, chunk in enumerate(plan.chunks):
-            end, sequence = at + chunk.count, chunk.sequence
-            start = chunk.start
-            known = sequence.tokens[start : start + chunk.count]
-            tokens = parts["tokens"][at:end]
-            tokens[: len(known)] = known
-            if not known:
-                tokens[0] = -1
-            if chunk.draft:
-                tokens[1:] = chunk.draft
-            parts["positions"][at:end] = np.arange(start, start + chunk.count)
-            parts["row_of_token"][at:end] = number
-            parts["adapters"][at:end] = self._adapter[sequence.slot]
-            parts["context_lengths"][number] = start + chunk.count
-            parts["query_starts"][number + 1 :] = end
-            if chunk.samples:
-                drawn = 1 + len(chunk.draft)
-                here = np.arange(row, row + drawn)
-                parts["sampled_at"][here] = np.arange(end - drawn, end)
-                parts["number"][here] = np.arange(start + chunk.count - drawn + 1, start + chunk.count + 1)
-                self._say_sampling(parts, here, np.full(drawn, sequence.slot))
-                rows.append(row)
-                row += drawn
-            else:
-                rows.append(-1)
-            at = end
-        return whole, rows
+        # A row for the last token of each chunk that draws, and for each of the drafted ones before it.
+        drawn = np.array([1 + len(chunk.draft) if chunk.drawn else 0 for chunk in chunks], np.int32)
+        row_ends = np.cumsum(drawn)
+        of_row = np.repeat(np.arange(count), drawn)
+        back = np.arange(len(of_row)) - row_ends[of_row]  # from -drawn to -1
+        parts["sampled_at"][: len(of_row)] = ends[of_row] + back
+        parts["number"][: len(of_row)] = (starts + counts)[of_row] + back + 1
+        self._say_sampling(parts, slots[of_row])
+        return whole, np.where(drawn > 0, row_ends - drawn, -1).tolist()
 
 
-def _token(chunk: Chunk, position: int) -> int:
-    tokens = chunk.sequence.tokens
-    return tokens[position] if position < len(tokens) else -1
+def _tokens(chunk: Chunk) -> Collection[int]:
+    """-1 for one that is being drawn, and not known here yet."""
+    tokens, start = chunk.sequence.tokens, chunk.start
+    if start >= len(tokens):
+        return (-1,)
+    return (*tokens[start : start + chunk.count], *chunk.draft)
 
 
 def form_of(asked: Any) -> sampling.Form:

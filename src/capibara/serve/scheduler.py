@@ -12,8 +12,9 @@ how many tokens a sequence has, and not on which they are.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from capibara.errors import rule_error
 from capibara.serve.kv_cache import PagePool, SequencePages
@@ -66,7 +67,7 @@ class Sequence:
         """Whether its next token can only be asked for when the last one is known here."""
         self.one_by_one = False
         """Whether its tokens are drawn by a program of their own, and so never several in one."""
-        self.state: object = None
+        self.state: Any = None
         """The engine's own: text so far, grammar."""
 
     @property
@@ -79,27 +80,25 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # one is made a sequence and step: frozen, that would take three times as long
 class Chunk:
-    """Tokens of one sequence in a step."""
+    """Tokens of one sequence in a step; nothing changes one that is made."""
 
     sequence: Sequence
     start: int
     """Position of the first."""
     count: int
     """Of tokens, drafted ones included."""
-    samples: bool
-    """Whether a token is drawn after the last: it is no piece of a prompt that goes on."""
+    drawn: int
+    """Tokens that are drawn after the last and are then in flight: none past its sequence's last one, whose keys are
+    not computed, and none after a piece of a prompt that goes on."""
     draft: tuple[int, ...] = ()
     """Guessed tokens that follow the first."""
 
-    def drawn(self, steps: int) -> int:
-        """Tokens that a program of so many steps draws after it: none past its sequence's last one.
-
-        The last one's keys are not computed, and nothing may take them to be in the cache.
-        """
-        known = self.start + self.count - len(self.draft)
-        return min(steps, self.sequence.last_token_number - known) if self.samples else 0
+    @property
+    def samples(self) -> bool:
+        """Whether a token is drawn after it: it is no piece of a prompt that goes on."""
+        return self.drawn > 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class StepPlan:
 
     @property
     def decodes_only(self) -> bool:
-        return all(chunk.count == 1 and chunk.samples for chunk in self.chunks)
+        return all(chunk.count == 1 and chunk.drawn for chunk in self.chunks)
 
 
 @dataclass
@@ -222,19 +221,18 @@ class Scheduler:
           steps: how many tokens in a row may be drawn, where nothing waits and no sequence needs the host in between.
         """
         steps = self._steps(steps)
-        chunks, preempted = self._one_token_each(steps)
+        chunks, under_way, preempted = self._one_token_each(steps)
         budget = self.limits.max_batch_tokens - sum(chunk.count for chunk in chunks)
         prompts = min(budget, self.limits.prefill_tokens)
-        under_way = [sequence for sequence in self.running if sequence.length - sequence.computed > 1]
         # Pages that this very step writes. Others may read them in it, since every layer writes before it reads; but a
         # copy is made before the step.
-        written = {page for chunk in chunks for page in self._book(chunk, steps)}
+        written = {page for chunk in chunks for page in self._book(chunk)}
         copies: list[tuple[int, int]] = []
 
         def take(sequence: Sequence) -> None:
             nonlocal prompts
             chunks.append(self._piece(sequence, prompts))
-            written.update(self._book(chunks[-1], steps))
+            written.update(self._book(chunks[-1]))
             prompts -= chunks[-1].count
 
         for sequence in under_way:
@@ -279,33 +277,40 @@ class Scheduler:
         alone = all(s.length - s.computed == 1 and not s.needs_host and not s.one_by_one for s in self.running)
         return most if alone else 1
 
-    def _one_token_each(self, steps: int) -> tuple[list[Chunk], bool]:
+    def _one_token_each(self, steps: int) -> tuple[list[Chunk], list[Sequence], bool]:
+        """Chunks of those that want one token; those whose prompt is under way; whether one had to be sent away."""
         chunks: list[Chunk] = []
+        under_way: list[Sequence] = []
         preempted = False
         for sequence in list(self.running):
-            length = sequence.length
-            if sequence.slot < 0 or length - sequence.computed != 1:
+            if sequence.slot < 0:  # sent away by one before it
                 continue
-            if length >= sequence.last_token_number or (sequence.needs_host and sequence.in_flight):
+            length, last = sequence.length, sequence.last_token_number
+            if length - sequence.computed != 1:
+                if length - sequence.computed > 1:
+                    under_way.append(sequence)
                 continue
-            draft = self.draft(sequence) if self.draft is not None else ()
-            draft = draft[: sequence.last_token_number - length - 1]
+            if length >= last or (sequence.needs_host and sequence.in_flight):
+                continue
+            draft = () if self.draft is None else self.draft(sequence)[: last - length - 1]
             if draft and not sequence.pages.grow(length + len(draft)):
                 draft = ()
-            while not sequence.pages.grow(min(length + steps - 1, sequence.last_token_number)):
+            drawn, room = (1, length) if steps == 1 else (min(steps, last - length), min(length + steps - 1, last))
+            while not sequence.pages.grow(room):
                 victim = self.running[-1]
                 self._preempt(victim)
                 preempted = True
                 if victim is sequence:
                     break
-            if sequence.slot >= 0:
-                chunks.append(Chunk(sequence, length - 1, 1 + len(draft), True, draft))
-        return chunks, preempted
+            else:
+                chunks.append(Chunk(sequence, length - 1, 1 + len(draft), drawn, draft))
+        # Who came last goes first, also after it was looked at.
+        return chunks, [sequence for sequence in under_way if sequence.slot >= 0] if preempted else under_way, preempted
 
     def _piece(self, sequence: Sequence, budget: int) -> Chunk:
         left = sequence.length - sequence.computed
         count = min(left, budget, self.limits.prefill_chunk)
-        return Chunk(sequence, sequence.computed, count, count == left)
+        return Chunk(sequence, sequence.computed, count, 1 if count == left else 0)
 
     def _admit(self, copies: list[tuple[int, int]], written: set[int]) -> bool:
         """Let the first that waits run, where there is a place and pages for all of its tokens."""
@@ -346,13 +351,12 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _book(self, chunk: Chunk, steps: int) -> list[int]:
+    def _book(self, chunk: Chunk) -> Collection[int]:
         """The chunk is as good as computed; the pages that others may now use."""
-        sequence = chunk.sequence
-        drawn = chunk.drawn(steps)
-        sequence.computed += chunk.count - len(chunk.draft) + max(0, drawn - 1)
+        sequence, drawn = chunk.sequence, chunk.drawn
+        sequence.computed += chunk.count - len(chunk.draft) + (drawn - 1 if drawn > 1 else 0)
         sequence.in_flight += drawn
-        return sequence.pages.publish(sequence.tokens, sequence.computed) if self.shares else []
+        return sequence.pages.publish(sequence.tokens, sequence.computed) if self.shares else ()
 
     def _preempt(self, sequence: Sequence) -> None:
         """Its pages go to others; it waits first in line, to be computed again."""

@@ -51,7 +51,7 @@ class StepShapes:
         """What a planned step runs in."""
         # With drafts every step is ragged, also one that happens to have none.
         if plan.decodes_only and self._rows == 1:
-            pages = max(len(chunk.sequence.pages.pages) for chunk in plan.chunks)
+            pages = max([len(chunk.sequence.pages.pages) for chunk in plan.chunks])
             return self.decode(len(plan.chunks), pages, plan.steps)
         return self.ragged(plan.tokens, len(plan.chunks))
 

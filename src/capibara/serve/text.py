@@ -29,8 +29,8 @@ class OutputText:
         spelled: Sequence[int] = (),
     ) -> None:
         self._stream = None if tokenizer is None else tokenizer.stream()
-        special = {} if tokenizer is None else {id: text for text, id in tokenizer.special_tokens.items()}
-        self._spelled = {id: special[id] for id in spelled if id in special}
+        special = () if tokenizer is None or not spelled else tokenizer.special_tokens.items()
+        self._spelled = {id: text for text, id in special if id in spelled}
         self._stop = tuple(stop)
         self._include = include_stop
         self._held = ""  # what may be the beginning of a stop string
@@ -41,22 +41,22 @@ class OutputText:
         """The text that is certain now."""
         if self._stream is None or self.found is not None:
             return ""
-        if token in self._spelled:
-            return self._certain(self._stream.end() + self._spelled[token])
-        return self._certain(self._stream.put(token))
+        spelled = self._spelled.get(token)
+        fresh = self._stream.put(token) if spelled is None else self._stream.end() + spelled
+        return self._certain(fresh) if self._stop else fresh
 
     def end(self) -> str:
         """What was held back, when no more comes."""
         if self._stream is None or self.found is not None:
             return ""
-        fresh = self._certain(self._stream.end())
+        fresh = self._stream.end()
+        fresh = self._certain(fresh) if self._stop else fresh
         # Empty where that came to a stop string.
         rest, self._held = self._held, ""
         return fresh + rest
 
     def _certain(self, fresh: str) -> str:
-        if not self._stop:
-            return fresh
+        """Of a text with stop strings, what is part of none."""
         text = self._held + fresh
         found = min(((text.find(stop), stop) for stop in self._stop if stop in text), default=None)
         if found is not None:

@@ -194,7 +194,7 @@ class _Clock:
                 continue
             left = sequence.last_token_number - len(sequence.tokens)
             tokens = [0] * min(plan.steps, left)
-            engine.scheduler.take(sequence, tokens, drawn=chunk.drawn(plan.steps))
+            engine.scheduler.take(sequence, tokens, drawn=chunk.drawn)
             if not tokens:
                 continue
             id = sequence.request.id
