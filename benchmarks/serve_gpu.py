@@ -4,6 +4,7 @@
     python benchmarks/serve_gpu.py --forms 'capibara;hf_static' --batches 1,32
     python benchmarks/serve_gpu.py --forms 'capibara;capibara_int8'     # predicted beside measured at three batches
     python benchmarks/serve_gpu.py --forms latency --target 5           # inter-token times from 1 to 200 users
+    python benchmarks/serve_gpu.py --forms 'kernels;kernels_int8' --batches 1,32,256 # what a decoding step is made of
     JAX_PLATFORMS=cpu python benchmarks/serve_gpu.py --preset dev --prompt 32 --new 8 --batches 1,2 \\
         --repeats 1 --max-batch-tokens 64
 
@@ -127,6 +128,61 @@ def _capibara(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
         "compiled_while_running": engine.stats().compilations - made.compiled,
         "cache": str(engine.cache_size),
     }
+
+
+def _kernels(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+    """The kernels of the middle half of each batch's run, by the profiler's trace: decoding, and no prompts."""
+    import tempfile
+
+    import jax
+    import numpy as np
+
+    from capibara.serve import Request, SamplingParams
+
+    engine = _engine(asked, **changes)
+    engine.warm_up(forms=("greedy",))
+    draw = np.random.default_rng(0)
+    sampling = SamplingParams(max_tokens=asked.new, temperature=0, ignore_eos=True)
+
+    def run(batch: int) -> None:
+        for number in range(batch):
+            prompt = draw.integers(0, min(engine.model.config.vocab, 30000), asked.prompt)
+            engine.add(Request(str(number), tuple(prompt.tolist()), sampling))
+        while engine.has_work():
+            engine.step()
+
+    batches = {}
+    for batch in asked.batches:
+        run(batch)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                run(batch)
+            (file,) = Path(folder).rglob("*.xplane.pb")
+            planes = jax.profiler.ProfileData.from_file(str(file)).planes
+            lines = [line for plane in planes if "/device:GPU" in plane.name for line in plane.lines]
+            events = sorted(
+                (event.start_ns, event.duration_ns, event.name)
+                for line in lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            )
+        events = events[len(events) // 4 : 3 * len(events) // 4]
+        if not events:
+            print("no rows of a GPU in the trace", file=sys.stderr)
+            continue
+        names: dict[str, list[float]] = {}
+        for _, nanoseconds, name in events:
+            names.setdefault(name, []).append(1e-3 * nanoseconds)
+        last = events[-1]
+        batches[str(batch)] = {
+            "span_ms": 1e-6 * (last[0] + last[1] - events[0][0]),
+            "busy_ms": 1e-6 * sum(event[1] for event in events),
+            "kernels": [
+                {"name": name, "count": len(us), "us": sum(us) / len(us)}
+                for name, us in sorted(names.items(), key=lambda item: -sum(item[1]))[:24]
+            ],
+        }
+    return {"of_kernels": batches}
 
 
 def _hf_model(asked: argparse.Namespace) -> Any:
@@ -317,6 +373,8 @@ def run_form(form: str, asked: argparse.Namespace) -> dict[str, Any]:
         return _capibara(asked)
     if form == "capibara_int8":
         return _capibara(asked, weights="int8")
+    if form in ("kernels", "kernels_int8"):
+        return _kernels(asked, weights="int8" if form == "kernels_int8" else None)
     if form == "latency":
         return _latency(asked)
     if form.startswith("predicted:"):
@@ -342,6 +400,10 @@ def _show(form: str, found: dict[str, Any]) -> None:
             off = expected / row["tokens_per_second"] - 1
             line += f"; predicted on {found['predicted']['on']} {expected:,.0f} ({100 * off:+.0f} %)"
         print(line, flush=True)
+    for batch, row in found.get("of_kernels", {}).items():
+        print(f"{form} at {batch}: busy {row['busy_ms']:.2f} of {row['span_ms']:.2f} ms", flush=True)
+        for of in row["kernels"]:
+            print(f"  {of['count']:6} x {of['us']:8.2f} us  {of['name']}", flush=True)
     for row in (*found.get("rows", ()), *found.get("fixed", ())):
         print(form, {key: round(value, 2) for key, value in row.items()}, flush=True)
     if "of_best_fixed" in found:

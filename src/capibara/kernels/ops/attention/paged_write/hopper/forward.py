@@ -160,8 +160,9 @@ def _program(
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """Of one token XLA's three passes take 4.0 us on an H200, of 32 tokens 5.2, and as many launches with their gaps:
-    predicted to be twice as much as this takes. It has not run on a GPU, and goes ahead where predictions are trusted.
+    """Of one token XLA's three passes take 4.1 us of a layer on an H200, of 32 tokens 5.3, without the gaps between
+    them (benchmarks/results/2026-11-17-h200-decode-kernels.json): predicted to be twice as much as this takes. It has
+    not run on a GPU, and goes ahead where predictions are trusted.
     """
     return ("xla",) if trusted() == "predicted" else ()
 
