@@ -26,7 +26,7 @@ def test_one_that_blocks_is_waited_for_once_and_then_is_stale() -> None:
         for _ in range(10):  # ten seconds
             clock.go(1.0)
             assert [reading.source for reading in poller.poll()] == ["tpu:0"]
-        assert threading.active_count() == threads, "it is not asked again while it is busy"
+        assert threading.active_count() <= threads, "it is not asked again while it is busy"
         state = poller.states()[0]
         assert state.state == "stale"
         assert "has not answered for 10.0 s" in state.text
