@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 from tests.train.tiny_runs import DENSE, MOE, packed_batches, run_loop, tiny_model
 
-from capibara.mesh.layout import Layout
-from capibara.plan.search.evaluation import PaperModel
-from capibara.program import Program
-
 STEPS = 2
 BOUND = 1e-5
 """Of float32: losses of about 4 have an ulp of 5e-7, and each device adds up its own rows first."""
@@ -25,28 +21,6 @@ MODELS = {"dense": DENSE, "moe": MOE}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
-def traces() -> dict[Any, Program]:
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def traced_once(traces: dict[Any, Program], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the planner traces for no mesh yet is the same program in all tests of one model and batch."""
-    traced = PaperModel._traced
-
-    def once(self: PaperModel, choices: tuple[tuple[str, Any], ...], layout: Layout | None = None) -> Program:
-        if layout is not None:
-            return traced(self, choices, layout)
-        leaves, tree = jax.tree.flatten(self.job.build(**dict(choices))[1])
-        key = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), choices, self.slice.chip.name
-        if key not in traces:
-            traces[key] = traced(self, choices)
-        return traces[key]
-
-    monkeypatch.setattr(PaperModel, "_traced", once)
 
 
 @functools.lru_cache(maxsize=4)
