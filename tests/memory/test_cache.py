@@ -234,7 +234,7 @@ def test_a_closed_cache_says_so_and_its_thread_ends() -> None:
     thread = next(iter(dropped._worker._threads))  # type: ignore[union-attr]
     del dropped
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -339,7 +339,7 @@ def test_threads_end_with_the_context_and_the_manager() -> None:
     del manager
     gc.collect()
     for thread in started:
-        thread.join(10)
+        thread.join(60)
     assert not [thread for thread in started if thread.is_alive()]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,13 +154,13 @@ def test_threads_do_not_see_each_other() -> None:
     def holder() -> None:
         with one:
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
             answers["holder"] = seen()
         answers["after"] = seen()
 
     thread = threading.Thread(target=holder)
     thread.start()
-    inside.wait(10)
+    inside.wait(60)
     assert seen() == OUTSIDE
     with tpu_v4_optimization_context(precision="float32"):
         assert seen() == (True, "float32", {})
@@ -252,8 +252,18 @@ def test_everywhere_is_every_thread_and_reversible(restored_process: None, trace
 
 
 def test_reading_it_is_cheap() -> None:
-    number = 20_000
-    outside = min(timeit.repeat(active, number=number, repeat=7)) / number
+    """Every call of an op asks. A function called is a tenth of a microsecond; counted, for others use the machine."""
+
+    def calls() -> list[str]:
+        entered: list[str] = []
+        sys.setprofile(lambda frame, event, what: entered.append(event))
+        try:
+            active()
+        finally:
+            sys.setprofile(None)
+        return [event for event in entered if event in ("call", "c_call")][:-1]  # the last is setprofile's own
+
+    outside = calls()
     with tpu_v4_optimization_context():
-        inside = min(timeit.repeat(active, number=number, repeat=7)) / number
-    assert max(outside, inside) < 1e-6
+        inside = calls()
+    assert 1 <= len(outside) <= len(inside) <= 8

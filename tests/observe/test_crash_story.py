@@ -95,17 +95,18 @@ def test_files_of_an_earlier_start_with_more_processes_are_not_waited_for(tmp_pa
 def test_the_stack_is_the_main_threads_also_from_another_thread(tmp_path: Path) -> None:
     """As the watchdog writes it, while the loop hangs."""
     [recorder] = _program(tmp_path, [(1, ["step"])])
-    written, let_go = threading.Event(), threading.Event()
+    waiting, written, let_go = threading.Event(), threading.Event(), threading.Event()
 
     def watchdog() -> None:
+        waiting.wait(60)
         recorder.dump_stacks("first\nreason")
         recorder.dump_stacks("no progress; Missing: process 1 is behind")
         written.set()
-        let_go.wait(30)
+        let_go.wait(60)
 
     thread = threading.Thread(target=watchdog)
     thread.start()
-    _wait_here(written)
+    _wait_here(waiting, written)
     let_go.set()
     thread.join()
     [one] = read_crash_story(tmp_path).processes
@@ -125,8 +126,9 @@ def test_stacks_of_an_earlier_start_are_not_told(tmp_path: Path) -> None:
     assert (one.reason, one.stack, one.stacks_file) == (None, (), None)
 
 
-def _wait_here(written: threading.Event) -> None:
-    assert written.wait(30)
+def _wait_here(waiting: threading.Event, written: threading.Event) -> None:
+    waiting.set()
+    assert written.wait(60)
 
 
 @pytest.mark.quick

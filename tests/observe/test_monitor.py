@@ -81,7 +81,7 @@ def test_in_the_background() -> None:
     told: list[AlertEvent] = []
     chips = Chips(1)
     monitor = TpuRealTimeMonitor(20, {"memory_usage": 0.9}, sensors=[chips], callbacks=[told.append], deadline_s=10)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with monitor as entered:
         assert entered is monitor
         assert monitor.running
@@ -98,7 +98,7 @@ def test_in_the_background() -> None:
     assert [event.what for event in told] == ["raised", "cleared"]
     assert [event.what for event in monitor.alert_events()] == ["raised", "cleared"]
     assert monitor.alerts_raised == 1
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before, "it leaves no thread; one of before may end meanwhile"
     assert chips.closed == 1
     assert monitor.get_current_metrics()["memory_usage"] == 1 / 32, "what was last seen can still be read"
     with monitor:

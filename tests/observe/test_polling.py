@@ -15,18 +15,18 @@ from capibara.observe.sensors import Reading
 @pytest.mark.quick
 def test_one_that_blocks_is_waited_for_once_and_then_is_stale() -> None:
     clock, stuck, well = Clock(), Blocked(), Chips(1)
-    poller = Poller([stuck, well], deadline_s=30, first_deadline_s=0.5, stale_after_s=5.0, clock=clock)
+    poller = Poller([stuck, well], deadline_s=30, first_deadline_s=2.0, stale_after_s=5.0, clock=clock)
     try:
         started = time.monotonic()
         poller.poll()
-        assert time.monotonic() - started >= 0.5, "the deadline is given to it"
+        assert time.monotonic() - started >= 2.0, "the deadline is given to it"
         states = {state.name: state.state for state in poller.states()}
         assert states == {"blocked": "starting", "tpus": "ok"}
         threads = threading.active_count()
         for _ in range(10):  # ten seconds
             clock.go(1.0)
             assert [reading.source for reading in poller.poll()] == ["tpu:0"]
-        assert threading.active_count() == threads, "it is not asked again while it is busy"
+        assert threading.active_count() <= threads, "it is not asked again while it is busy"
         state = poller.states()[0]
         assert state.state == "stale"
         assert "has not answered for 10.0 s" in state.text

@@ -77,13 +77,15 @@ def test_a_record_that_was_being_written_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_stacks_name_every_thread(tmp_path: Path) -> None:
-    go = threading.Event()
+    there, go = threading.Event(), threading.Event()
 
     def waits_for_a_neighbour() -> None:
-        go.wait(10)
+        there.set()
+        go.wait(60)
 
     thread = threading.Thread(target=waits_for_a_neighbour, name="exchange")
     thread.start()
+    assert there.wait(60)
     with Recorder(tmp_path) as recorder:
         text = recorder.dump_stacks("no progress for 3 s").read_text(encoding="utf-8")
         go.set()

@@ -167,13 +167,13 @@ def served(engine: StandIn | None = None, card: ModelCard = CARD, **settings: An
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert up.wait(30)
+        assert up.wait(120)
         wait_until_ready(server.address)
         yield server, engine
     finally:
         engine.gate.set()
         server.stop()
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     assert not failures, failures
     assert server.process.returncode == 0
@@ -190,6 +190,6 @@ def wait_until_ready(address: str, seconds: float = 60) -> None:
             with urllib.request.urlopen(f"{address}/ready", timeout=5) as answer:
                 assert answer.status == 200
                 return
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             assert time.monotonic() < deadline, "not ready in time"
             time.sleep(0.02)

@@ -81,7 +81,7 @@ def test_what_waits_behind_a_slow_reader_goes_in_one_piece() -> None:
     count = 2000
     for number in range(count):
         link.send(FromEngine(outputs=(_output("a", 97 + number % 26, done=number),)))
-    assert time.monotonic() - started < 5, "the engine does not wait for whoever reads"
+    assert time.monotonic() - started < 30, "the engine does not wait for whoever reads"
 
     async def read() -> list[FromEngine]:
         reader, writer = await asyncio.open_connection(sock=theirs)
@@ -99,8 +99,8 @@ def test_what_waits_behind_a_slow_reader_goes_in_one_piece() -> None:
     assert len(messages) < count / 4
     tokens = [token for message in messages for output in message.outputs for token in output.tokens]
     assert tokens == [97 + number % 26 for number in range(count)]
-    assert received.get(timeout=5) == ToEngine(stop=True)
-    assert received.get(timeout=5) is None, "the other side is gone"
+    assert received.get(timeout=60) == ToEngine(stop=True)
+    assert received.get(timeout=60) is None, "the other side is gone"
     link.close()
 
 
@@ -110,7 +110,7 @@ def test_a_message_that_cannot_be_read_is_the_end_of_the_link() -> None:
     link = Link(ours, received.put)
     with theirs:
         theirs.sendall(struct.pack("<I", 3) + b"\xc1\xc1\xc1")
-        assert received.get(timeout=5) is None
+        assert received.get(timeout=60) is None
     link.close()
 
 

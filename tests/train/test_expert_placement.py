@@ -103,6 +103,21 @@ def test_the_busiest_device_has_less_to_do() -> None:
     assert busiest(np.take_along_axis(share, orders, axis=1), 4) < 1.4
 
 
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs of a test have the first one's program: when experts are placed is no part of it."""
+    steps: list[CompiledStep] = []
+    compile_step = StepMaker.compile
+
+    def first(self: StepMaker, *args: Any) -> CompiledStep:
+        if not steps:
+            steps.append(compile_step(self, *args))
+        return steps[0]
+
+    monkeypatch.setattr(StepMaker, "compile", first)
+
+
+@pytest.mark.usefixtures("compiled_once")
 def test_a_run_places_its_experts_anew_and_goes_on_as_before(tmp_path: Path) -> None:
     """On 8 devices, 4 for the experts: the losses are those of a run that leaves its experts where they are."""
     told: dict[str, list[str]] = {}
@@ -136,19 +151,11 @@ class _StopAt:
         return step == self.step
 
 
-def test_when_experts_are_placed_hangs_on_the_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("compiled_once")
+def test_when_experts_are_placed_hangs_on_the_step_alone(tmp_path: Path) -> None:
     """Stopped at a step between two checkpoints, or killed there with an emergency copy of an earlier one, and started
     again: bit for bit the run that was left alone."""
     batches, told = packed_batches(8, 8), []
-    steps: list[CompiledStep] = []
-    compile_step = StepMaker.compile
-
-    def compiled_once(self: StepMaker, *args: Any) -> CompiledStep:
-        if not steps:
-            steps.append(compile_step(self, *args))
-        return steps[0]
-
-    monkeypatch.setattr(StepMaker, "compile", compiled_once)
 
     def run(name: str, stop: int = 0, until: int = 8) -> tuple[Any, list[dict[str, Any]]]:
         killed = name == "killed"

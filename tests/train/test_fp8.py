@@ -28,6 +28,7 @@ from capibara.parallel.trainer_step import (
     trainer_job,
 )
 from capibara.precision import Fp8Settings
+from capibara.train.compiled_step import CompiledStep, StepMaker
 from capibara.train.trainable import as_trainable
 from capibara.train.trainer import TpuDistributedTrainer
 
@@ -60,6 +61,7 @@ def loss_in(fp8: Fp8Settings | None) -> Any:
     return loss
 
 
+@functools.cache  # a program is compiled once for all that it shows
 def step_in(fp8: Fp8Settings | None, accumulate: int = 1, remat: str = "none") -> tuple[Any, Any, Any]:
     """(the step, parameters, state) to start from."""
     optimizer = make_optimizer("adamw", 1e-2)
@@ -70,7 +72,6 @@ def step_in(fp8: Fp8Settings | None, accumulate: int = 1, remat: str = "none") -
     return jax.jit(step_function(checkpoint_scans(loss_in(fp8), remat), optimizer, options, accumulate)), params, state
 
 
-@functools.cache
 @functools.cache  # bfloat16's stand beside all of them
 def losses(fp8: Fp8Settings | None, steps: int = 80) -> np.ndarray:
     step, params, state = step_in(fp8)
@@ -134,6 +135,27 @@ def test_the_history_of_microbatches_is_of_the_largest_and_of_recomputed_layers_
         np.testing.assert_allclose(2 * one[:, 1:], other[:, 1:], rtol=0.25)
 
 
+_compile = StepMaker.compile
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[Any, CompiledStep]:
+    return {}
+
+
+@pytest.fixture
+def compiled_once(compiled: dict[Any, CompiledStep], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one setting on one mesh have one program: the batches of all tests below have one shape."""
+
+    def once(self: StepMaker, batch: Any, options: Any, devices: Any) -> CompiledStep:
+        key = self.trainable.fp8, tuple(options.axes.items()), tuple(devices)  # type: ignore[attr-defined]
+        if key not in compiled:
+            compiled[key] = _compile(self, batch, options, devices)
+        return compiled[key]
+
+    monkeypatch.setattr(StepMaker, "compile", once)
+
+
 def trained(data: Any, **flags: Any) -> TpuDistributedTrainer:
     model = ModularCapibaraModel(MODEL, precision="fp8", fp8=flags.pop("fp8", DELAYED))
     trainer = TpuDistributedTrainer(
@@ -143,6 +165,7 @@ def trained(data: Any, **flags: Any) -> TpuDistributedTrainer:
     return trainer
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
     data = batches(4)
     settings = TrainSettings(checkpoint_every=1)
@@ -172,6 +195,7 @@ def on_one_device(fp8: Fp8Settings) -> tuple[Any, Any]:
     return run.result, run.state  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     ("fp8", "shape"),
     [(Fp8Settings(), (8, 4, 2)), (DELAYED, (8, 4, 2)), (DELAYED, (8, 8, 1))],

@@ -178,7 +178,7 @@ def test_sigterm_saves_and_ends_with_42_and_the_next_start_goes_on(tmp_path: Pat
     running.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     running.send_signal(signal.SIGTERM)
-    output = running.communicate(timeout=60)[0]
+    output = running.communicate(timeout=300)[0]
     assert running.returncode == 42, output[-3000:]
     last = max(losses(tmp_path / "stopped"))
     assert f"[0] process 0 saved step {last}" in output

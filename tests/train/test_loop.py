@@ -57,6 +57,18 @@ def _run(folder: Path) -> tuple[Loop, list[float]]:
     return loop, [row["loss"] for row in rows]
 
 
+def test_a_loss_is_traced_once_for_its_shapes_and_once_for_the_step() -> None:
+    """The job that is planned and the one that runs look at the same shapes."""
+    traced: list[Any] = []
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        traced.append(params)
+        return _loss(params, batch)
+
+    _loop(loss, devices=1).prepare(_batches()[0])
+    assert len(traced) == 2
+
+
 @pytest.mark.parametrize("donated", [False, True])
 def test_a_lost_device_costs_no_step_and_each_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, donated: bool

@@ -54,6 +54,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._finished: set[str] = set()
         (folder / "tiny.toml").write_text(CONFIG)
         flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
         self.environment = {
@@ -79,6 +80,19 @@ class Runs:
         text, _ = process.communicate(timeout=500)
         assert process.returncode == 0, text
         return text
+
+    def finished(self, processes: int, mesh: str) -> str:
+        """The run of so many processes on a mesh of 4 devices, made once."""
+        out = f"processes_{processes}_{mesh.replace(' ', '_')}"
+        if out not in self._finished:
+            self.finish(out, *self.several(processes, mesh))
+            self._finished.add(out)
+        return out
+
+    @staticmethod
+    def several(processes: int, mesh: str) -> list[str]:
+        settings = [word for axis in mesh.split() for word in ("--set", f"mesh.{axis}")]
+        return ["--processes", str(processes), "--devices", "4", *settings]
 
     def losses(self, out: str) -> list[tuple[int, float]]:
         return [(r["step"], r["loss"]) for r in self.rows(out) if "loss" in r]
@@ -139,7 +153,7 @@ def test_a_killed_run_goes_on_with_the_same_losses_to_the_last_bit(runs: Runs, k
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(runs: Runs) -> None:
     process = runs.start("stopped", "--devices", "1")
-    assert runs.wait_for_step(process, "stopped", 7)
+    assert runs.wait_for_step(process, "stopped", 2)  # early: steps are short, and it must not be done before it hears
     process.send_signal(signal.SIGTERM)
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 42, text
@@ -169,9 +183,7 @@ def test_a_folder_with_a_run_is_not_written_over(runs: Runs) -> None:
     ],
 )
 def test_several_processes_train_as_one(runs: Runs, processes: int, mesh: str) -> None:
-    out = f"processes_{processes}_{mesh.replace(' ', '_')}"
-    settings = [word for axis in mesh.split() for word in ("--set", f"mesh.{axis}")]
-    runs.finish(out, "--processes", str(processes), "--devices", "4", *settings)
+    out = runs.finished(processes, mesh)
     for kind in (runs.losses, runs.held_out):
         assert [step for step, _ in kind(out)] == [step for step, _ in kind("alone")]
         for (_, mine), (_, its) in zip(kind(out), kind("alone"), strict=True):
@@ -179,10 +191,8 @@ def test_several_processes_train_as_one(runs: Runs, processes: int, mesh: str) -
 
 
 def test_the_supervisor_restarts_all_when_one_process_is_killed(runs: Runs) -> None:
-    out = "one_of_two"
-    more = ("--processes", "2", "--devices", "2", "--set", "mesh.data=2")
-    runs.finish("two", *more)
-    process = runs.start(out, *more)
+    out, left_alone = "one_of_two", runs.finished(2, "data=4")
+    process = runs.start(out, *runs.several(2, "data=4"))
     assert runs.wait_for_step(process, out, 12)
     os.kill(_child_with(process.pid, "CAPIBARA_PROCESS_ID=1"), signal.SIGKILL)
     text, _ = process.communicate(timeout=500)
@@ -190,7 +200,7 @@ def test_the_supervisor_restarts_all_when_one_process_is_killed(runs: Runs) -> N
     assert "process 1 ended" in text
     assert "restart 1 of all 2 processes" in text
     assert "restored step" in text
-    assert runs.losses(out) == runs.losses("two")
+    assert runs.losses(out) == runs.losses(left_alone)
 
 
 def _child_with(parent: int, variable: str) -> int:

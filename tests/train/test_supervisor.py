@@ -50,7 +50,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def eventually(what: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(what: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if what():
@@ -199,7 +199,7 @@ def test_sigterm_is_passed_on_and_a_second_does_not_cut_the_save(tmp_path: Path)
     running.send_signal(signal.SIGTERM)
     assert eventually(lambda: len(marks(tmp_path, "saving")) == 2)
     running.send_signal(signal.SIGTERM)
-    assert running.wait(20) == 42
+    assert running.wait(60) == 42
     assert len(marks(tmp_path, "saved")) == 2
     assert len(marks(tmp_path, "started")) == 2
 
@@ -213,7 +213,7 @@ def test_ctrl_c_and_processes_that_do_not_listen(tmp_path: Path) -> None:
     running = _start_supervisor(tmp_path, code, "grace_seconds=0.3")
     assert eventually(lambda: len(marks(tmp_path, "started")) == 2)
     running.send_signal(signal.SIGINT)
-    assert running.wait(20) == 137
+    assert running.wait(60) == 137
     assert "supervisor: process" in running.communicate()[0]
 
 
@@ -232,13 +232,13 @@ def test_what_a_process_started_goes_with_it(tmp_path: Path) -> None:
     """Its worker keeps the output open, and is of the same group."""
     code = """
         import subprocess
-        worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
         mark("worker", str(worker.pid))
     """
     supervisor = Supervisor(command(tmp_path, code), output=io.StringIO())
     began = time.monotonic()
     assert supervisor.run() == 0
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
     pid = int((tmp_path / "marks" / "worker.0.0").read_text(encoding="utf-8"))
     assert eventually(lambda: not is_running(pid))
 

@@ -119,6 +119,7 @@ class StepMaker:
         self.step_options = step_options
         self.tell = tell
         self._planned: tuple[Job, Slice, Mapping[str, int] | None] | None = None
+        self._losses: dict[int | bool, Any] = {}
 
     def compile(self, batch: Any, options: LoopOptions, devices: Sequence[Any]) -> CompiledStep:
         """The step for batches like this one, of all processes."""
@@ -160,6 +161,13 @@ class StepMaker:
         # cannot read and write there. A TPU's can.
         return (devices[0].platform == "gpu" and repeats <= _UNROLL_AT_MOST) or 1
 
+    def _loss(self, unroll: int | bool) -> Any:
+        """One function however often it is asked for: the job that is planned and the one that runs look at the shapes
+        of its metrics, and jax traces it for both of them once."""
+        if unroll not in self._losses:
+            self._losses[unroll] = self.trainable.loss(unroll)
+        return self._losses[unroll]
+
     def _job(self, batch: Any, devices: Sequence[Any], unroll: int | bool, data_size: int) -> Job:
         settings = self.settings
         shapes = jax.tree.map(
@@ -173,7 +181,7 @@ class StepMaker:
             remat = remat[:1]
             parts = parts[:1]
         return trainer_job(
-            self.trainable.loss(unroll),
+            self._loss(unroll),
             self.trainable.shapes(),
             shapes,
             self.optimizer,

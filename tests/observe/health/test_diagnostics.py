@@ -99,11 +99,11 @@ def test_a_device_that_hangs_and_one_that_raises_are_named(diagnose: Callable[..
     arithmetic.check_products(_devices())
     memory.check_memory(_devices())
     try:
-        report = diagnose(product=product, deadline_s=4.0)
+        report = diagnose(product=product, deadline_s=8.0)
     finally:
         let_go.set()
     assert [(one.check, one.subject) for one in report.findings] == [("matmul", "device 1"), ("matmul", "device 3")]
-    assert "no answer within 4 s" in report.findings[0].text
+    assert "no answer within 8 s" in report.findings[0].text
     assert "INTERNAL: core dumped" in report.findings[1].text
     assert report.interconnect_ok is None
     assert "device 1 hangs" in report.details["not_run"]["links"]

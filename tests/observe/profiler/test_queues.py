@@ -120,7 +120,7 @@ def doubled(x: jax.Array) -> jax.Array:
 
 def test_neither_looking_up_nor_asking_moves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     x = doubled(doubled(jnp.eye(64)))
-    monkeypatch.setattr(queues, "_device_flush", lambda: lambda: time.sleep(0.2))
+    monkeypatch.setattr(queues, "_device_flush", lambda: lambda: time.sleep(0.5))
     looked_up = Executions._looked_up
 
     def slowly(self: Executions, *call: Any) -> Any:
@@ -136,12 +136,12 @@ def test_neither_looking_up_nor_asking_moves_the_window(monkeypatch: pytest.Monk
         took = time.perf_counter() - started
     found = recording.profile
     assert found is not None
-    assert found.window["idle_flush"] >= 0.2
+    assert found.window["idle_flush"] >= 0.5
     assert found.window["finding_out"] >= 0.2
     assert found.seconds == found.window["seconds"]
     # From the first call's hand-over, after which it was looked up, to before the flush.
-    assert 0.2 <= found.seconds <= took + 0.1
-    assert found.wall_seconds < took + 0.2
+    assert 0.2 <= found.seconds <= took + 0.4
+    assert found.wall_seconds < took + 0.4
 
 
 def test_only_compiling_that_a_device_waits_for_is_taken_off() -> None:

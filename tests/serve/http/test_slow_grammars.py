@@ -13,7 +13,7 @@ from tests.serve.http.wire import ask, connect, post, raw_request
 from tests.serve.stand_in import StandIn, served
 
 
-def _until(condition: Callable[[], Any], seconds: float = 10) -> None:
+def _until(condition: Callable[[], Any], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
@@ -68,14 +68,20 @@ def test_a_client_that_goes_while_its_grammar_is_read_is_not_waited_for(stream: 
 
 def test_the_time_that_a_grammar_takes_to_be_read_is_part_of_the_answers() -> None:
     engine = StandIn(step_s=0.05)
-    with served(engine, request_timeout_s=2.0) as (server, _):
-        threading.Timer(1.5, engine.read.set).start()
+    with served(engine, request_timeout_s=3.0) as (server, _):
+
+        def read() -> None:
+            _until(lambda: engine.running)  # the request's time has begun
+            time.sleep(2.0)
+            engine.read.set()
+
+        threading.Thread(target=read).start()
         status, events, _ = post(server.address, ask("a" * 200, regex="slow", stream=True))
         assert status == 200
         events = str(events).split("data: ")
         assert json.loads(events[-1])["error"]["code"] == "timeout"
-        # Half a second is left for it to write in: 10 steps, where the whole limit would be 40.
-        assert len(events) < 25
+        # A second at most is left for it to write in: 20 steps, where the whole limit would be 60.
+        assert len(events) < 40
 
 
 def test_a_grammar_that_grows_too_large_is_the_requests_own_fault() -> None:

@@ -94,7 +94,7 @@ def test_threads_change_nothing(corpus: str, workers: int, prefetch: int) -> Non
         assert len(started) <= workers
         assert bool(started) == bool(workers and prefetch)
     for thread in started:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -104,7 +104,7 @@ def test_as_many_batches_as_asked_for_are_kept_ready(corpus: str, monkeypatch: p
     monkeypatch.setattr(StreamRows, "__getitem__", lambda rows, number: (reads.append(number), read(rows, number))[1])
     with _open(corpus, prefetch=3) as batches:
         next(batches)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(reads) < 4 * 8 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)
@@ -125,7 +125,7 @@ def test_closed_batches_read_nothing_more(corpus: str, monkeypatch: pytest.Monke
         return row
 
     monkeypatch.setattr(StreamRows, "__getitem__", slow)
-    batches = _open(corpus, batch_size=1, prefetch=8, workers=3)
+    batches = _open(corpus, batch_size=1, prefetch=64, workers=3)  # a second of reading
     next(batches)
     assert reading
     batches.close()
