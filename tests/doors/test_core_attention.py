@@ -66,7 +66,6 @@ def test_used_as_documented() -> None:
     assert names == ["query", "key", "value", "attention_mask", "dropout_rate", "causal", "sequence_parallel"]
 
 
-@pytest.mark.quick
 def test_masks_of_every_form() -> None:
     pairs = RNG.random((2, 4, 24, 24)) < 0.6
     padding = np.arange(24) < np.asarray([24, 11])[:, None]

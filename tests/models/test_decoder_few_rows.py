@@ -54,7 +54,6 @@ def _calls(model: ModularModelConfig, tokens: int, change: Any = None, **options
     )
 
 
-@pytest.mark.quick
 def test_a_layer_is_three_products_each_with_what_follows_it() -> None:
     # Of many rows queries, keys and values are one more; of one row XLA's product is faster.
     assert _calls(_model(), 8) == {"plain": 1, "normed": 2, "gated": 1}

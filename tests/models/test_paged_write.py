@@ -50,7 +50,6 @@ def _calls(model: ModularModelConfig, change: Any = None, **options: Any) -> lis
     return [s.implementation for s in found if s.call.op.name == "paged_write"]
 
 
-@pytest.mark.quick
 def test_a_layer_is_one_pass_where_predictions_are_trusted() -> None:
     assert _calls(_model()) == []
     with trust("predicted"):

@@ -44,7 +44,7 @@ def a_scaler(**more: Any) -> TpuAutoScaler:
         ("utilization", 200.0, 30.0),
         ("utilization", 60.0, 60.0),
         ("fixed", 200.0, 30.0),
-        pytest.param("cost_aware", 60.0, 40.0, marks=pytest.mark.quick),
+        ("cost_aware", 60.0, 40.0),
         ("cost_aware", 200.0, 90.0),
     ],
 )
@@ -85,7 +85,6 @@ def a_day(load: Callable[[int], float], prices: Iterable[float] | None = None, c
     return Trace("a day", arrivals, tuple(prices or [0.92] * count), **more)
 
 
-@pytest.mark.quick
 def test_what_each_policy_looks_at() -> None:
     steps = a_day(lambda n: 20 if n >= 30 else 3)
     spike = [0.92 if not 30 <= n < 40 else 3.0 for n in range(60)]
@@ -127,7 +126,6 @@ def test_what_waits_may_wait_by_when_it_came() -> None:
     assert chips(*[40] * 23, *[240] * 5, *[40] * 2) == 4
 
 
-@pytest.mark.quick
 def test_target_hysteresis_and_sizes_each_change_what_happens() -> None:
     flat = a_day(lambda n: 6)
     by_target = [

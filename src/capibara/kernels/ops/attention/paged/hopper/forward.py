@@ -218,8 +218,8 @@ def hopper_forward(
     # Every key of every page as a row, every head as columns of it: the same bytes.
     pools = [x.reshape(n.pages * n.page_size, n.kv_heads * n.depth) for x in (key_pages, value_pages)]
     made = kernel(q, *pools, page_table, parts, *todo)
-    # One kernel for three passes of XLA's. On an H200 an engine of one sequence was 3 % faster with it, its numbers were
-    # not compared there: it is taken where predictions are trusted.
+    # One kernel for three passes of XLA's. On an H200 an engine of one sequence was 3 % faster with it; its numbers
+    # were not compared there: it is taken where predictions are trusted.
     if splits > 1 and not return_lse and takes(splits, n.depth) and trusted() == "predicted":
         joined = join(made[0], made[1], live, (rows.each, rows.together), query.dtype)
         return rows.by_token(joined, tiles, query_starts, 0.0)
