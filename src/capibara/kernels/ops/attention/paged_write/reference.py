@@ -19,6 +19,13 @@ def cut_and_turned(
     return rotated_by(q, cos, sin), rotated_by(k, cos, sin), v
 
 
+def places(pool: jax.Array, page: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(page, slot) of tokens; a page past the pool for those that are written nowhere."""
+    pages, page_size = pool.shape[:2]
+    inside = (page >= 0) & (page < pages) & (slot >= 0) & (slot < page_size)
+    return jnp.where(inside, page, pages), jnp.where(inside, slot, 0)
+
+
 def reference(
     projected: jax.Array,
     key_pages: jax.Array,
@@ -30,9 +37,7 @@ def reference(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(turned queries, key pages, value pages); a token whose page or slot is not in the pools is written nowhere."""
     q, k, v = cut_and_turned(projected, key_pages, cos, sin)
-    pages, page_size = key_pages.shape[:2]
-    inside = (page >= 0) & (page < pages) & (slot >= 0) & (slot < page_size)
-    at = jnp.where(inside, page, pages), jnp.where(inside, slot, 0)
+    at = places(key_pages, page, slot)
 
     def put(pool: jax.Array, new: jax.Array) -> jax.Array:
         return pool.at[at].set(new.reshape(new.shape[0], *pool.shape[2:]), mode="drop")

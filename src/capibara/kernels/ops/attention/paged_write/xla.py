@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from capibara.kernels.core.spec import Implementation
-from capibara.kernels.ops.attention.paged_write.reference import cut_and_turned
+from capibara.kernels.ops.attention.paged_write.reference import cut_and_turned, places
 
 
 def put_rows(pool: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array, *, spare_page: bool) -> jax.Array:
@@ -34,11 +33,9 @@ def xla(
     spare_page: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v = cut_and_turned(projected, key_pages, cos, sin)
-    pages, page_size = key_pages.shape[:2]
-    inside = (page >= 0) & (page < pages) & (slot >= 0) & (slot < page_size)
-    page, slot = jnp.where(inside, page, pages), jnp.where(inside, slot, 0)
+    at = places(key_pages, page, slot)
     pools = (
-        put_rows(pool, new.reshape(new.shape[0], *pool.shape[2:]), page, slot, spare_page=spare_page)
+        put_rows(pool, new.reshape(new.shape[0], *pool.shape[2:]), *at, spare_page=spare_page)
         for pool, new in ((key_pages, k), (value_pages, v))
     )
     return q, next(pools), next(pools)
