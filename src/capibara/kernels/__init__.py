@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.layers.router.losses import load_balancing_loss as load_balancing_loss
     from capibara.kernels.ops.layers.router.losses import update_bias as update_bias
     from capibara.kernels.ops.layers.router.losses import z_loss as z_loss
+    from capibara.kernels.ops.layers.summed_row.api import summed_row as summed_row
     from capibara.kernels.ops.linalg.einsum import contract as contract
     from capibara.kernels.ops.linalg.einsum import path_report as path_report
     from capibara.kernels.ops.linalg.fp8 import fp8_products as fp8_products
@@ -168,6 +169,7 @@ __all__, __getattr__, __dir__ = exports(
         "ops.layers.norm.api": "layer_norm rms_norm",
         "ops.layers.router.api": "Routing route",
         "ops.layers.router.losses": "expert_counts load_balancing_loss update_bias z_loss",
+        "ops.layers.summed_row.api": "summed_row",
         "ops.linalg.einsum": "contract path_report",
         "ops.linalg.gemm.api": "gemm",
         "ops.linalg.fp8": "fp8_products",

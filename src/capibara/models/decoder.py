@@ -32,6 +32,7 @@ from capibara.models.blocks.spec import (
     LastProduct,
     PagedBatch,
     Sequences,
+    Unsummed,
     Weight,
 )
 from capibara.parallel.remat import LAYER_INPUT
@@ -438,13 +439,25 @@ def _with_own_changes(block: Mapping[str, Any], batch: PagedBatch) -> dict[str, 
 
 
 def _added_and_normed(
-    model: ModularModelConfig, x: jax.Array, out: jax.Array | LastProduct, norm: Mapping[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """(x with what a block adds, the norm of that): together with the block's last product where a kernel does so."""
+    model: ModularModelConfig,
+    x: jax.Array,
+    out: jax.Array | LastProduct,
+    norm: Mapping[str, jax.Array],
+    adds_up: Callable[[Unsummed], bool],
+) -> tuple[jax.Array, jax.Array | Unsummed]:
+    """(x with what a block adds, the norm of that): together with the block's last product where a kernel does so.
+
+    Where the next block adds up the product's parts itself, x is as it was, and what is added comes with the norm.
+    """
     if isinstance(out, LastProduct):
-        together = out.added_and_normed(x, norm["scale"], model.norm_eps) if model.norm == "rms" else None
-        if together is not None:
-            return together
+        x = x if out.residual is None else out.residual
+        if model.norm == "rms":
+            left = out.left_in_parts(x, norm["scale"], model.norm_eps, adds_up)
+            if left is not None:
+                return x, left
+            together = out.added_and_normed(x, norm["scale"], model.norm_eps)
+            if together is not None:
+                return together
         out = out.value()
     x = x + out
     return x, _norm(model, norm, x)
@@ -471,10 +484,13 @@ def paged(
     upcoming = iter([*norms[1:], params["norm"]])
     # A function of its own: layers that are alike are traced once and lowered once, where most of the time before XLA's
     # went into the kernels of each. XLA puts it in wherever it is called, and the program is the same.
-    of_layer = {names: jax.jit(functools.partial(_paged_layer, model, names)) for names in dict.fromkeys(model.period)}
+    of_layer = functools.cache(lambda *kind: jax.jit(functools.partial(_paged_layer, model, *kind)))
     after = []
-    for names, layer, kept in layers:
-        x, y, slots = of_layer[names](x, y, layer, kept, [next(upcoming) for _ in names], batch)
+    for number, (names, layer, kept) in enumerate(layers):
+        # Only kernels of one row add up what the layer before left in parts: others need not be traced for it.
+        alone = tokens.shape[0] == 1 and number + 1 < len(layers)
+        then, *following = layers[number + 1] if alone else (None, None, None)
+        x, y, slots = of_layer(names, then)(x, y, layer, kept, [next(upcoming) for _ in names], batch, following)
         after.append(slots)
     return y[0], after
 
@@ -482,18 +498,35 @@ def paged(
 def _paged_layer(
     model: ModularModelConfig,
     names: tuple[str, ...],
+    then: tuple[str, ...] | None,
     x: jax.Array,
-    y: jax.Array,
+    y: jax.Array | Unsummed,
     layer: Mapping[str, Any],
     kept: Mapping[str, Any],
     norms: list[Mapping[str, jax.Array]],
     batch: PagedBatch,
-) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-    """(x, its norm by what follows, what is kept then); `norms` are those that follow each block."""
-    slots = {}
+    following: Any,
+) -> tuple[jax.Array, jax.Array | Unsummed, dict[str, Any]]:
+    """(x, its norm by what follows, what is kept then); `norms` are those that follow each block.
+
+    `then` and `following` are the blocks, the parameters and the cache of the layer after it, where it may add up what
+    this one leaves in parts: they are looked at, and nothing is computed of them.
+    """
+    slots: dict[str, Any] = {}
+    blocks = [(name, layer[slot_of(names, n)], kept[slot_of(names, n)]) for n, name in enumerate(names)]
+    if then is not None:
+        first = slot_of(then, 0)
+        blocks.append((then[0], following[0][first], following[1][first]))
     for number, (name, norm) in enumerate(zip(names, norms, strict=True)):
+
+        def adds_up(left: Unsummed, number: int = number) -> bool:
+            if number + 1 == len(blocks):
+                return False
+            name, own, cache = blocks[number + 1]
+            return model.blocks[name].adds_up(model, _with_own_changes(own, batch), left, cache)
+
         slot = slot_of(names, number)
         own = _with_own_changes(layer[slot], batch)
         out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
-        x, y = _added_and_normed(model, x, out, norm)
+        x, y = _added_and_normed(model, x, out, norm, adds_up)
     return x, y, slots

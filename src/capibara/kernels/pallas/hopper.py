@@ -111,6 +111,20 @@ def store_to_memory(ref: Any, value: Any) -> None:
         ref[...] = value
 
 
+def sum_of(x: Any, layout: Any, scratch: Any) -> Any:
+    """The sum of all of a warpgroup's numbers, each thread's; `scratch` has a number a warp in shared memory.
+
+    `jnp.sum` has one scratch for a whole program, and refuses where a program has several warpgroups.
+    """
+    splat = plgpu.ShapeDtypeStruct((), x.dtype, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=splat)
+    def emit(_: Any, x: Any, scratch: Any) -> Any:
+        return x.reduce("add", tuple(range(len(x.shape))), scratch)
+
+    return emit(x, scratch)
+
+
 HIDDEN_STEPS = 1 << 20
 
 

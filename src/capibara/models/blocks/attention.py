@@ -24,8 +24,10 @@ from capibara.models.blocks.spec import (
     LastProduct,
     PagedBatch,
     Sequences,
+    Unsummed,
     Weight,
     held_together,
+    joint_name,
     joint_product,
     product,
     products,
@@ -247,7 +249,7 @@ class Attention(Block):
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array,
+        x: jax.Array | Unsummed,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
@@ -258,11 +260,18 @@ class Attention(Block):
         inside = (batch.positions >= 0) & (batch.positions < batch.page_table.shape[1] * page_size)
         inside &= (page >= 0) & (page < pages)
         places = jnp.where(inside, page, pages + 1), batch.positions % page_size
-        written = self._written_at_once(model, params, x, cache, batch.positions, places)
-        q, cache = written or self._written(model, params, x, cache, batch.positions, places)
+        residual, dtype = None, x.dtype
+        if isinstance(x, Unsummed):
+            residual, projected = x.times(params, joint_name(self.joint_products()[0]), parts=True)
+            q, cache = self._written_at_once(model, projected, cache, batch.positions, places)
+        elif self._has_write_kernel(model, params, jax.ShapeDtypeStruct(x.shape[1:-1], x.dtype), cache):
+            projected = joint_product(params, self.joint_products()[0], x)
+            q, cache = self._written_at_once(model, projected, cache, batch.positions, places)
+        else:
+            q, cache = self._written(model, params, x, cache, batch.positions, places)
         pools, table = (cache["key"], cache["value"]), batch.page_table
         if "key_scale" in cache:
-            pools, table = self._widened(cache, table, x.dtype)
+            pools, table = self._widened(cache, table, dtype)
         mixed = paged_attention(
             q.astype(pools[0].dtype),
             *pools,
@@ -275,8 +284,19 @@ class Attention(Block):
             key_splits=batch.key_splits,
             implementation=batch.attention,
         )
-        mixed = mixed[None].astype(x.dtype)
-        return self._out(params, mixed) if self.out_bias else LastProduct(params, "out", mixed, inputs=2), cache
+        mixed = mixed[None].astype(dtype)
+        if self.out_bias:
+            return self._out(params, mixed), cache
+        return LastProduct(params, "out", mixed, inputs=2, residual=residual), cache
+
+    def adds_up(
+        self, model: ModularModelConfig, params: Mapping[str, Any], x: Unsummed, cache: Mapping[str, Any]
+    ) -> bool:
+        (names,) = self.joint_products()
+        if self.out_bias or not held_together(params, names) or not x.has_kernel(params, joint_name(names), parts=True):
+            return False
+        # How many parts there are changes nothing of what the kernel that writes them takes.
+        return self._has_write_kernel(model, params, jax.ShapeDtypeStruct((1, x.parts.shape[1]), x.dtype), cache)
 
     def _written(
         self,
@@ -300,28 +320,39 @@ class Attention(Block):
 
         return q[0], {name: put(cache[name], y) for name, y in new.items()}
 
-    def _written_at_once(
-        self,
-        model: ModularModelConfig,
-        params: Mapping[str, jax.Array],
-        x: jax.Array,
-        cache: Mapping[str, jax.Array],
-        positions: jax.Array,
-        places: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-        """As `_written`, in one pass over what is projected, where there is a kernel for it; else None."""
+    def _has_write_kernel(
+        self, model: ModularModelConfig, params: Mapping[str, Any], tokens: Any, cache: Mapping[str, Any]
+    ) -> bool:
+        """Whether there is a kernel for `_written_at_once`; `tokens` are [tokens] or, in parts, [parts, tokens]."""
         (names,), each = self.joint_products(), self.width(model)
         # Over a mesh each weight is held by itself: no kernel has to be split.
         if self.bias or self.qk_norm or "key_scale" in cache or not held_together(params, names):
-            return None
-        (tokens,), turned, pools = positions.shape, self.rotary_dim or each, (cache["key"], cache["value"])
-        projected = jax.ShapeDtypeStruct((tokens, self.heads + 2 * self.kv_heads, each), x.dtype)
-        angle = jax.ShapeDtypeStruct((tokens, turned // 2), jnp.float32)
-        if x.dtype != pools[0].dtype or not has_kernel(projected, *pools, angle, angle, *places):
-            return None
-        angles = rope_angles(jnp.maximum(positions, 0), turned, base=self.rope_base, scaling=self.rope_scaling)
-        given = joint_product(params, names, x).reshape(projected.shape)
-        q, key, value = paged_write(given, *pools, *angles, *places, spare_page=True)
+            return False
+        pools = cache["key"], cache["value"]
+        if tokens.dtype != pools[0].dtype:
+            return False
+        count, turned = tokens.shape[-1], self.rotary_dim or each
+        wide = jnp.float32 if len(tokens.shape) == 2 else tokens.dtype
+        projected = jax.ShapeDtypeStruct((*tokens.shape, self.heads + 2 * self.kv_heads, each), wide)
+        angle, at = jax.ShapeDtypeStruct((count, turned // 2), jnp.float32), jax.ShapeDtypeStruct((count,), jnp.int32)
+        return has_kernel(projected, *pools, angle, angle, at, at)
+
+    def _written_at_once(
+        self,
+        model: ModularModelConfig,
+        projected: jax.Array,
+        cache: Mapping[str, jax.Array],
+        positions: jax.Array,
+        places: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """As `_written`, in one pass over what is projected, [1 or parts, tokens, all outputs]."""
+        each = self.width(model)
+        angles = rope_angles(
+            jnp.maximum(positions, 0), self.rotary_dim or each, base=self.rope_base, scaling=self.rope_scaling
+        )
+        heads = projected.reshape(*projected.shape[:-1], -1, each)
+        heads = heads[0] if projected.dtype == cache["key"].dtype else heads
+        q, key, value = paged_write(heads, cache["key"], cache["value"], *angles, *places, spare_page=True)
         return q, {"key": key, "value": value}
 
     def _widened(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -17,8 +17,11 @@ from capibara.models.blocks.spec import (
     LastProduct,
     PagedBatch,
     Sequences,
+    Unsummed,
     Weight,
     gated_products,
+    held_together,
+    joint_name,
     product,
     products,
 )
@@ -81,13 +84,24 @@ class Mlp(Block):
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array,
+        x: jax.Array | Unsummed,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
+        if isinstance(x, Unsummed):
+            total, inner = x.times(params, joint_name(("gate", "up")), gate=GATED[self.activation])
+            return LastProduct(params, "down", inner, residual=total), dict(cache)
         if self.bias:
             return super().paged(model, params, x, cache, batch)
         return LastProduct(params, "down", self._inner(params, x)), dict(cache)
+
+    def adds_up(
+        self, model: ModularModelConfig, params: Mapping[str, Any], x: Unsummed, cache: Mapping[str, Any]
+    ) -> bool:
+        names = ("gate", "up")
+        if self.bias or not self.gated or not held_together(params, names):
+            return False
+        return x.has_kernel(params, joint_name(names), gate=GATED[self.activation])
 
     def _biased(self, params: Mapping[str, jax.Array], name: str, y: jax.Array) -> jax.Array:
         return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel
+from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel, parts_to_leave
+from capibara.kernels.ops.layers.summed_row import api as summed_row_api
 from capibara.kernels.ops.linalg.fp8 import fp8_products
 from capibara.kernels.pallas.prng import normal_by_place
 from capibara.precision import Fp8Settings
@@ -38,6 +39,7 @@ __all__ = [
     "LastProduct",
     "PagedBatch",
     "Sequences",
+    "Unsummed",
     "Weight",
     "few_rows_operands",
     "gated_products",
@@ -231,6 +233,52 @@ def gated_products(
     return few_rows(**operands, gate=gate).reshape(*x.shape[:-1], -1)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts", "residual", "scale"], meta_fields=["eps"])
+@dataclass(frozen=True)
+class Unsummed:
+    """What a block is given where the product before it was left in parts: it adds them up, and norms them, itself."""
+
+    parts: jax.Array
+    """[parts, tokens, hidden] in float32."""
+    residual: jax.Array
+    """[1, tokens, hidden], what they are added to."""
+    scale: jax.Array
+    """Of the RMS norm of the sum."""
+    eps: float
+
+    @property
+    def dtype(self) -> Any:
+        """Of the row that comes of it."""
+        return self.residual.dtype
+
+    def _operands(self, params: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
+        """As `summed_row` takes them; None of a weight that is held in another way."""
+        weight = few_rows_operands(params, name, self.residual)
+        if weight is None:
+            return None
+        return self.parts, weight["x"], self.scale, weight["weight"], weight.get("weight_scale")
+
+    def has_kernel(self, params: Mapping[str, Any], name: str, *, gate: str | None = None, parts: bool = False) -> bool:
+        """Whether there is a kernel for `times`, which has all arguments alike."""
+        operands = self._operands(params, name)
+        if operands is None:
+            return False
+        out_parts = summed_row_api.parts_to_leave(*operands) if parts else None
+        if parts and out_parts is None:
+            return False
+        return summed_row_api.has_kernel(*operands, gate=gate, eps=self.eps, out_parts=out_parts)
+
+    def times(
+        self, params: Mapping[str, Any], name: str, *, gate: str | None = None, parts: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """(the sum, its norm times a weight: [1, tokens, outputs], or [parts, tokens, outputs] in float32)."""
+        operands = self._operands(params, name)
+        assert operands is not None
+        out_parts = summed_row_api.parts_to_leave(*operands) if parts else None
+        total, made = summed_row_api.summed_row(*operands, gate=gate, eps=self.eps, out_parts=out_parts)
+        return total.reshape(self.residual.shape), made if parts else made[None]
+
+
 @dataclass(frozen=True)
 class LastProduct:
     """What a block adds, as the product that it ends in: not taken yet, so that what follows can be taken with it."""
@@ -239,9 +287,27 @@ class LastProduct:
     name: str
     x: jax.Array
     inputs: int = 1
+    residual: jax.Array | None = None
+    """What it is added to, where the block was given that `Unsummed`."""
 
     def value(self) -> jax.Array:
         return product(self.params, self.name, self.x, self.inputs)
+
+    def left_in_parts(
+        self, residual: jax.Array, scale: jax.Array, eps: float, adds_up: Callable[[Unsummed], bool]
+    ) -> Unsummed | None:
+        """The product in parts, where the block that follows says of shapes like these that it adds them up."""
+        operands = few_rows_operands(self.params, self.name, self.x, self.inputs)
+        if operands is None or self.name + LORA_DOWN in self.params:
+            return None
+        (tokens, _), weight = operands["x"].shape, operands["weight"]
+        parts = parts_to_leave(operands["x"], weight)
+        if parts is None:
+            return None
+        like: Any = jax.ShapeDtypeStruct((parts, tokens, weight.shape[0]), jnp.float32)
+        if not adds_up(Unsummed(like, residual, scale, eps)):
+            return None
+        return Unsummed(few_rows(**operands, out_parts=parts), residual, scale, eps)
 
     def added_and_normed(self, residual: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, jax.Array] | None:
         """(the residual with this added, the RMS norm of that), where there is a kernel for all of it; else None."""
@@ -386,12 +452,22 @@ class Block:
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array,
+        x: jax.Array | Unsummed,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
-        """The tokens of a ragged batch, [1, tokens, hidden] or the last product to it, and what is kept then."""
+        """The tokens of a ragged batch, [1, tokens, hidden] or the last product to it, and what is kept then.
+
+        It is given x `Unsummed` only where it `adds_up`, and then returns its last product, with what that is added to.
+        """
+        assert not isinstance(x, Unsummed)
         return self(model, params, x, Sequences()).value, dict(cache)
+
+    def adds_up(
+        self, model: ModularModelConfig, params: Mapping[str, Any], x: Unsummed, cache: Mapping[str, Any]
+    ) -> bool:
+        """Whether `paged` takes x like this, and would run faster for it; shapes and types will do."""
+        return False
 
     def check(self, model: ModularModelConfig, where: str) -> None:
         """What has to hold between this block and the model."""

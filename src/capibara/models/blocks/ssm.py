@@ -15,7 +15,17 @@ from capibara.kernels.ops.conv.causal1d.api import causal_conv1d
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.kernels.ops.scan import selective_scan, state_space_dual
 from capibara.mesh import with_sharding_constraint
-from capibara.models.blocks.spec import LORA_SCALE, Block, BlockOutput, PagedBatch, Sequences, Weight, product, products
+from capibara.models.blocks.spec import (
+    LORA_SCALE,
+    Block,
+    BlockOutput,
+    PagedBatch,
+    Sequences,
+    Unsummed,
+    Weight,
+    product,
+    products,
+)
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -167,10 +177,11 @@ class Ssm(Block):
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array,
+        x: jax.Array | Unsummed,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        assert not isinstance(x, Unsummed)
         sequences = batch.context_lengths.shape[0]
         if batch.query_starts is None:
             starts, lengths = jnp.arange(sequences), (batch.context_lengths > 0).astype(jnp.int32)

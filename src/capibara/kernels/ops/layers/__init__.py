@@ -27,6 +27,7 @@ from capibara.kernels.ops.layers.moe.layer import MoeMetrics, init_moe, moe_laye
 from capibara.kernels.ops.layers.norm.api import NORM, NORM_GRAD, layer_norm, rms_norm
 from capibara.kernels.ops.layers.router.api import ROUTE, Routing, route
 from capibara.kernels.ops.layers.router.losses import expert_counts, load_balancing_loss, update_bias, z_loss
+from capibara.kernels.ops.layers.summed_row.api import SUMMED_ROW, summed_row
 
 __all__ = [
     "ACTIVATION",
@@ -40,6 +41,7 @@ __all__ = [
     "NORM",
     "NORM_GRAD",
     "ROUTE",
+    "SUMMED_ROW",
     "Buffered",
     "Dispatched",
     "MoeMetrics",
@@ -67,6 +69,7 @@ __all__ = [
     "rms_norm",
     "route",
     "silu",
+    "summed_row",
     "swiglu",
     "update_bias",
     "z_loss",

@@ -31,7 +31,7 @@ PAGED_WRITE.implement(xla.IMPLEMENTATION, hopper.IMPLEMENTATION, Implementation(
 
 
 def paged_write(
-    projected: Float[Array, "tokens all_heads D"],
+    projected: Float[Array, "*parts tokens all_heads D"],
     key_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size width"],
     value_pages: Float[Array, "pages page_size Hkv D"] | Float[Array, "pages page_size width"],
     cos: Float[Array, "tokens half"],
@@ -50,7 +50,8 @@ def paged_write(
 
     Args:
       projected: [tokens, heads + 2 * kv_heads, head_dim], as one product gives them: each token's queries, its keys and
-        its values.
+        its values. Or in parts, float32 [parts, tokens, ...], as `few_rows(..., out_parts=n)` gives them: their sum is
+        rounded to the pools' type.
       key_pages, value_pages: the pools, [pages, page_size, kv_heads, head_dim], or a key's heads side by side,
         [pages, page_size, kv_heads * head_dim].
       cos, sin: of each token's position, float32 [tokens, rotary_dim / 2]: rows of `rope_tables`. The first rotary_dim

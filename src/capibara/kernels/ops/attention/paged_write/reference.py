@@ -14,6 +14,8 @@ def cut_and_turned(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(queries, keys, values), each [tokens, heads, head_dim], the first two turned."""
     n = sizes_of(projected, key_pages, cos)
+    if projected.ndim == 4:
+        projected = projected.sum(0).astype(key_pages.dtype)
     q, k, v = jnp.split(projected, (n.heads, n.heads + n.kv_heads), axis=1)
     cos, sin = cos[:, None], sin[:, None]
     return rotated_by(q, cos, sin), rotated_by(k, cos, sin), v

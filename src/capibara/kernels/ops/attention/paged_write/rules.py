@@ -30,7 +30,7 @@ def sizes(call: Call) -> Sizes:
 
 def sizes_of(projected: Any, key_pages: Any, cos: Any) -> Sizes:
     """The sizes of a call; a pool of three axes has its heads side by side in the last."""
-    tokens, all_heads, depth = projected.shape
+    tokens, all_heads, depth = projected.shape[-3:]
     pages, page_size, kv_heads = key_pages.shape[:3]
     if len(key_pages.shape) == 3:
         kv_heads //= max(depth, 1)
@@ -55,14 +55,15 @@ def check(call: Call) -> None:
             f"{projected.shape[1]} heads, and {n.kv_heads} in the pools",
             "pass [tokens, heads + 2 * kv_heads, head_dim]",
         )
-    if not projected.dtype == keys.dtype == values.dtype or np.dtype(projected.dtype).name not in FLOATS:
+    wide = jnp.promote_types(jnp.float32, keys.dtype)
+    of_projection = wide if len(projected.shape) == 4 else keys.dtype
+    if keys.dtype != values.dtype or projected.dtype != of_projection or np.dtype(keys.dtype).name not in FLOATS:
         raise rule_error(
-            "The projection, key pages and value pages have one floating-point type",
+            "The projection, key pages and value pages have one floating-point type; a projection in parts is float32",
             f"{projected.dtype}, {keys.dtype} and {values.dtype}",
-            "convert the projection with .astype(key_pages.dtype)",
+            f"convert the projection with .astype({str(of_projection)!r})",
         )
     cos, sin = call.need("cos"), call.need("sin")
-    wide = jnp.promote_types(jnp.float32, projected.dtype)
     if cos.shape != sin.shape or cos.shape[0] != n.tokens or n.rotary > n.depth or not cos.dtype == sin.dtype == wide:
         raise rule_error(
             f"cos and sin are {wide} [tokens, rotary_dim / 2], here [{n.tokens}, {n.depth // 2} or less]",
@@ -91,8 +92,9 @@ def _check_axes(call: Call) -> None:
         if x is None:
             raise rule_error("paged_write needs all of its arrays", f"no {name}", f"pass {name}")
         pool = name in ("key_pages", "value_pages")
-        if len(x.shape) != named.count(",") + 1 and not (pool and len(x.shape) == 3):
-            also = " or [pages, page_size, kv_heads * head_dim]" if pool else ""
+        other = 3 if pool else 4 if name == "projected" else None
+        if len(x.shape) not in (named.count(",") + 1, other):
+            also = " or [pages, page_size, kv_heads * head_dim]" if pool else " or [parts, ...]" if other else ""
             raise rule_error(f"{name} is [{named}]{also}", describe(x), "check its shape")
         if name in ("page", "slot") and x.dtype != jnp.int32:
             raise rule_error(f"{name} is int32", describe(x), "convert it with .astype(jnp.int32)")
@@ -103,15 +105,14 @@ def cost(call: Call) -> Cost:
 
     Each number that is turned is two products, one with a sign, and a sum.
     """
-    n, projected = sizes(call), call.need("projected")
+    n, keys = sizes(call), call.need("key_pages")
     read = sum(nbytes(x) for name, x in zip(call.op.operands, call.args, strict=True) if not name.endswith("_pages"))
     turned = 4.0 * n.tokens * (n.heads + n.kv_heads) * n.rotary
-    return Cost(
-        vector_flops=max(turned, 1.0), bytes=float(read + nbytes(projected)), dtype=np.dtype(projected.dtype).name
-    )
+    written = n.tokens * (n.heads + 2 * n.kv_heads) * n.depth * np.dtype(keys.dtype).itemsize
+    return Cost(vector_flops=max(turned, 1.0), bytes=float(read + written), dtype=np.dtype(keys.dtype).name)
 
 
 def tolerance(call: Call) -> float:
     """The relative error that a right result stays under: the rounding of the result, and three in float32."""
-    dtype = call.need("projected").dtype
+    dtype = call.need("key_pages").dtype
     return unit_roundoff(dtype) + 4 * unit_roundoff(jnp.promote_types(jnp.float32, dtype))

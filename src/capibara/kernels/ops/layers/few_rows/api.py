@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, overload
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
 from capibara.kernels.core.dispatch import run, select
@@ -13,15 +15,16 @@ from capibara.kernels.core.spec import Implementation
 from capibara.kernels.ops.layers.few_rows import hopper
 from capibara.kernels.ops.layers.few_rows.cases import CASES
 from capibara.kernels.ops.layers.few_rows.reference import reference
-from capibara.kernels.ops.layers.few_rows.rules import check, cost, tolerance
+from capibara.kernels.ops.layers.few_rows.rules import check, cost, sizes, tolerance
 from capibara.kernels.ops.layers.few_rows.xla import xla
+from capibara.kernels.pallas.hopper import multiprocessors
 
 FEW_ROWS: Op = Op(
     "few_rows",
     family="layers",
     reference=reference,
     operands=("x", "weight", "residual", "scale", "weight_scale"),
-    params={"gate": None, "eps": 1e-6, "out_dtype": None},
+    params={"gate": None, "eps": 1e-6, "out_dtype": None, "out_parts": None},
     check=check,
     cost=cost,
     tolerance=tolerance,
@@ -33,7 +36,8 @@ FEW_ROWS.implement(Implementation("xla", xla), hopper.IMPLEMENTATION, Implementa
 @overload
 def few_rows(
     x: Array, weight: Array, residual: None = None, scale: None = None, weight_scale: Array | None = None, *,
-    gate: str | None = None, out_dtype: Any = None, implementation: str | None = None, config: Any = None,
+    gate: str | None = None, out_dtype: Any = None, out_parts: int | None = None,
+    implementation: str | None = None, config: Any = None,
 ) -> Array: ...  # fmt: skip
 
 
@@ -54,9 +58,10 @@ def few_rows(
     gate: str | None = None,
     eps: float = 1e-6,
     out_dtype: Any = None,
+    out_parts: int | None = None,
     implementation: str | None = None,
     config: Any = None,
-) -> Float[Array, "rows outputs"] | tuple[Float[Array, "rows outputs"], Float[Array, "rows outputs"]]:
+) -> Float[Array, "*parts rows outputs"] | tuple[Float[Array, "rows outputs"], Float[Array, "rows outputs"]]:
     """A few rows times a weight that is held by output: what a step of decoding does, at the memory's speed.
 
     Args:
@@ -69,6 +74,8 @@ def few_rows(
         "sigmoid", "tanh" or "identity".
       eps: of the norm.
       out_dtype: the result's type where there is no residual; x's by default.
+      out_parts: leave the product in so many parts, float32 sums over equal parts of the inputs: [out_parts, rows,
+        outputs]. Who takes it next adds them up, `summed_row` for one.
       implementation: force one by name ("xla", "hopper", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
@@ -79,6 +86,8 @@ def few_rows(
     >>> total, normal = few_rows(x, jnp.ones((4, 8)), residual, jnp.ones(4))
     >>> float(total[0, 0]), round(float(normal[0, 0]), 3)
     (8.0, 1.0)
+    >>> few_rows(x, jnp.ones((6, 8)), out_parts=4)[:, 0, 0].tolist()
+    [2.0, 2.0, 2.0, 2.0]
     >>> eight_bits = jnp.full((4, 8), 100, jnp.int8)
     >>> float(few_rows(x, eight_bits, weight_scale=jnp.full(4, 0.01))[0, 0])
     8.0
@@ -97,6 +106,8 @@ def few_rows(
         params["eps"] = float(eps)
     if out_dtype is not None:
         params["out_dtype"] = as_dtype("out_dtype", out_dtype).name
+    if out_parts is not None:
+        params["out_parts"] = out_parts
     return run(FEW_ROWS, operands, params, implementation=implementation, config=config)
 
 
@@ -110,13 +121,25 @@ def has_kernel(
     gate: str | None = None,
     eps: float = 1e-6,
     out_dtype: str | None = None,
+    out_parts: int | None = None,
 ) -> bool:
     """Whether dispatch takes a kernel for this call of `few_rows`: elsewhere its steps are as well written out."""
-    params = {"gate": gate, "eps": eps, "out_dtype": out_dtype}
+    params = {"gate": gate, "eps": eps, "out_dtype": out_dtype, "out_parts": out_parts}
     call = call_of(FEW_ROWS, (x, weight, residual, scale, weight_scale), params)
     kernels = [name for name, one in FEW_ROWS.implementations.items() if one.kernel and one.refusal(call) is None]
     # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
     return bool(kernels) and select(call).implementation in kernels
+
+
+def parts_to_leave(x: Any, weight: Any) -> int | None:
+    """Into how many parts a product is best left for who adds them up anyway; None where no kernel would take it.
+
+    Shapes and types will do (`jax.ShapeDtypeStruct`).
+    """
+    scale = jax.ShapeDtypeStruct(weight.shape[:1], jnp.float32) if weight.dtype == jnp.int8 else None
+    call = call_of(FEW_ROWS, (x, weight, None, None, scale), {})
+    cores = multiprocessors(call.target.device_kind)
+    return None if hopper.IMPLEMENTATION.refusal(call) else hopper.parts_that_fill(sizes(call), weight.dtype, cores)
 
 
 FEW_ROWS.public = few_rows

@@ -23,11 +23,11 @@ def _case(
     shapes = (rows, inner), (held, inner), *added, (held,) if int8 else None
     if not int8:
         return Case(name, shapes, dtype, given, tags)
-    draw = {1: _eight_bits, 4: lambda generator, shape: generator.uniform(0.5, 2, shape) / (64 * inner**0.5)}
+    draw = {1: eight_bits, 4: lambda generator, shape: generator.uniform(0.5, 2, shape) / (64 * inner**0.5)}
     return Case(name, shapes, dtype, given, tags, {1: "int8", 4: "float32"}, draw)
 
 
-def _eight_bits(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
+def eight_bits(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
     return generator.integers(-128, 128, shape, np.int8)
 
 

@@ -21,14 +21,20 @@ def reference(
     gate: str | None = None,
     eps: float = 1e-6,
     out_dtype: str | None = None,
+    out_parts: int | None = None,
 ) -> Any:
     """x [rows, K] times weight [outputs, K], every step in float32 or wider, rounded once: to `out_dtype`, or x's type.
 
     Outputs of an 8-bit weight are multiplied by their scales before anything else is done with them. With a `gate` the
     first half of the outputs goes through that activation and multiplies the second half. With a residual and a scale
-    there are two results: the residual's sum with the product, rounded, and its RMS norm.
+    there are two results: the residual's sum with the product, rounded, and its RMS norm. With `out_parts` they are the
+    sums over as many parts of the inputs, one after another, [out_parts, rows, outputs] in float32 or wider.
     """
     wide = wide_type(x)
+    if out_parts is not None:
+        cut = (a.astype(wide).reshape(a.shape[0], out_parts, -1) for a in (x, weight))
+        sums = jnp.einsum("rpk,opk->pro", *cut, precision=jax.lax.Precision.HIGHEST)
+        return sums if weight_scale is None else sums * weight_scale.astype(wide)
     y = jnp.matmul(x.astype(wide), weight.astype(wide).T, precision=jax.lax.Precision.HIGHEST)
     if weight_scale is not None:
         y = y * weight_scale.astype(wide)

@@ -33,6 +33,8 @@ def is_quantized(call: Call) -> bool:
 
 def out_dtype_of(call: Call) -> np.dtype[Any]:
     chosen: Any = call.params["out_dtype"]
+    if call.params["out_parts"] is not None:
+        return jnp.dtype(jnp.promote_types(jnp.float32, call.need("x").dtype))
     return jnp.dtype(chosen or call.need("x").dtype)
 
 
@@ -91,14 +93,32 @@ def check(call: Call) -> None:
             f"{out_dtype!r} ({call.signature})",
             "leave it out",
         )
+    check_parts(call, alone=gate is None and residual is None and out_dtype is None)
     if not isinstance(eps, float) or not 0 < eps < float("inf"):
         raise rule_error("eps is a finite float above 0", repr(eps), "pass a small positive float, e.g. 1e-6")
+
+
+def check_parts(call: Call, *, alone: bool) -> None:
+    """Of `out_parts`, where it is asked for: of a product that is `alone`, with nothing that would need the sum."""
+    out_parts, inner = call.params["out_parts"], call.need("weight").shape[1]
+    if out_parts is None:
+        return
+    whole = isinstance(out_parts, int) and out_parts >= 1 and not inner % out_parts
+    if not whole:
+        raise rule_error("out_parts divides the inputs", f"{out_parts!r} of {inner}", "use 4")
+    if not alone:
+        raise rule_error(
+            "Parts of a product are float32 sums, before a gate, a residual or another type",
+            call.signature,
+            "leave out_parts or the others out",
+        )
 
 
 def cost(call: Call) -> Cost:
     """The weight, the rows and what is added read once, the results written once."""
     n, x, residual = sizes(call), call.need("x"), call["residual"]
-    written = n.rows * n.outputs * out_dtype_of(call).itemsize * (1 if residual is None else 2)
+    out_parts: Any = call.params["out_parts"]
+    written = n.rows * n.outputs * out_dtype_of(call).itemsize * (1 if residual is None else 2) * (out_parts or 1)
     products = 2.0 * n.rows * n.inner * call.need("weight").shape[0]
     beside = n.rows * n.outputs * (10.0 * (call.params["gate"] is not None) + 8.0 * (residual is not None))
     beside += n.rows * call.need("weight").shape[0] * is_quantized(call)

@@ -22,11 +22,16 @@ def xla(
     gate: str | None,
     eps: float,
     out_dtype: str | None,
+    out_parts: int | None,
 ) -> Any:
     """The product is rounded to x's type before anything is done with it, as where each step is called by itself.
 
     But for the scales of an 8-bit weight: they multiply the float32 sums. Every 8-bit number is one of x's type.
     """
+    if out_parts is not None:
+        cut = (a.astype(x.dtype).reshape(a.shape[0], out_parts, -1) for a in (x, weight))
+        sums = jnp.einsum("rpk,opk->pro", *cut, preferred_element_type=wide_type(x))
+        return sums if weight_scale is None else sums * weight_scale.astype(sums.dtype)
     out = jnp.dtype(out_dtype or x.dtype)
     if weight_scale is None and out == x.dtype:
         y = jnp.tensordot(x, weight, ((1,), (1,)))

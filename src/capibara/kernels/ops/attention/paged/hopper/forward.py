@@ -30,7 +30,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.hopper.join import join, takes
@@ -189,14 +188,12 @@ def hopper_forward(
     items = splits * count * n.kv_heads
     programs = min(-(-items // config.pairs), multiprocessors(current_target().device_kind))
     parts, live = _described(tiles, config.keys, splits, least)
-    # Whatever is read before the first page is waited for: how many items there are, where all are taken at once, and
-    # which page it is. It has not run on a GPU without these, and does where predictions are trusted.
-    short = trusted() == "predicted"
-    todo: tuple[jax.Array, ...] = () if short else (jnp.full(1, live.size, jnp.int32),)
+    # Whatever is read before the first page is waited for: not how many items there are, where all are taken at once,
+    # and not which page it is.
+    todo: tuple[jax.Array, ...] = ()
     if items > programs * config.pairs:
         parts, todo = _longest_first(parts, live), (live.sum(dtype=jnp.int32).reshape(1),)
-    if short:
-        parts = jnp.concatenate([parts, _first_pages(parts, page_table, n, config.keys)], axis=1)
+    parts = jnp.concatenate([parts, _first_pages(parts, page_table, n, config.keys)], axis=1)
     out_types = [
         out_struct((count, splits, n.kv_heads * rows.each, n.depth), query.dtype if splits == 1 else jnp.float32, query)
     ]
@@ -218,9 +215,8 @@ def hopper_forward(
     # Every key of every page as a row, every head as columns of it: the same bytes.
     pools = [x.reshape(n.pages * n.page_size, n.kv_heads * n.depth) for x in (key_pages, value_pages)]
     made = kernel(q, *pools, page_table, parts, *todo)
-    # One kernel for three passes of XLA's. On an H200 an engine of one sequence was 3 % faster with it; its numbers
-    # were not compared there: it is taken where predictions are trusted.
-    if splits > 1 and not return_lse and takes(splits, n.depth) and trusted() == "predicted":
+    # One kernel for three passes of XLA's: on an H200 an engine of one sequence was 3 % faster with it.
+    if splits > 1 and not return_lse and takes(splits, n.depth):
         joined = join(made[0], made[1], live, (rows.each, rows.together), query.dtype)
         return rows.by_token(joined, tiles, query_starts, 0.0)
     out, lse = made[0], rows.own(made[1]) if wants_lse else None

@@ -30,6 +30,7 @@ from capibara.kernels.pallas.hopper import LANE, load, named, refuses_chip, stor
 THREADS = 128  # of a warpgroup
 PAIRS = 2  # of numbers, that a thread turns, about: more programs have each less to wait for
 MOST_PAIRS = 8
+TIMED_TOKENS = 256
 NOWHERE = -1
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=LANE,
@@ -63,7 +64,7 @@ def candidates(call: Call) -> Sequence[HeadsConfig]:
 
 def refuses(call: Call) -> str | None:
     n = sizes(call)
-    dtype = np.dtype(call.need("projected").dtype).name
+    dtype = np.dtype(call.need("key_pages").dtype).name
     chip = refuses_chip(call.target.device_kind)
     if chip is not None:
         return chip
@@ -92,10 +93,12 @@ def paged_write_hopper(
     if not _divides(n, config.heads):
         raise rule_error("heads divides the heads, into whole rounds of threads", f"{config} of {n}", "leave it out")
     groups = (n.heads + 2 * n.kv_heads) // config.heads
+    if projected.ndim == 4 and projected.shape[0] == 1:
+        projected = projected[0]
     # pl.kernel, since plgpu.kernel takes no array to write into.
     kernel = pl.kernel(
         named("paged_write", _program, n=n, heads=config.heads),
-        out_type=[out_struct((n.tokens, n.heads, n.depth), projected.dtype, projected)],
+        out_type=[out_struct((n.tokens, n.heads, n.depth), key_pages.dtype, projected)],
         # Tokens last, which CUDA takes 2^31 of: of what stands before, 65,535.
         mesh=plgpu.Mesh(grid=(groups, n.tokens), grid_names=("group", "token")),
         compiler_params=COMPILER_PARAMS,
@@ -113,7 +116,7 @@ def paged_write_hopper(
 
     # References that live in run_state alone: custom_vmap, which stands around this, takes no function that makes one
     # for itself. What the queries start from is overwritten and never made.
-    empty = vary_like(jnp.zeros((n.tokens, n.heads, n.depth), projected.dtype), projected)
+    empty = vary_like(jnp.zeros((n.tokens, n.heads, n.depth), key_pages.dtype), projected)
     pools = (pool.reshape(n.pages * n.page_size, n.kv_heads, n.depth) for pool in (key_pages, value_pages))
     query, keys, values = pl.run_state(into)((empty, *pools))
     return query, keys.reshape(key_pages.shape), values.reshape(value_pages.shape)
@@ -126,7 +129,14 @@ def _program(
     token, group = lax.axis_index("token"), lax.axis_index("group")
     first_key, first_value = n.heads // heads, (n.heads + n.kv_heads) // heads  # groups
     half, rest = n.rotary // 2, n.depth - n.rotary
-    given = projected_hbm.at[token, pl.ds(group * heads, heads)]
+    dtype = query_hbm.dtype
+    addends = projected_hbm.shape[0] if len(projected_hbm.shape) == 4 else 1  # one part is no axis of its own
+
+    def read(start: int, width: int) -> list[Any]:
+        """Numbers of the heads, once or as parts of a sum."""
+        at = token, pl.ds(group * heads, heads), pl.ds(start, width)
+        refs = [projected_hbm.at[n, *at] for n in range(addends)] if addends > 1 else [projected_hbm.at[*at]]
+        return [load(ref, layout(width)) for ref in refs]
 
     def layout(width: int) -> Any:
         # Vectors of four numbers at most, each inside of a head's part of that width.
@@ -136,11 +146,12 @@ def _program(
     place = place_hbm[token]
     cos, sin = (load(angles_hbm.at[token, which], layout(half)) for which in (0, 1))
     cuts = [(0, half), (half, half)] + ([(n.rotary, rest)] if rest else [])
-    parts = [load(given.at[:, pl.ds(start, width)], layout(width)) for start, width in cuts]
+    asked = [read(start, width) for start, width in cuts]
+    parts = [sum(one[1:], start=one[0]).astype(dtype) for one in asked]
 
     def turned() -> list[Any]:
         a, b = (x.astype(jnp.float32) for x in parts[:2])
-        return [x.astype(projected_hbm.dtype) for x in (a * cos - b * sin, b * cos + a * sin)] + parts[2:]
+        return [x.astype(dtype) for x in (a * cos - b * sin, b * cos + a * sin)] + parts[2:]
 
     def write(target: Any, first_head: Any, values: list[Any]) -> None:
         for (start, width), value in zip(cuts, values, strict=True):
@@ -160,11 +171,9 @@ def _program(
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """Of one token XLA's three passes take 4.1 us of a layer on an H200, of 32 tokens 5.3, without the gaps between
-    them (benchmarks/results/2026-11-17-h200-decode-kernels.json): predicted to be twice as much as this takes. It has
-    not run on a GPU, and goes ahead where predictions are trusted.
-    """
-    return ("xla",) if trusted() == "predicted" else ()
+    """On an H200, of a layer of a 1.1B model: 1.2 us for xla's 3.1 at one token, 1.4 for 4.1 at 32 and 3.0 for 7.4 at
+    256, one launch for three (benchmarks/results/2026-11-17-h200-paged-write.json). More tokens were not timed."""
+    return ("xla",) if sizes(call).tokens <= TIMED_TOKENS or trusted() == "predicted" else ()
 
 
 IMPLEMENTATION = Implementation(

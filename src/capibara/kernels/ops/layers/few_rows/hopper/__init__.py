@@ -1,5 +1,5 @@
 """Products of a few rows on Hopper."""
 
-from capibara.kernels.ops.layers.few_rows.hopper.forward import IMPLEMENTATION
+from capibara.kernels.ops.layers.few_rows.hopper.forward import IMPLEMENTATION, parts_that_fill
 
-__all__ = ["IMPLEMENTATION"]
+__all__ = ["IMPLEMENTATION", "parts_that_fill"]

@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,8 @@ from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.activation.formulas import value
 from capibara.kernels.ops.layers.few_rows.hopper.join import join, refuses_width
-from capibara.kernels.ops.layers.few_rows.rules import is_quantized, out_dtype_of, sizes
+from capibara.kernels.ops.layers.few_rows.rules import Sizes, is_quantized, out_dtype_of, sizes
+from capibara.kernels.ops.layers.norm.reference import shrink_of
 from capibara.kernels.pallas.hopper import (
     SMEM_BYTES,
     SWIZZLE,
@@ -43,6 +44,7 @@ from capibara.kernels.pallas.hopper import (
     refuses_chip,
     smem_bytes,
     store_to_memory,
+    sum_of,
     swizzled,
 )
 
@@ -51,7 +53,10 @@ EIGHT = 8  # rows of a swizzled tile, and what a product's columns are counted i
 ATOM = 64  # 16-bit numbers of a swizzled tile's row
 WIDE_ATOM = 128  # 8-bit numbers of one
 THREADS = 128  # of a warpgroup
+WARPS = 4
 REGISTERS = 1 << 16  # of a multiprocessor
+LARGE = 1 << 24  # numbers of a weight
+HEAD_START = 2  # pieces of an 8-bit weight that are fetched before a row is added up
 RESERVED = 1024  # bytes of shared memory that the chip takes for each program
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,  # the other has no memory that is swizzled and not tiled
@@ -95,26 +100,42 @@ class WeightStreamConfig:
 
 
 def scratch(
-    config: WeightStreamConfig, rows: int, dtype: Any, weight_dtype: Any, out_dtype: Any, *, gated: bool
+    config: WeightStreamConfig,
+    rows: int,
+    dtype: Any,
+    weight_dtype: Any,
+    out_dtype: Any,
+    *,
+    gated: bool,
+    summed: int = 0,
 ) -> dict[str, Any]:
-    """A program's shared memory: the ring of the weight and the rows, and the results on their way out."""
+    """A program's shared memory: the ring of the weight and the rows, and the results on their way out.
+
+    A row that the program itself adds up, of `summed` numbers, is not in the ring but whole beside it.
+    """
     outputs, depth, stages = config.outputs, config.depth, config.stages
     halves = 2 if gated else 1
     across, _ = config.shared(gated=gated)
     eights = math.ceil(rows / EIGHT)
-    x: Any = plgpu.SMEM((stages, eights * EIGHT, depth), dtype, transforms=swizzled(dtype))
-    copies = 1
-    if rows % EIGHT:
+    pieces = summed // depth if summed else stages
+    x: Any = plgpu.SMEM((pieces, eights * EIGHT, depth), dtype, transforms=swizzled(dtype))
+    copies = 0 if summed else 1
+    if summed:
+        # The first row of a swizzled tile lies as it is: a tile is eight of such rows, one after another.
+        x = plgpu.RefUnion(x, plgpu.SMEM((summed // ATOM, EIGHT * ATOM), dtype))
+    elif rows % EIGHT:
         # TMA by whole tiles wants rows in eights. The same memory, seen as the tiles that it is made of, takes fewer;
         # what lies in the others is their own columns' of the product alone, and those are not written.
         swizzle = (plgpu.SwizzleTransform(SWIZZLE),)
         copies = 1 if _is_one_copy(rows, weight_dtype) else eights * (depth // ATOM)
         tiles = stages, eights, depth // ATOM, EIGHT, ATOM
         x = plgpu.RefUnion(x, plgpu.SMEM(tiles, dtype, transforms=swizzle))
-    shared = {}
+    shared: dict[str, Any] = {}
+    if summed:
+        shared |= {"squares": plgpu.SMEM((WARPS,), jnp.float32), "prepared": plgpu.Barrier()}
     if (others := config.sharers - 1) > 0:
         sums = others, halves // across * outputs, eights * EIGHT
-        shared = {"others": plgpu.SMEM(sums, jnp.float32), "added": plgpu.Barrier(num_arrivals=others)}
+        shared |= {"others": plgpu.SMEM(sums, jnp.float32), "added": plgpu.Barrier(num_arrivals=others)}
     return {
         "weight": plgpu.SMEM((stages, halves * outputs, depth), weight_dtype, transforms=swizzled(weight_dtype)),
         "x": x,
@@ -134,10 +155,13 @@ def _is_one_copy(rows: int, weight_dtype: Any) -> bool:
     return rows == 1 and jnp.dtype(weight_dtype) == jnp.int8
 
 
-def program_bytes(config: WeightStreamConfig, rows: int, *, gated: bool, weight_dtype: Any = jnp.bfloat16) -> int:
+def program_bytes(
+    config: WeightStreamConfig, rows: int, *, gated: bool, weight_dtype: Any = jnp.bfloat16, summed: int = 0
+) -> int:
     """Shared memory of a program, of rows in 16-bit numbers and float32 results."""
     whole = math.ceil(rows / EIGHT) * EIGHT  # a union takes what its largest member does
-    return smem_bytes(scratch(config, whole, jnp.bfloat16, weight_dtype, jnp.float32, gated=gated)) + RESERVED
+    made = scratch(config, whole, jnp.bfloat16, weight_dtype, jnp.float32, gated=gated, summed=summed)
+    return smem_bytes(made) + RESERVED
 
 
 def fill(tiles: int, splits: int, cores: int) -> float:
@@ -158,17 +182,29 @@ def program_registers(config: WeightStreamConfig, rows: int, *, gated: bool) -> 
     return 32 + (widened + sums) // THREADS
 
 
-def candidates(call: Call) -> Sequence[WeightStreamConfig]:
-    """The fewest splits that leave few multiprocessors idle first, each cut with rings that fit once and twice."""
-    n, gated, eight_bits = sizes(call), call.params["gate"] is not None, is_quantized(call)
+def stream_configs(
+    n: Sizes, weight_dtype: Any, cores: int, *, gated: bool, out_parts: int | None = None, joined: bool = False,
+    summed: int = 0,
+) -> list[WeightStreamConfig]:  # fmt: skip
+    """The fewest splits that leave few multiprocessors idle first, each cut with rings that fit once and twice.
+
+    Args:
+      n: of the product.
+      weight_dtype: of the weight.
+      cores: multiprocessors of the chip.
+      gated: whether a program has outputs of both halves.
+      out_parts: the splits, where they are asked for.
+      joined: whether a pass that there is anyway adds the splits up.
+      summed: numbers of a row that programs add up themselves.
+    """
+    eight_bits = jnp.dtype(weight_dtype) == jnp.int8
     # As many bytes of either weight: what is on its way counts.
     depths = (256, 512, 128) if eight_bits else (128, 256, 64)
-    cores = multiprocessors(call.target.device_kind)
 
     def fits(config: WeightStreamConfig, times: int) -> bool:
         """Whether a multiprocessor has room for so many programs at a time."""
-        dtype = call.need("weight").dtype
-        if program_bytes(config, n.rows, gated=gated, weight_dtype=dtype) * times > SMEM_BYTES + RESERVED:
+        used = program_bytes(config, n.rows, gated=gated, weight_dtype=weight_dtype, summed=summed)
+        if used * times > SMEM_BYTES + RESERVED:
             return False
         registers = program_registers(config, n.rows, gated=gated) if eight_bits else 0
         threads = THREADS * (1 + config.sharers)
@@ -178,34 +214,39 @@ def candidates(call: Call) -> Sequence[WeightStreamConfig]:
     def ways_to_share(depth: int) -> tuple[int, ...]:
         if not eight_bits:
             return (1,)
-        every = [sharers for sharers in (2, 4) if depth // WIDE_ATOM >= (2 if gated else sharers)]
-        # Four have not run on a GPU: they go before two where predictions are trusted.
-        return tuple(every[::-1] if trusted() == "predicted" else every) or (1,)
+        return tuple(sharers for sharers in (2, 4) if depth // WIDE_ATOM >= (2 if gated else sharers)) or (1,)
 
     configs = []
-    cuts = [(o, d, sharers) for o, d in itertools.product((64, 128), depths) for sharers in ways_to_share(d)]
-    if trusted() == "predicted":
-        cuts.sort(key=lambda cut: (cut[0], -cut[2]))
-    for outputs, depth, sharers in cuts:
-        if n.outputs % outputs or n.inner % depth:
+    for outputs, depth in itertools.product((64, 128), depths):
+        if n.outputs % outputs or n.inner // (out_parts or 1) % depth:
             continue
         tiles, steps = n.outputs // outputs, n.inner // depth
         ways = (1,) if gated else tuple(s for s in (1, 2, 3, 4, 6, 8) if s <= steps)
         # The sum of a plain product's parts is a pass of its own, of a microsecond and more: what it saves is more
         # only where most multiprocessors would have nothing to do.
-        enough = 0.45 if call["residual"] is None else 0.95 * max(fill(tiles, s, cores) for s in ways)
-        splits = next((s for s in ways if fill(tiles, s, cores) >= enough), ways[-1])
-        for together in (1, 2):
-            # Six pieces on their way are as many as parts of a sum need, and leave room for the next kernel's programs.
-            deepest = min(math.ceil(steps / splits), 6 if splits > 1 else 16)
-            rings = (
-                WeightStreamConfig(outputs, depth, stages, splits, sharers) for stages in range(max(deepest, 2), 1, -1)
-            )
+        enough = 0.95 * max(fill(tiles, s, cores) for s in ways) if joined else 0.45
+        splits = out_parts or next((s for s in ways if fill(tiles, s, cores) >= enough), ways[-1])
+        # Six pieces on their way are as many as parts of a sum need, and leave room for the next kernel's programs.
+        deepest = max(min(math.ceil(steps / splits), 6 if splits > 1 else 16), 2)
+        for sharers, together in itertools.product(ways_to_share(depth), (1, 2)):
+            rings = (WeightStreamConfig(outputs, depth, stages, splits, sharers) for stages in range(deepest, 1, -1))
             configs += [config for config in rings if fits(config, together)][:1]
     # Where programs are more than multiprocessors, two at a time leave none of them idle.
     crowded = [c for c in configs if (n.outputs // c.outputs) * c.splits > cores]
     half = [c for c in crowded if fits(c, 2)]
     return list(dict.fromkeys([c for c in configs if c not in crowded] + half + crowded))
+
+
+def candidates(call: Call) -> Sequence[WeightStreamConfig]:
+    cores, dtype = multiprocessors(call.target.device_kind), call.need("weight").dtype
+    gated, joined, out_parts = call.params["gate"] is not None, call["residual"] is not None, call.params["out_parts"]
+    return stream_configs(sizes(call), dtype, cores, gated=gated, out_parts=out_parts, joined=joined)  # type: ignore[arg-type]
+
+
+def parts_that_fill(n: Sizes, weight_dtype: Any, cores: int) -> int | None:
+    """The fewest parts of a product that leave few multiprocessors idle; None where no cut fits."""
+    configs = stream_configs(n, weight_dtype, cores, gated=False, joined=True)
+    return next((config.splits for config in configs if not n.inner // config.depth % config.splits), None)
 
 
 def refuses(call: Call) -> str | None:
@@ -221,6 +262,9 @@ def refuses(call: Call) -> str | None:
         return f"the weight is {n.outputs} outputs by {n.inner}; it takes multiples of {ATOM}, from {2 * ATOM}"
     if is_quantized(call) and n.inner % WIDE_ATOM:
         return f"of 8-bit weights it takes inner axes of a multiple of {WIDE_ATOM}, not {n.inner}"
+    out_parts: Any = call.params["out_parts"]
+    if out_parts is not None and not candidates(call):
+        return f"no piece of 64 inputs and more divides each of {out_parts} parts of {n.inner}"
     out = out_dtype_of(call)
     if out.name not in (np.dtype(x.dtype).name, "float32"):
         return f"its results are of x's type or float32, not {out}"
@@ -238,22 +282,13 @@ def few_rows_hopper(
     gate: str | None,
     eps: float,
     out_dtype: str | None = None,
+    out_parts: int | None = None,
 ) -> Any:
     """One kernel over (outputs, parts of the inner axis), and one over rows where there is something to join."""
-    if gate is not None and config.splits > 1:
-        raise rule_error("A gated product is not split: a gate needs the whole sum", config, "use splits=1")
-    rows, inner = x.shape
+    (rows, inner), out = x.shape, jnp.dtype(out_dtype or x.dtype)
+    check_cut(config, weight, weight_scale, gate, out_parts)
     outputs = weight.shape[0] // (1 if gate is None else 2)
-    if outputs % config.outputs or inner % config.depth:
-        raise rule_error("A cut's outputs and depth divide the weight's", f"{config} of {weight.shape}", "use 64")
-    _, along = config.shared(gated=gate is not None)
-    if weight_scale is not None and config.depth < WIDE_ATOM * along:
-        rule = f"A cut of an 8-bit weight is {WIDE_ATOM} deep at least, for each warpgroup that shares it"
-        raise rule_error(rule, config, f"use depth={WIDE_ATOM * along}")
-    if weight_scale is None and config.sharers > 1:
-        raise rule_error("Warpgroups share the widening of an 8-bit weight alone", config, "use sharers=1")
-    out = jnp.dtype(out_dtype or x.dtype)
-    whole = config.splits == 1 and residual is None
+    whole = config.splits == 1 and residual is None and out_parts is None
     kernel = plgpu.kernel(
         named("few_rows", _program, config=config, gate=gate),
         out_type=[out_struct((config.splits, rows, outputs), out if whole else jnp.float32, x)],
@@ -265,14 +300,57 @@ def few_rows_hopper(
     )
     # As the tiles that a row is cut into: the same bytes.
     source = x.reshape(inner // ATOM, 1, ATOM) if _is_one_copy(rows, weight.dtype) else x
-    (parts,) = kernel(source, weight) if weight_scale is None else kernel(source, weight, weight_scale)
+    (made,) = kernel(source, weight) if weight_scale is None else kernel(source, weight, weight_scale)
+    if out_parts is not None:
+        return made
     if residual is not None and scale is not None:
-        return join(parts, residual, scale, eps=eps)
-    return parts[0] if whole else parts.sum(0).astype(out)
+        return join(made, residual, scale, eps=eps)
+    return made[0] if whole else made.sum(0).astype(out)
+
+
+def check_cut(
+    config: WeightStreamConfig, weight: jax.Array, weight_scale: jax.Array | None, gate: str | None,
+    out_parts: int | None,
+) -> None:  # fmt: skip
+    """Raise on a cut that is none of this weight."""
+    if gate is not None and config.splits > 1:
+        raise rule_error("A gated product is not split: a gate needs the whole sum", config, "use splits=1")
+    inner, outputs = weight.shape[1], weight.shape[0] // (1 if gate is None else 2)
+    if out_parts is not None and (config.splits != out_parts or inner // out_parts % config.depth):
+        raise rule_error("A cut has as many splits as there are parts, each of whole pieces", config, "leave it out")
+    if outputs % config.outputs or inner % config.depth:
+        raise rule_error("A cut's outputs and depth divide the weight's", f"{config} of {weight.shape}", "use 64")
+    _, along = config.shared(gated=gate is not None)
+    if weight_scale is not None and config.depth < WIDE_ATOM * along:
+        rule = f"A cut of an 8-bit weight is {WIDE_ATOM} deep at least, for each warpgroup that shares it"
+        raise rule_error(rule, config, f"use depth={WIDE_ATOM * along}")
+    if weight_scale is None and config.sharers > 1:
+        raise rule_error("Warpgroups share the widening of an 8-bit weight alone", config, "use sharers=1")
 
 
 def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStreamConfig, gate: str | None) -> None:
     *weight_scale, out_hbm = scale_and_out
+    stream(x_hbm, weight_hbm, weight_scale, out_hbm, config=config, gate=gate)
+
+
+class Summed(NamedTuple):
+    """A row that is the norm of a residual and of a product's parts: what it is made of, and where the sum goes.
+
+    Each but `parts` as the tiles that a row is cut into, [tiles, 64]; `parts` has an axis of them in front.
+    """
+
+    parts: Any
+    residual: Any
+    scale: Any
+    total: Any
+    eps: float
+
+
+def stream(
+    x_hbm: Any, weight_hbm: Any, weight_scale: Any, out_hbm: Any, *, config: WeightStreamConfig, gate: str | None,
+    summed: Summed | None = None,
+) -> None:  # fmt: skip
+    """A program's part of the product; of rows x_hbm, or of one that it adds up itself while the weight is fetched."""
     outputs, depth, stages, splits = config.outputs, config.depth, config.stages, config.splits
     rows, inner = out_hbm.shape[1], weight_hbm.shape[1]
     halves = 1 if gate is None else 2
@@ -281,13 +359,14 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
     each = math.ceil(steps / splits)
     sharers = config.sharers
     across, along = config.shared(gated=gate is not None)
+    dtype = x_hbm.dtype if summed is None else summed.residual.dtype
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
         tile, split = lax.axis_index("tile"), lax.axis_index("split")
         warpgroup = lax.axis_index("warpgroup")
         first = split * each
         count = lax.max(lax.min(steps - first, each), 0) if steps % splits else each
-        x_smem, x_tiles = (smem["x"], None) if rows % EIGHT == 0 else smem["x"]
+        x_smem, x_tiles = smem["x"] if rows % EIGHT or summed is not None else (smem["x"], None)
 
         def held(half: int) -> Any:
             """Rows of the weight that this program has of a half."""
@@ -303,11 +382,20 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                 def _() -> None:
                     plgpu.barrier_wait(smem["drained"].at[slot])
 
+                if summed is not None and weight_scale:
+                    # What is on its way already is in the way of what the row is made of. Widening takes as long as the
+                    # memory does: the weight can wait. Of 16 bits it cannot: 0.8 us of 46 in a layer of a 1.1B model.
+                    @pl.when(step == HEAD_START)
+                    def _added_up() -> None:
+                        plgpu.barrier_wait(smem["prepared"])
+
                 start = (first + step) * depth
                 filled = smem["filled"].at[slot]
                 for half in range(halves):
                     target = smem["weight"].at[slot, pl.ds(half * outputs, outputs)]
                     plgpu.copy_gmem_to_smem(weight_hbm.at[held(half), pl.ds(start, depth)], target, filled)
+                if summed is not None:
+                    return
                 if x_tiles is None:
                     plgpu.copy_gmem_to_smem(x_hbm.at[:, pl.ds(start, depth)], x_smem.at[slot], filled)
                     return
@@ -332,16 +420,17 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                 def _step(step: Any) -> None:
                     slot = lax.rem(step, stages)
                     plgpu.barrier_wait(smem["filled"].at[slot])
+                    piece = slot if summed is None else first + step
                     if weight_scale:
                         narrow = load(smem["weight"].at[slot, my_outputs, mine], plgpu.Layout.WGMMA_UPCAST_2X)
                         # Neighbours exchange what they have while it is narrow.
                         narrow = plgpu.layout_cast(narrow, plgpu.Layout.WGMMA)
-                        plgpu.wgmma(acc, narrow.astype(x_hbm.dtype), x_smem.at[slot, :, mine].transpose((1, 0)))
+                        plgpu.wgmma(acc, narrow.astype(dtype), x_smem.at[piece, :, mine].transpose((1, 0)))
                         # Its registers are the next piece's too.
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(smem["drained"].at[slot])
                         return
-                    plgpu.wgmma(acc, smem["weight"].at[slot], x_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc, smem["weight"].at[slot], x_smem.at[piece].transpose((1, 0)))
                     # One product stays in flight; the one before it is done with its stage.
                     plgpu.wgmma_wait(1)
 
@@ -358,6 +447,12 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
                 for scales in (weight_scale if sharer == 0 else ())
                 for half in range(halves)
             ]
+            if summed is not None:
+                if sharer == 0:
+                    prepare(summed, x_tiles, smem["squares"], writes=(tile == 0) & (split == 0))
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(smem["prepared"])
+                plgpu.barrier_wait(smem["prepared"])
             z = pl.run_scoped(contract, plgpu.WGMMAAccumulatorRef((held_here, columns), jnp.float32))
             if sharer > 0:
                 store_to_memory(smem["others"].at[sharer - 1], z)
@@ -388,25 +483,59 @@ def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStr
         for sharer in range(sharers):
             pl.when(warpgroup == sharer)(functools.partial(multiply, sharer))
 
-    allocated = scratch(config, rows, x_hbm.dtype, weight_hbm.dtype, out_hbm.dtype, gated=gate is not None)
+    allocated = scratch(
+        config,
+        rows,
+        dtype,
+        weight_hbm.dtype,
+        out_hbm.dtype,
+        gated=gate is not None,
+        summed=inner * (summed is not None),
+    )
     pl.run_scoped(run_warpgroups, allocated, collective_axes="warpgroup")
+
+
+def prepare(summed: Summed, tiles_smem: Any, scratch: Any, *, writes: Any) -> None:
+    """The row into shared memory, by a warpgroup; one program of all `writes` the sum. As `join` computes it."""
+    _, tiles, width = summed.parts.shape
+    columns = tiles * width
+    layout = plgpu.Layout.WG_STRIDED((tiles, width), vec_size=math.gcd(columns // THREADS, 4))
+    shrink = shrink_of(summed.eps)
+
+    def wide(ref: Any) -> Any:
+        return load(ref, layout).astype(jnp.float32)
+
+    terms = [wide(summed.parts.at[part]) for part in range(summed.parts.shape[0])]
+    residual, scale = wide(summed.residual), wide(summed.scale)
+    total = (sum(terms[1:], start=terms[0]) + residual).astype(summed.residual.dtype)
+
+    @pl.when(writes)
+    def _() -> None:
+        store_to_memory(summed.total, total)
+
+    smaller = total.astype(jnp.float32) * shrink
+    spread = lax.rsqrt(sum_of(smaller * smaller, layout, scratch) * (1 / columns) + summed.eps * shrink**2)
+    store_to_memory(tiles_smem.at[:, pl.ds(0, width)], (smaller * spread * scale).astype(total.dtype))
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200, against xla, at 1 and at 32 rows of a 1.1B model, the best of five cuts: gated by silu 1.18 and 1.22
     times its speed; with a residual and its norm 1.11 and 1.30 (2048 inner), 1.22 and 1.19 (8192). Alone 0.88 and 1.42:
     of one row xla makes a reduction, of 32 a product. Of 8-bit weights gated 1.51 and 1.60; with a residual 1.13 and
-    1.17, 1.41 and 1.36; alone 1.24 at 32, and a head with float32 results 1.35 and 1.44. Other numbers of rows and
-    other gates were not timed: from eight rows on it is taken to be as at 32. Of 16-bit weights with float32 results,
-    and of 8-bit ones alone at fewer than eight rows, it is predicted to be ahead: it goes ahead where predictions are
-    trusted."""
+    1.17, 1.41 and 1.36; alone 0.92 and 1.24, and a head with float32 results 1.35 and 1.44. One row in parts is 0.92 of
+    xla's 2048 by 2048, 1.08 of 8192 by 2048. Other numbers of rows and other gates were not timed: from eight rows on
+    it is taken to be as at 32. Of 16-bit weights with float32 results it is predicted to be ahead, and goes ahead where
+    predictions are trusted."""
     alone = call.params["gate"] is None and call["residual"] is None
     few = sizes(call).rows < EIGHT
     wide = out_dtype_of(call).name != np.dtype(call.need("x").dtype).name
-    if not is_quantized(call):
-        timed, behind = not wide, alone and few
+    if call.params["out_parts"] is not None:
+        timed = True
+        behind = few and not is_quantized(call) and math.prod(call.need("weight").shape) < LARGE
+    elif is_quantized(call):
+        timed, behind = True, alone and few and not wide
     else:
-        timed, behind = wide or not (alone and few), False
+        timed, behind = not wide, alone and few
     return () if behind or not (timed or trusted() == "predicted") else ("xla",)
 
 

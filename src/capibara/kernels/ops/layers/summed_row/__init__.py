@@ -1,0 +1,1 @@
+"""A row that is still in parts, its norm, and the product that follows."""
