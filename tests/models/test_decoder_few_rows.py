@@ -13,8 +13,10 @@ import pytest
 from capibara.kernels import explain, target, trust
 from capibara.kernels.ops.layers.few_rows import api
 from capibara.kernels.ops.layers.few_rows.api import few_rows
+from capibara.kernels.ops.layers.summed_row import api as summed_row_api
+from capibara.kernels.ops.layers.summed_row.api import summed_row
 from capibara.models import decoder
-from capibara.models.blocks import spec
+from capibara.models.blocks import attention, spec
 from capibara.models.blocks.spec import LORA_DOWN, LORA_SCALE, LORA_UP, PagedBatch
 from capibara.models.config import ModularModelConfig
 from capibara.serve.weights import prepared
@@ -29,7 +31,12 @@ def _model(**changes: Any) -> ModularModelConfig:
         "mlp": {"ffn": 256, **changes.pop("mlp", {})},
     }
     return ModularModelConfig(
-        hidden=128, vocab=changes.pop("vocab", 64), layers=LAYERS, max_length=16, blocks=blocks, **changes
+        hidden=128,
+        vocab=changes.pop("vocab", 64),
+        layers=changes.pop("layers", LAYERS),
+        max_length=16,
+        blocks=blocks,
+        **changes,
     )
 
 
@@ -47,26 +54,73 @@ def _calls(model: ModularModelConfig, tokens: int, change: Any = None, **options
     step, params = _step(model, tokens, **options)
     with target("gpu", "NVIDIA H200"):
         found = explain(step, params if change is None else change(params)).selections
-    calls = [s for s in found if s.call.op.name == "few_rows"]
-    assert all(s.implementation == "hopper" for s in calls)
-    return collections.Counter(
-        "gated" if s.call.params["gate"] else "plain" if s.call["residual"] is None else "normed" for s in calls
-    )
+    calls = [s for s in found if s.call.op.name in ("few_rows", "summed_row")]
+    # Of one small weight's parts XLA's form is faster.
+    assert all(s.implementation == "hopper" for s in calls if _kind(s.call) != "parts")
+    return collections.Counter(_kind(s.call) for s in calls)
+
+
+def _kind(call: Any) -> str:
+    if call.op.name == "summed_row":
+        return "summed"
+    if call.params["out_parts"]:
+        return "parts"
+    return "gated" if call.params["gate"] else "plain" if call["residual"] is None else "normed"
 
 
 def test_a_layer_is_three_products_each_with_what_follows_it() -> None:
-    # Of many rows queries, keys and values are one more; of one row XLA's product is faster.
-    assert _calls(_model(), 8) == {"plain": 1, "normed": 2, "gated": 1}
-    assert _calls(_model(), 1) == {"normed": 2, "gated": 1}
+    """Of many rows queries, keys and values are one more."""
+    for int8 in (False, True):
+        assert _calls(_model(), 8, int8=int8) == {"plain": 1, "normed": 2, "gated": 1}
+        assert _calls(_model(), 65, int8=int8) == {}
 
 
-@pytest.mark.parametrize(("tokens", "trusted", "plain"), [(1, "measured", 0), (1, "predicted", 1), (8, "measured", 1)])
-def test_eight_bit_weights_are_taken_by_it(tokens: int, trusted: str, plain: int) -> None:
-    """Queries, keys and values of one row are left to XLA until the kernel was seen to be faster there."""
-    wanted = {"plain": 1} if plain else {}
-    with trust(trusted):
-        assert _calls(_model(), tokens, int8=True) == {**wanted, "normed": 2, "gated": 1}
-        assert _calls(_model(), 65, int8=True) == {}
+_WHOLE_HEADS = {"attention": {"heads": 4, "head_dim": 64, "kv_heads": 4}}
+
+
+def test_one_row_is_left_in_parts_for_who_adds_them_up() -> None:
+    """The gate does, and queries, keys and values where a kernel writes them: not of one head. Both kinds of layers are
+    traced, the last and those before it; plain products of one row are XLA's."""
+    assert _calls(_model(), 1) == {"parts": 2, "summed": 2, "normed": 2}
+    assert _calls(_model(**_WHOLE_HEADS), 1) == {"parts": 3, "summed": 3, "normed": 1}
+    assert _calls(_model(**_WHOLE_HEADS), 1, int8=True) == {"parts": 3, "summed": 3, "normed": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"norm": "layer"}, {"gated": 2}),
+        ({"mlp": {"bias": True}}, {"normed": 2}),
+        ({"mlp": {"activation": "gelu"}}, {"normed": 4}),
+        ({"attention": {**_WHOLE_HEADS["attention"], "out_bias": True}}, {"gated": 2, "normed": 2}),
+        ({"attention": {**_WHOLE_HEADS["attention"], "bias": True}}, {"parts": 2, "summed": 2, "normed": 2}),
+    ],
+    ids=["layer-norm", "mlp-bias", "no-gate", "out-bias", "bias"],
+)
+def test_one_row_is_added_up_at_once_where_who_follows_does_not(model: Any, wanted: dict[str, int]) -> None:
+    assert _calls(_model(**model), 1) == wanted
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_numbers_of_parts_are_those_of_the_steps_written_out(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's forms in the kernels' places: what is left is added up by who takes it, once."""
+    step, params = _step(_model(layers=3, **_WHOLE_HEADS), 1, jnp.dtype("float32"), int8=int8)
+    written_out = np.asarray(step(params))
+    taken = []
+
+    def noted(parts: Any, *operands: Any, **options: Any) -> Any:
+        taken.append((parts.shape[0], options["gate"], options["out_parts"]))
+        return summed_row(parts, *operands, **options)
+
+    monkeypatch.setattr(attention, "has_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(spec, "parts_to_leave", lambda x, weight: 4)
+    monkeypatch.setattr(summed_row_api, "parts_to_leave", lambda *_: 2)
+    monkeypatch.setattr(summed_row_api, "has_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(summed_row_api, "summed_row", noted)
+    np.testing.assert_allclose(np.asarray(step(params)), written_out, rtol=0, atol=2e-5)
+    # Layers are of three kinds: the first is given no parts, the last leaves none.
+    assert taken == [(4, "silu", None)] + [(4, None, 2), (4, "silu", None)] * 2
 
 
 @pytest.mark.quick

@@ -50,12 +50,10 @@ def _calls(model: ModularModelConfig, change: Any = None, **options: Any) -> lis
     return [s.implementation for s in found if s.call.op.name == "paged_write"]
 
 
-def test_a_layer_is_one_pass_where_predictions_are_trusted() -> None:
-    assert _calls(_model()) == []
-    with trust("predicted"):
-        assert _calls(_model()) == ["hopper"]
-        assert _calls(_model(rotary_dim=64, rope_base=500.0, head_dim=128)) == ["hopper"]
-        assert _calls(_model(rope_scaling={"type": "linear", "factor": 2.0})) == ["hopper"]
+def test_a_layer_is_one_pass() -> None:
+    assert _calls(_model()) == ["hopper"]
+    assert _calls(_model(rotary_dim=64, rope_base=500.0, head_dim=128)) == ["hopper"]
+    assert _calls(_model(rope_scaling={"type": "linear", "factor": 2.0})) == ["hopper"]
 
 
 def _with_adapter(params: Any) -> Any:
@@ -83,7 +81,7 @@ def _with_adapter(params: Any) -> Any:
     ids=["bias", "norms", "three-heads", "float32", "8-bit-cache", "wide-cache", "apart-as-on-a-mesh", "adapter"],
 )
 def test_what_a_kernel_does_not_do_is_written_out(block: Any, options: Any) -> None:
-    with trust("predicted"):
+    with trust("predicted"):  # where most would be taken
         assert _calls(_model(**block), **options) == []
 
 
@@ -105,7 +103,8 @@ def test_the_numbers_are_those_of_the_steps_written_out(
     monkeypatch.setattr(attention, "has_kernel", lambda *_, **__: True)
     monkeypatch.setattr(attention, "paged_write", noted)
     found, pools = step(params)
-    assert len(taken) == 1  # of layers that are alike
+    # Of layers that are alike. One token's last layer is not: nothing follows that it could leave something to.
+    assert len(taken) == (2 if len(positions) == 1 else 1)
     there = np.asarray(positions) >= 0
     np.testing.assert_allclose(np.asarray(found)[there], np.asarray(states)[there], rtol=0, atol=2e-5)
     for one, other in zip(jax.tree.leaves(pools), jax.tree.leaves(cache), strict=True):

@@ -265,7 +265,7 @@ class Attention(Block):
             residual, projected = x.times(params, joint_name(self.joint_products()[0]), parts=True)
             q, cache = self._written_at_once(model, projected, cache, batch.positions, places)
         elif self._has_write_kernel(model, params, jax.ShapeDtypeStruct(x.shape[1:-1], x.dtype), cache):
-            projected = joint_product(params, self.joint_products()[0], x)
+            projected = joint_product(params, self.joint_products()[0], x)[0]
             q, cache = self._written_at_once(model, projected, cache, batch.positions, places)
         else:
             q, cache = self._written(model, params, x, cache, batch.positions, places)
@@ -345,13 +345,12 @@ class Attention(Block):
         positions: jax.Array,
         places: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """As `_written`, in one pass over what is projected, [1 or parts, tokens, all outputs]."""
+        """As `_written`, in one pass over what is projected, [tokens, all outputs], or with an axis of parts in front."""
         each = self.width(model)
         angles = rope_angles(
             jnp.maximum(positions, 0), self.rotary_dim or each, base=self.rope_base, scaling=self.rope_scaling
         )
         heads = projected.reshape(*projected.shape[:-1], -1, each)
-        heads = heads[0] if projected.dtype == cache["key"].dtype else heads
         q, key, value = paged_write(heads, cache["key"], cache["value"], *angles, *places, spare_page=True)
         return q, {"key": key, "value": value}
 

@@ -18,7 +18,7 @@ from capibara.kernels.ops.attention.paged_write.api import PAGED_WRITE, has_kern
 from capibara.kernels.ops.attention.paged_write.hopper import IMPLEMENTATION
 from capibara.kernels.ops.attention.paged_write.hopper.forward import HeadsConfig, candidates, paged_write_hopper
 
-SMALL = ("a-token", "padded", "part-of-a-head", "wide-heads", "three-numbers-a-thread")
+SMALL = ("a-token", "padded", "in-parts", "one-part", "part-of-a-head", "wide-heads", "three-numbers-a-thread")
 
 
 def _configs(name: str) -> list[HeadsConfig]:
@@ -86,11 +86,12 @@ def test_heads_that_do_not_divide_are_an_error() -> None:
 
 
 @pytest.mark.quick
-def test_it_is_taken_where_predictions_are_trusted() -> None:
+def test_it_is_taken_where_it_was_timed() -> None:
     with target("gpu", "NVIDIA H200"):
-        assert not has_kernel(*_operands())
+        assert has_kernel(*_operands(tokens=256))
+        assert not has_kernel(*_operands(tokens=257))
         with trust("predicted"):
-            assert has_kernel(*_operands())
+            assert has_kernel(*_operands(tokens=257))
             assert not has_kernel(*_operands(dtype="float32"))
     with trust("predicted"):
         assert not has_kernel(*_operands())

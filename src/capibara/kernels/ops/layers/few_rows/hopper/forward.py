@@ -483,15 +483,8 @@ def stream(
         for sharer in range(sharers):
             pl.when(warpgroup == sharer)(functools.partial(multiply, sharer))
 
-    allocated = scratch(
-        config,
-        rows,
-        dtype,
-        weight_hbm.dtype,
-        out_hbm.dtype,
-        gated=gate is not None,
-        summed=inner * (summed is not None),
-    )
+    whole = 0 if summed is None else inner
+    allocated = scratch(config, rows, dtype, weight_hbm.dtype, out_hbm.dtype, gated=gate is not None, summed=whole)
     pl.run_scoped(run_warpgroups, allocated, collective_axes="warpgroup")
 
 
@@ -510,7 +503,7 @@ def prepare(summed: Summed, tiles_smem: Any, scratch: Any, *, writes: Any) -> No
     total = (sum(terms[1:], start=terms[0]) + residual).astype(summed.residual.dtype)
 
     @pl.when(writes)
-    def _() -> None:
+    def _write() -> None:
         store_to_memory(summed.total, total)
 
     smaller = total.astype(jnp.float32) * shrink
