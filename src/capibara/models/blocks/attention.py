@@ -345,7 +345,7 @@ class Attention(Block):
         positions: jax.Array,
         places: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """As `_written`, in one pass over what is projected, [tokens, all outputs], or with an axis of parts in front."""
+        """As `_written`, in one pass over what is projected: [tokens, all outputs], or with an axis of parts before."""
         each = self.width(model)
         angles = rope_angles(
             jnp.maximum(positions, 0), self.rotary_dim or each, base=self.rope_base, scaling=self.rope_scaling
