@@ -493,13 +493,18 @@ def _kernel(
                         # tanh from an exponential, which the hardware has.
                         s = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * scale * LOG2E / softcap)))
                         unit = softcap * LOG2E
-                    # Scaled before it is masked: minus infinity times a negative scale would be plus infinity.
                     s = s * unit
-                    if masked:
-                        s = jnp.where(visible(block * block_k), s, -jnp.inf)
-                    m_next = jnp.maximum(m_i, s.max(axis=1))
+                    shown = visible(block * block_k) if masked else None
+                    highest = (s if shown is None else jnp.where(shown, s, -jnp.inf)).max(axis=1)
+                    m_next = jnp.maximum(m_i, highest)
                     alpha = jnp.exp2(m_i - m_next)
+                    # Hidden keys are taken out after the exponential, not before: a compiler makes one instruction of
+                    # the scale and the subtraction, with one rounding, where nothing stands between them. A key's bits
+                    # would hang on whether another of its block is hidden, which is so for a token alone and not for
+                    # the same token in a prompt's piece (serve/invariance.py).
                     p = jnp.exp2(s - lax.broadcast_in_dim(m_next, s.shape, [0]))
+                    if shown is not None:
+                        p = jnp.where(shown, p, jnp.zeros_like(p))
                     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
                     l_i = l_i * alpha + p.sum(axis=1)
                     p16 = p.astype(dtype)
