@@ -20,7 +20,7 @@ def _case(
     held = 2 * outputs if gate else outputs
     params = {key: value for key, value in {"gate": gate, "out_parts": out_parts}.items() if value}
     shapes = (parts, rows, inner), (rows, inner), (inner,), (held, inner), (held,) if int8 else None
-    dtypes = {0: "float64" if dtype == "float64" else "float32"}
+    dtypes = {0: "float32"}
     draw: dict[int, Any] = {}
     if int8:
         dtypes |= {3: "int8", 4: "float32"}
@@ -46,7 +46,7 @@ CASES = (
     ),
     _case("one", 1, 1, 1, HOSTILE, dtype="float32"),
     _case("odd", 3, 130, 65, HOSTILE, rows=3, gate="gelu"),
-    _case("double", 2, 64, 32, HOSTILE, rows=2, out_parts=4, dtype="float64"),
+    _case("in-parts", 2, 64, 32, HOSTILE, rows=2, out_parts=4, dtype="float32"),
     _case("a-tile", 2, 128, 128, HOSTILE | {"gpu"}, gate="gelu"),
     _case("one-part", 1, 256, 192, HOSTILE | {"gpu"}),
     _case("float16", 8, 256, 256, HOSTILE | {"gpu"}, out_parts=2, dtype="float16"),
