@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.hopper.join import join, takes
@@ -52,6 +53,7 @@ LOWEST = -1e30
 ROWS = 64  # of a tensor-core product
 LONG_PART = 2048  # keys of a sequence that are no part of their own yet, where there are many sequences
 TILE_ROWS = 8  # TMA moves whole tiles of so many rows
+LEAST_ROWS = 16  # of a tile of a prompt
 COMPUTE_REGISTERS = {1: 240, 2: 208}  # by pairs of warpgroups
 FETCH_REGISTERS = {1: 64, 2: 40}
 # Rows are reduced within the threads of a warp, which need no shared memory for it.
@@ -130,6 +132,10 @@ def candidates(call: Call) -> Sequence[StreamConfig]:
     if call["query_starts"] is not None and n.group & (n.group - 1) == 0:
         while tokens * n.sequences < n.tokens and 2 * tokens * n.group <= ROWS:
             tokens *= 2
+        # In a step of many sequences with a token each, the one prompt among them would be cut into tiles as small as
+        # theirs, each of which reads all of its keys. Not timed: where predictions are trusted.
+        if trusted() == "predicted" and n.tokens > n.sequences:
+            tokens = max(tokens, LEAST_ROWS // n.group)
     configs = []
     items, cores = work.most_tiles(n.tokens, n.sequences, tokens) * n.kv_heads, work.cores_of(call)
     # Two pairs of warpgroups where there is work for both; else each item has a multiprocessor to itself.
@@ -352,7 +358,7 @@ class _Item(NamedTuple):
     last: Any
     head: Any
     first_pages: tuple[Any, ...]
-    """Of its first block; none where they are looked up."""
+    """Of its first block."""
 
 
 def _kernel(
@@ -439,10 +445,7 @@ def _kernel(
 
                 @pl.when(item.first < item.last)
                 def _() -> None:
-                    found = item.first_pages or tuple(
-                        _page_of(item, item.first, at, table_hbm, n, block_k) for at in pieces
-                    )
-                    _steps(item.first, item.last, fetch, found)
+                    _steps(item.first, item.last, fetch, item.first_pages)
 
             each_item(fetch_item)
 
