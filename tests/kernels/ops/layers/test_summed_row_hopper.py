@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,11 +60,22 @@ def _as_first_rows(whole: Callable[[], Any], tiles: Callable[[], Any]) -> Callab
     return make
 
 
+def _late(prepare: Callable[..., None]) -> Callable[..., None]:
+    """So late that who does not wait for the row reads memory that nobody wrote."""
+
+    def late(*given: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        prepare(*given, **options)
+
+    return late
+
+
 @contextlib.contextmanager
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with emulator.emulated(stream, forward, formulas), monkeypatch.context() as patched:
         patched.setattr(stream, "plgpu", emulator._Shim(stream.plgpu, RefUnion=_as_first_rows))
         patched.setattr(stream, "sum_of", lambda x, layout, scratch: x.sum(dtype=np.float32))
+        patched.setattr(stream, "prepare", _late(stream.prepare))
         yield
 
 
