@@ -182,6 +182,10 @@ def test_it_is_taken_where_it_was_seen_to_be_faster() -> None:
         taken = {name: api.has_kernel(*_like(f"llama-{name}-gated"), gate="silu") for name in ("1b", "8b", "8b-int8")}
         assert taken == {"1b": True, "8b": False, "8b-int8": True}
         assert api.parts_to_leave(*_like("llama-1b-qkv")) == 4
+        wider = (4, 1, 8192), (1, 8192), (8192,), (512, 8192), (512,)
+        types = "float32", "bfloat16", "bfloat16", "int8", "float32"
+        given = [jax.ShapeDtypeStruct(s, jnp.dtype(t)) for s, t in zip(wider, types, strict=True)]
+        assert not api.has_kernel(*given)  # not timed
         with trust("predicted"):
             assert api.has_kernel(*_like("llama-8b-gated"), gate="silu")
     assert not api.has_kernel(*_like("llama-1b-gated"), gate="silu")

@@ -40,8 +40,8 @@ def out_dtype_of(call: Call) -> np.dtype[Any]:
 
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
-    x, weight, residual, scale, weight_scale = call.args
-    gate, eps, out_dtype = call.params["gate"], call.params["eps"], call.params["out_dtype"]
+    x, weight, residual, scale, _ = call.args
+    gate, out_dtype = call.params["gate"], call.params["out_dtype"]
     if x is None or weight is None or len(x.shape) != 2 or len(weight.shape) != 2:
         raise rule_error("few_rows takes x [rows, K] and weight [outputs, K]", call.signature, "reshape them")
     for name, given in zip(call.op.operands, call.args, strict=True):
@@ -52,32 +52,13 @@ def check(call: Call) -> None:
             f"{name} of {describe(given)}",
             f"convert {name} with .astype()",
         )
-    if is_quantized(call) != (weight_scale is not None):
-        raise rule_error(
-            "A weight of int8 and the scales of its outputs, weight_scale, come together",
-            call.signature,
-            "pass weight_scale [outputs] with an int8 weight, and none with another",
-        )
-    if x.dtype != weight.dtype and not is_quantized(call):
-        raise rule_error("x and the weight have one type", call.signature, "convert one with .astype()")
     if x.shape[1] != weight.shape[1]:
         raise rule_error(
             "The weight is held by output, [outputs, K], with K numbers as a row of x has",
             f"{x.shape[1]} and {weight.shape[1]} ({call.signature})",
             "transpose the weight, or check which one it is",
         )
-    if weight_scale is not None and weight_scale.shape != weight.shape[:1]:
-        raise rule_error(
-            f"weight_scale is one number an output of the weight, ({weight.shape[0]},)",
-            describe(weight_scale),
-            "reshape it; a gated weight has scales for both its halves",
-        )
-    if gate is not None and gate not in KINDS:
-        raise unknown_name("gate of few_rows", gate, KINDS)
-    if gate is not None and weight.shape[0] % 2:
-        raise rule_error(
-            "A gated weight has the gate's outputs, then as many of up", describe(weight), "concatenate both"
-        )
+    check_weight(call, "x")
     if (residual is None) != (scale is None):
         raise rule_error("A residual and the scale of its norm come together", call.signature, "pass both, or neither")
     n = sizes(call)
@@ -94,6 +75,33 @@ def check(call: Call) -> None:
             "leave it out",
         )
     check_parts(call, alone=gate is None and residual is None and out_dtype is None)
+
+
+def check_weight(call: Call, like: str) -> None:
+    """What holds of a weight that is held by output, its scales, its gate and the norm beside it: of few_rows and of
+    summed_row. `like` is the operand that has the weight's type."""
+    weight, weight_scale = call.need("weight"), call["weight_scale"]
+    gate, eps = call.params["gate"], call.params["eps"]
+    if is_quantized(call) != (weight_scale is not None):
+        raise rule_error(
+            "A weight of int8 and the scales of its outputs, weight_scale, come together",
+            call.signature,
+            "pass weight_scale [outputs] with an int8 weight, and none with another",
+        )
+    if call.need(like).dtype != weight.dtype and not is_quantized(call):
+        raise rule_error(f"{like} and the weight have one type", call.signature, "convert one with .astype()")
+    if weight_scale is not None and weight_scale.shape != weight.shape[:1]:
+        raise rule_error(
+            f"weight_scale is one number an output of the weight, ({weight.shape[0]},)",
+            describe(weight_scale),
+            "reshape it; a gated weight has scales for both its halves",
+        )
+    if gate is not None and gate not in KINDS:
+        raise unknown_name(f"gate of {call.op.name}", gate, KINDS)
+    if gate is not None and weight.shape[0] % 2:
+        raise rule_error(
+            "A gated weight has the gate's outputs, then as many of up", describe(weight), "concatenate both"
+        )
     if not isinstance(eps, float) or not 0 < eps < float("inf"):
         raise rule_error("eps is a finite float above 0", repr(eps), "pass a small positive float, e.g. 1e-6")
 

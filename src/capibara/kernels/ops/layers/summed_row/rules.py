@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.errors import rule_error, unknown_name
+from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
-from capibara.kernels.ops.layers.activation.formulas import KINDS
-from capibara.kernels.ops.layers.few_rows.rules import Sizes, check_parts, is_quantized
+from capibara.kernels.ops.layers.few_rows.rules import Sizes, check_parts, check_weight, is_quantized
 from capibara.kernels.ops.layers.norm.rules import FLOATS
 
 
@@ -21,7 +20,7 @@ def sizes(call: Call) -> Sizes:
 
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
-    parts, residual, scale, weight, weight_scale = call.args
+    parts, residual, scale, weight, _ = call.args
     if parts is None or residual is None or scale is None or weight is None:
         raise rule_error("summed_row needs parts, residual, scale and weight", call.signature, "pass them")
     if len(residual.shape) != 2 or parts.shape[1:] != residual.shape or len(parts.shape) != 3 or not parts.shape[0]:
@@ -45,30 +44,8 @@ def check(call: Call) -> None:
             call.signature,
             "transpose the weight, or check which one it is",
         )
-    if is_quantized(call) != (weight_scale is not None):
-        raise rule_error(
-            "A weight of int8 and the scales of its outputs, weight_scale, come together",
-            call.signature,
-            "pass weight_scale [outputs] with an int8 weight, and none with another",
-        )
-    if weight.dtype != residual.dtype and not is_quantized(call):
-        raise rule_error("The residual and the weight have one type", call.signature, "convert one with .astype()")
-    if weight_scale is not None and weight_scale.shape != weight.shape[:1]:
-        raise rule_error(
-            f"weight_scale is one number an output of the weight, ({weight.shape[0]},)",
-            describe(weight_scale),
-            "reshape it",
-        )
-    gate, eps = call.params["gate"], call.params["eps"]
-    if gate is not None and gate not in KINDS:
-        raise unknown_name("gate of summed_row", gate, KINDS)
-    if gate is not None and weight.shape[0] % 2:
-        raise rule_error(
-            "A gated weight has the gate's outputs, then as many of up", describe(weight), "concatenate both"
-        )
-    check_parts(call, alone=gate is None)
-    if not isinstance(eps, float) or not 0 < eps < float("inf"):
-        raise rule_error("eps is a finite float above 0", repr(eps), "pass a small positive float, e.g. 1e-6")
+    check_weight(call, "residual")
+    check_parts(call, alone=call.params["gate"] is None)
 
 
 def out_dtype_of(call: Call) -> np.dtype[Any]:

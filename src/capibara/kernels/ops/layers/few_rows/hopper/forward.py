@@ -239,8 +239,9 @@ def stream_configs(
 
 def candidates(call: Call) -> Sequence[WeightStreamConfig]:
     cores, dtype = multiprocessors(call.target.device_kind), call.need("weight").dtype
-    gated, joined, out_parts = call.params["gate"] is not None, call["residual"] is not None, call.params["out_parts"]
-    return stream_configs(sizes(call), dtype, cores, gated=gated, out_parts=out_parts, joined=joined)  # type: ignore[arg-type]
+    gated, joined = call.params["gate"] is not None, call["residual"] is not None
+    out_parts: Any = call.params["out_parts"]
+    return stream_configs(sizes(call), dtype, cores, gated=gated, out_parts=out_parts, joined=joined)
 
 
 def parts_that_fill(n: Sizes, weight_dtype: Any, cores: int) -> int | None:

@@ -36,16 +36,15 @@ from capibara.kernels.pallas.hopper import multiprocessors, named, refuses_chip
 
 MOST_COLUMNS = 8192  # 64 numbers a thread, of each part
 MOST_PARTS = 8
-WIDE_ROW = 2048
+WIDE_ROW, WIDE_ROW_OF_INT8 = 2048, 4096  # the widest that were seen to be faster
 DEEP = 4  # stages of a ring that keeps the memory busy, where there is one: the row takes a part of shared memory
 
 
 def candidates(call: Call) -> Sequence[WeightStreamConfig]:
-    n, out_parts = sizes(call), call.params["out_parts"]
+    n, gated = sizes(call), call.params["gate"] is not None
+    out_parts: Any = call.params["out_parts"]
     cores, dtype = multiprocessors(call.target.device_kind), call.need("weight").dtype
-    configs = stream_configs(
-        n, dtype, cores, gated=call.params["gate"] is not None, out_parts=out_parts, summed=n.inner  # type: ignore[arg-type]
-    )  # fmt: skip
+    configs = stream_configs(n, dtype, cores, gated=gated, out_parts=out_parts, summed=n.inner)
     configs = [config for config in configs if config.splits == (out_parts or 1)]
     return [config for config in configs if config.stages >= DEEP] or configs
 
@@ -120,8 +119,9 @@ def _program(
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 a layer of a 1.1B model at one row took 45.9 to 46.1 us with it and 48.9 to 49.3 with few_rows and a
     kernel that joins its parts, of 8-bit weights 39.4 to 40.0 and 44.3. Of an 8B model 125.3 and 123.8, of 8 bits 89.1
-    and 91.2: a wide row takes the room of the 16-bit weight's ring, and there it does not go ahead."""
-    wide = sizes(call).inner > WIDE_ROW and not is_quantized(call)
+    and 91.2: a wide row takes the room of the 16-bit weight's ring, and there it does not go ahead. Wider rows of 8-bit
+    weights were not timed."""
+    wide = sizes(call).inner > (WIDE_ROW_OF_INT8 if is_quantized(call) else WIDE_ROW)
     return () if wide and trusted() != "predicted" else ("xla",)
 
 
