@@ -12,7 +12,7 @@ import pytest
 from tests.kernels.ops.attention.paged.test_paged_attention import loops
 from tests.kernels.pallas import hopper_emulator as emulator
 
-from capibara.kernels import target, trust
+from capibara.kernels import target
 from capibara.kernels.ops.attention.paged import PAGED_ATTENTION
 from capibara.kernels.ops.attention.paged.hopper import forward, join
 from capibara.kernels.ops.attention.paged.hopper.forward import StreamConfig
@@ -130,7 +130,7 @@ def test_parts_are_joined_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.quick
-def test_a_prompt_among_many_tokens_has_tiles_of_its_own_size_where_predictions_are_trusted() -> None:
+def test_a_prompt_among_many_tokens_has_tiles_of_its_own_size() -> None:
     def tokens_of_a_tile(tokens: int, sequences: int, heads: int = 16) -> int:
         of = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in
               {"q": (tokens, heads, 128), "pool": (300, 64, 8 * 128)}.items()}  # fmt: skip
@@ -141,10 +141,8 @@ def test_a_prompt_among_many_tokens_has_tiles_of_its_own_size_where_predictions_
             call = PAGED_ATTENTION.call(of["q"], of["pool"], of["pool"], table, lengths, starts)
             return forward.candidates(call)[0].tokens
 
-    assert [tokens_of_a_tile(n, 256) for n in (256, 512, 2048)] == [1, 2, 8]
-    with trust("predicted"):
-        assert [tokens_of_a_tile(n, 256) for n in (256, 512, 2048, 8192)] == [1, 8, 8, 32]
-        assert tokens_of_a_tile(512, 256, heads=64) == 2
+    assert [tokens_of_a_tile(n, 256) for n in (256, 512, 2048, 8192)] == [1, 8, 8, 32]
+    assert tokens_of_a_tile(512, 256, heads=64) == 2
 
 
 @pytest.mark.quick

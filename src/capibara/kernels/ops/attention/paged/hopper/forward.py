@@ -30,7 +30,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.hopper.join import join, takes
@@ -133,8 +132,8 @@ def candidates(call: Call) -> Sequence[StreamConfig]:
         while tokens * n.sequences < n.tokens and 2 * tokens * n.group <= ROWS:
             tokens *= 2
         # In a step of many sequences with a token each, the one prompt among them would be cut into tiles as small as
-        # theirs, each of which reads all of its keys. Not timed: where predictions are trusted.
-        if trusted() == "predicted" and n.tokens > n.sequences:
+        # theirs, each of which reads all of its keys.
+        if n.tokens > n.sequences:
             tokens = max(tokens, LEAST_ROWS // n.group)
     configs = []
     items, cores = work.most_tiles(n.tokens, n.sequences, tokens) * n.kv_heads, work.cores_of(call)
