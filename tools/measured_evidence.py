@@ -288,6 +288,14 @@ def transform_lengths(document: Any) -> Iterator[Timed]:
                 yield Timed(number, "fft", [x, x], {"precision": "bfloat16"}, us)
 
 
+def walks(document: Any) -> Iterator[Timed]:
+    """Operands as tables write them; times of what dispatch takes, and of peers."""
+    for number, row in enumerate(document["rows"]):
+        params = {name: tuple(value) if isinstance(value, list) else value for name, value in row["params"].items()}
+        us = {name: us for name, us in row["microseconds"].items() if name in lookup("attention").implementations}
+        yield Timed(number, "attention", row["operands"], params, us)
+
+
 READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-15-h200-gemm.json": by_case,
     "2026-11-15-h200-attention.json": attention_sizes,
@@ -302,6 +310,7 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-15-h200-long-conv.json": side_by_side,
     "2026-11-16-h200-untuned-shapes.json": untuned_shapes,
     "2026-11-16-h200-attention-head-sizes.json": attention_sizes,
+    "2026-11-17-h200-attention-walks.json": walks,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,6 +112,10 @@ FORMS = {
     "few-programs-causal": Form(
         h=4, kv=2, t=400, s=400, d=128, config=HopperConfig(64, 128, 2, True, 5), params={"causal": True}
     ),
+    # Sections of three of the eight heads, the last one of two.
+    "few-programs-sections": Form(
+        b=2, h=4, kv=2, t=400, s=400, config=HopperConfig(64, 64, 2, True, 5, section=3), params={"causal": True}
+    ),
     "few-programs-dead": Form(
         t=500, s=256, config=HopperConfig(64, 64, 3, True, 2), params={"causal": True, "q_offset": -200}
     ),
@@ -156,7 +161,7 @@ FORMS = {
     "unseen-by-segment": Form(segments="unsorted", poisoned=(5, 201, 255)),
 }  # fmt: skip
 # The newest JAX gets these: several blocks of keys and of queries, both edges of a band, and every rule at once.
-IN_THE_QUICK_RUN = ("windowed", "few-programs-causal", "everything")
+IN_THE_QUICK_RUN = ("windowed", "few-programs-sections", "everything")
 each_form = pytest.mark.parametrize(
     "form",
     [
@@ -334,14 +339,28 @@ def test_the_largest_program_lowers() -> None:
 
 
 def test_defaults_by_head_size() -> None:
-    assert default_config(_shape(d=64)) == HopperConfig(64, 256, 2, programs=132)
-    assert default_config(_shape(d=128)) == HopperConfig(64, 128, 2, programs=132), "all tiles take as long"
-    causal = {d: Form(d=d, params={"causal": True}).call() for d in (64, 128)}
-    assert default_config(causal[128]) == HopperConfig(64, 128, 2), "the longest start first"
-    assert default_config(causal[64]) == HopperConfig(64, 256, 2, programs=132)
-    assert default_config(_shape(d=256)) == HopperConfig(64, 64, 2, order=TILES_TOGETHER)
+    assert default_config(_shape(d=64)) == HopperConfig(64, 128, 2, programs=132)
+    assert default_config(_shape(d=64, t=4096, s=4096)) == HopperConfig(64, 256, 2, programs=132), "long rows"
+    assert default_config(_shape(d=128)) == HopperConfig(64, 128, 2, programs=132)
+    assert default_config(_shape(d=256)) == HopperConfig(64, 64, 2, order=TILES_TOGETHER), "no room for the next tile"
     assert default_config(_shape(d=64, segments="packed")) == HopperConfig(64, 128, 2)
     assert default_config(_shape(d=64, s=40)) == HopperConfig(64, 64, 2, programs=132), "no more keys than there are"
+
+
+@pytest.mark.quick
+def test_with_causality_programs_walk_by_what_is_done_first() -> None:
+    def walk(b: int, t: int, h: int, kv: int, d: int = 128, **params: Any) -> tuple[int, int]:
+        call = Form(b=b, t=t, s=t, h=h, kv=kv, d=d, params={"causal": True, **params}).call()
+        config = default_config(call)
+        return config.programs, config.section
+
+    assert walk(8, 2048, 16, 8) == (132, 128), "all heads: the longest tiles first"
+    assert walk(4, 1024, 64, 8) == (132, 132), "keys of so many heads at a time stay cached"
+    assert walk(12, 768, 24, 8) == (132, 0), "a batch element at a time shares them out as well"
+    assert walk(32, 512, 12, 12, d=64) == (132, 0), "short rows, and no head shares keys: reading must not bunch up"
+    assert walk(4, 4096, 16, 16) == (0, 0), "more keys than are cached, and few tiles a program"
+    assert walk(1, 32768, 8, 8) == (0, 0)
+    assert walk(8, 2048, 16, 8, window=(127, 0)) == (132, 0), "in a window all tiles take as long"
 
 
 def test_blocks_are_chosen_to_divide_the_block_mask() -> None:
@@ -393,3 +412,27 @@ def test_an_order_names_every_axis_of_the_launch_once() -> None:
     assert plan.launch == ((4, 3, 2), ("head", "tile", "batch")), "the axis named last changes first"
     places = [tuple(map(int, plan.place(jnp.int32(n)))) for n in (0, 1, 2, 6)]
     assert places == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0)], "batch, head and tile, as the launch has them"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("section", [0, 1, 3, 5, 8])
+def test_a_walk_by_sections_comes_to_every_tile_once(section: int) -> None:
+    grid = Grid(600, Band(-FAR, 0, 600), 128, 128)
+    config = HopperConfig(programs=7, section=section)
+    plan = Plan(
+        config=config, grid=grid, batch=2, heads=4, group=1, scale=1.0, softcap=None, dropout_rate=0.0,
+        heads_first=True, folded=False,
+    )  # fmt: skip
+    places = [tuple(map(int, plan.place(jnp.int32(n)))) for n in range(plan.tiles)]
+    assert sorted(places) == list(itertools.product(range(2), range(4), range(5)))
+    if section:
+        assert [batch * 4 + head for batch, head, _ in places[:section]] == list(range(section))
+    # What the choice of a section counts: blocks of the program that has the most.
+    blocks = [grid.counts[0] - tile + 1 for *_, tile in places]
+    load = [sum(blocks[program :: config.programs]) for program in range(config.programs)]
+    assert forward.busiest(grid, 2, 4, 7, config.order, section) == (max(load), pytest.approx(sum(load) / 7))
+
+
+def test_a_section_needs_programs_that_go_over_tiles() -> None:
+    with pytest.raises(ValueError, match="section is 0, or more where programs go over several tiles"):
+        HopperConfig(section=4)

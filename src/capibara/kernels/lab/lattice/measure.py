@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,12 +28,16 @@ from capibara.kernels.lab.lattice.workloads import Workload
 from capibara.kernels.lab.tuning import failures, first_line
 
 CALLS = 4
-MOST_INPUT_BYTES = 6e9
+MOST_INPUT_BYTES = 3e9
 SAMPLE_SECONDS, SAMPLES = 0.012, 5
 # A peer that rounds more often than the op's tolerance allows is still what users run; one that is farther off than
 # this many tolerances computes something else.
 PEER_TOLERANCES = 4.0
 SHORT = 0.97
+# A program of JAX takes some 80 us of the host, torch's graph none. Where a program takes the device less than this,
+# the device's own clock is read: from a profile, in which the programs come one after another with pauses between.
+HOST_SHOWS_US = 400.0
+PROFILED_RUNS, PAUSE_SECONDS = 10, 0.005
 
 
 def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +74,8 @@ class Program:
     name: str
     ours: bool
     run: Callable[[], Any] | None = None
+    each: Callable[[], Any] | None = None
+    """The same kernel by kernel, where `run` is one graph."""
     wait: Callable[[Any], Any] = jax.block_until_ready
     compiled: Any = None
     error: float | None = None
@@ -100,6 +108,8 @@ class Prepared:
     """Forms that are the very program that dispatch takes."""
     seconds: float
     """Of compiling and checking."""
+    clock: str = "host"
+    """Whose times the last run has."""
 
     def time(self) -> dict[str, Any]:
         """The row: one run, and a second where dispatch's choice is behind in the first."""
@@ -110,14 +120,21 @@ class Prepared:
                 program.run = lambda compiled=program.compiled: compiled(*sets)
             elif name in self.workload.torch and program.right:
                 try:
-                    program.run, program.wait = torch_sets.program(self.workload.torch[name]), torch_sets.wait
+                    program.run, program.each = torch_sets.program(self.workload.torch[name])
+                    program.wait = torch_sets.wait
                 except RuntimeError as failure:  # no memory beside JAX's, for one
                     program.note = first_line(failure)
-        _timed(self.programs.values(), self.calls)
+        running = [program for program in self.programs.values() if program.run is not None]
+        _timed(running, self.calls)
+        if min((self.calls * p.microseconds(0) for p in running), default=HOST_SHOWS_US) < HOST_SHOWS_US:
+            self.clock = _timed_on_device(running, self.calls) or self.clock
         if self._behind(0):
-            _timed(self.programs.values(), self.calls)
-        for program in self.programs.values():
-            program.run = None
+            if self.clock == "host":
+                _timed(running, self.calls)
+            else:
+                _timed_on_device(running, self.calls, again=True)
+        for program in running:
+            program.run = program.each = None
         torch_sets.free()
         return self._row()
 
@@ -146,7 +163,8 @@ class Prepared:
             "what": workload.what, "direction": workload.direction, "seed": self.seed, "op": workload.op.name,
             "operands": [describe(x) for x in case.args()],
             "params": {name: str(value) for name, value in sorted(case.params.items())},
-            "flops": cost.flops, "bytes": cost.bytes, "calls_a_program": self.calls, "decisions": self.decisions,
+            "flops": cost.flops, "bytes": cost.bytes, "calls_a_program": self.calls, "clock": self.clock,
+            "decisions": self.decisions,
             "microseconds": {p.name: [p.microseconds(i) for i in range(len(p.taken))] for p in self.programs.values()
                              if p.taken},
             "ours": [p.name for p in self.programs.values() if p.ours],
@@ -260,7 +278,7 @@ def _decisions(decided: Sequence[Any]) -> list[dict[str, Any]]:
     return made
 
 
-def _timed(programs: Any, calls: int) -> None:
+def _timed(running: Sequence[Program], calls: int) -> None:
     """One run: the samples of all programs in turns."""
 
     def sample(program: Program, repeats: int) -> float:
@@ -271,7 +289,6 @@ def _timed(programs: Any, calls: int) -> None:
         program.wait(last)
         return (time.perf_counter() - start) / repeats
 
-    running = [program for program in programs if program.run is not None]
     for program in running:
         sample(program, 1)  # what the first call allocates
         program.taken.append([])
@@ -282,6 +299,59 @@ def _timed(programs: Any, calls: int) -> None:
             # A program that is far behind says so in two samples.
             if turn < 2 or statistics.median(latest) * calls < 50_000:
                 latest.append(sample(program, repeats[program.name]) / calls * 1e6)
+
+
+def _timed_on_device(running: Sequence[Program], calls: int, again: bool = False) -> str | None:
+    """The same by the device's clock: how long kernels run. In the place of the run before, or after it with `again`;
+    None, and nothing changed, where the profile does not have every program."""
+    if jax.default_backend() != "gpu":
+        return None
+    for program in running:  # nothing is allocated or loaded inside the profile
+        program.wait((program.each or program.run)())  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for program in running:
+                time.sleep(PAUSE_SECONDS)
+                for _ in range(PROFILED_RUNS):
+                    last = (program.each or program.run)()  # type: ignore[misc]
+                program.wait(last)
+        busy = busy_parts(_kernels(folder))
+    if len(busy) != len(running):
+        return None
+    for program, seconds in zip(running, busy, strict=True):
+        sample = [1e6 * seconds / PROFILED_RUNS / calls]
+        if again:
+            program.taken.append(sample)
+        else:
+            program.taken[-1] = sample
+    return "device"
+
+
+def _kernels(folder: str) -> list[tuple[float, float]]:
+    """Start and end of what the device did, in seconds."""
+    (path,) = Path(folder).rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    streams = [
+        line for plane in planes if "GPU" in plane.name for line in plane.lines if line.name.startswith("Stream")
+    ]
+    return [(1e-9 * e.start_ns, 1e-9 * e.end_ns) for line in streams for e in line.events]
+
+
+def busy_parts(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """How long something ran in each part between pauses.
+
+    >>> [round(part, 3) for part in busy_parts([(0.0, 0.1), (0.05, 0.2), (0.2005, 0.3), (0.31, 0.4)])]
+    [0.299, 0.09]
+    """
+    parts: list[float] = []
+    end = None
+    for start, stop in sorted(spans):
+        if end is None or start - end > PAUSE_SECONDS / 2:
+            parts.append(0.0)
+            end = start
+        parts[-1] += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return parts
 
 
 def _torch_failures() -> tuple[type[BaseException], ...]:
@@ -341,8 +411,9 @@ class _Torch:
         self.torch.cuda.synchronize()
         return jax.tree.map(lambda x: jax.numpy.from_dlpack(x.detach().contiguous()), out)
 
-    def program(self, fn: Callable[..., Any]) -> Callable[[], Any]:
-        """All calls as one CUDA graph, so that the host's launches do not show; as they are where none can be made."""
+    def program(self, fn: Callable[..., Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """All calls as one CUDA graph, so that the host's launches do not show, and as they are; twice the latter where
+        no graph can be made."""
         torch, tensors = self.torch, self._tensors()
 
         def run() -> Any:
@@ -359,8 +430,8 @@ class _Torch:
                 kept = run()
         except RuntimeError:
             torch.cuda.synchronize()
-            return run
-        return lambda: (graph.replay(), kept)
+            return run, run
+        return lambda: (graph.replay(), kept), run
 
     def wait(self, out: Any) -> None:
         self.torch.cuda.synchronize()

@@ -376,6 +376,7 @@ def fft(re: Any, im: Any) -> Any:
 def torch_fft() -> Peers:
     def fn(torch: Any, re: Any, im: Any) -> Any:
         made = torch.fft.fft(torch.complex(re, im))
-        return made.real, made.imag
+        # Arrays of their own, as the others give them, and no views.
+        return made.real.contiguous(), made.imag.contiguous()
 
     return {"torch": fn}

@@ -24,7 +24,8 @@ from capibara.kernels.lab.lattice.workloads import Workload, draw
 FIRST_ROUND, LATER_ROUNDS = 2, 4
 # A worker whose rows fail one after another has lost its device.
 MOST_FAILURES = 4
-_MEMORY_SHARE = 0.8
+# Of the device's memory, of a worker at the most: few rows need as much, and hardly ever at the same time.
+_MEMORY_SHARE = 0.25
 Row = dict[str, Any]
 
 
@@ -115,7 +116,7 @@ def _alone(settings: Settings, on_row: Callable[[Row], None], end: float) -> int
 def _together(settings: Settings, on_row: Callable[[Row], None], end: float) -> int:
     # Read when a process first asks for its device: the workers share its memory, and torch has a part of its own.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{_MEMORY_SHARE / settings.workers:.3f}"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{max(_MEMORY_SHARE, 0.8 / settings.workers):.3f}"
     spawn = multiprocessing.get_context("spawn")
     taken = spawn.Value("i", settings.skip)
     members = []
