@@ -16,7 +16,7 @@ from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.scan import SELECTIVE_SCAN
 from capibara.kernels.ops.scan.selective.api import SELECTIVE_SCAN_GRAD
 from capibara.kernels.ops.scan.selective.cases import ALL, grad_case, make_case
-from capibara.kernels.ops.scan.selective.hopper import backward
+from capibara.kernels.ops.scan.selective.hopper import backward, forward
 from capibara.kernels.ops.scan.selective.hopper.backward import OWN_STATES, ChunkConfig, candidates, selective_backward
 from capibara.kernels.ops.scan.selective.hopper.forward import TimeConfig, selective_forward, softplus
 
@@ -26,6 +26,7 @@ CASES = [
     (make_case("all", 1, 11, 128, 3, NONE, dtype="float32", **ALL), TimeConfig(8, 2, 2)),
     (make_case("ring", 1, 16, 256, 4, NONE, D=False), TimeConfig(4, 2, 1)),
     (make_case("short", 2, 3, 128, 4, NONE, z=True), TimeConfig(8, 3, 4)),
+    (make_case("segments", 2, 24, 128, 3, NONE, dtype="float32", **ALL), TimeConfig(4, 2, 2, 3)),
 ]
 
 
@@ -43,6 +44,31 @@ def test_emulated(case: Case, config: TimeConfig) -> None:
     result = check_output(out, expected(SELECTIVE_SCAN, arrays, case.params))
     assert result.ok, result.why
     assert not interpret_pallas_call.get_races().races_found, "unsynchronised accesses"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("batch", "time", "channels", "segments"),
+    [
+        (1, 8192, 1536, 8),
+        (1, 4096, 8192, 1),
+        (8, 2048, 1536, 1),
+        (1, 2047, 1536, 1),
+        (1, 512, 256, 4),
+        (1, 3300, 1536, 11),
+    ],
+)
+def test_time_is_cut_where_channels_leave_the_chip_idle(batch: int, time: int, channels: int, segments: int) -> None:
+    case = make_case("own", batch, time, channels, 16, NONE)
+    with target("gpu", "NVIDIA H200"):
+        first = forward.candidates(SELECTIVE_SCAN.call(*case.args(), **case.params))[0]
+    assert first == TimeConfig(32, 3, 4, segments)
+
+
+def test_segments_divide_time() -> None:
+    arrays = make_case("own", 1, 10, 128, 4, NONE).arrays()
+    with pytest.raises(ValueError, match="segments divides time"):
+        selective_forward(*arrays, config=TimeConfig(4, 2, 1, 3), dt_softplus=False, return_final_state=False)
 
 
 def test_softplus_is_exact_where_it_is_small() -> None:

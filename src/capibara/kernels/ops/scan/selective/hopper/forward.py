@@ -3,6 +3,10 @@
 A program is one warpgroup on 128 channels of one batch element. The copy engine fetches tiles of time into a ring; at
 each step a thread reads its own x and dt, all read the same N numbers of B and of C, and no number is exchanged. What
 binds is the exponential unit: one for each state and step. A is folded with log2(e), so that each is one instruction.
+
+Few channels leave most of the chip idle. Time is then cut into segments that run at once, twice: from zeros, for the
+state that each ends in, and from the state that it begins with, which follows from those and from the sums of its step
+sizes.
 """
 
 from __future__ import annotations
@@ -22,12 +26,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct
+from capibara.kernels.ops.scan.selective.reference import step_sizes
 from capibara.kernels.ops.scan.selective.rules import sizes_of
-from capibara.kernels.pallas.hopper import LANE, LOG2E, SMEM_BYTES, load, named, refuses_chip, smem_bytes
+from capibara.kernels.pallas.hopper import (
+    LANE,
+    LOG2E,
+    SMEM_BYTES,
+    load,
+    multiprocessors,
+    named,
+    refuses_chip,
+    smem_bytes,
+)
 
 CHANNELS = 128  # of a program: the threads of a warpgroup
 MOST_STATES = 64  # two registers each, of 255
 WIDE = ("x", "dt", "z")  # over time and channels
+LEAST_SEGMENTS, LEAST_STEPS = 3, 128  # what pays for a second pass, and for a launch
 
 # Threads share what the copy engine brought and nothing else; where it may write again is said by hand.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=LANE)
@@ -35,17 +50,20 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers
 
 @dataclasses.dataclass(frozen=True)
 class TimeConfig:
-    """Steps of a tile, how many tiles are fetched ahead, and how many steps are written out one after another."""
+    """Steps of a tile, how many tiles are fetched ahead, how many steps are written out one after another, and into how
+    many segments time is cut."""
 
     steps: int
     stages: int
     unroll: int
+    segments: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.stages, self.unroll) < 1 or self.steps % self.unroll:
+        if min(self.steps, self.stages, self.unroll, self.segments) < 1 or self.steps % self.unroll:
             raise rule_error(
-                "steps, stages and unroll are 1 or more, and unroll divides steps", self, "use steps=32, unroll=4"
-            )
+                "steps, stages, unroll and segments are 1 or more, and unroll divides steps", self,
+                "use steps=32, unroll=4",
+            )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +90,7 @@ def _scratch(dtypes: Mapping[str, Any], states: int, config: TimeConfig) -> dict
     return {
         "arrived": plgpu.Barrier(num_arrivals=len(dtypes), num_barriers=config.stages),
         "buffers": [tiles(config.stages, name) for name in dtypes],
-        "out": tiles(2, "x"),  # y has its type
-    }
+    } | ({"out": tiles(2, "x")} if "C" in dtypes else {})  # y has x's type
 
 
 def candidates(call: Call) -> Sequence[TimeConfig]:
@@ -86,7 +103,18 @@ def candidates(call: Call) -> Sequence[TimeConfig]:
         return needed <= SMEM_BYTES and config.unroll * states <= 128
 
     choices = ((32, 3, 4), (32, 2, 2), (64, 2, 4), (32, 3, 8), (16, 4, 2), (16, 2, 1))
-    return [config for config in (TimeConfig(*choice) for choice in choices) if fits(config)]
+    whole = [config for config in (TimeConfig(*choice) for choice in choices) if fits(config)]
+    segments = segments_for(call)
+    cut = [dataclasses.replace(config, segments=segments) for config in whole[:2]] if segments > 1 else []
+    return [*cut, *whole]
+
+
+def segments_for(call: Call) -> int:
+    """As many as the chip has multiprocessors for, of equal length; 1 where two passes would gain nothing."""
+    n = sizes_of(call)
+    most = multiprocessors(call.target.device_kind) // max(1, n.batch * n.channels // CHANNELS)
+    cuts = [s for s in range(LEAST_SEGMENTS, most + 1) if n.time % s == 0 and n.time // s >= LEAST_STEPS]
+    return max(cuts, default=1)
 
 
 def refuses_form(call: Call, wide: tuple[str, ...]) -> str | None:
@@ -160,7 +188,7 @@ def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
     sources = [name for name in (*WIDE, "B", "C") if name in refs]
     scratch = _scratch({name: refs[name].dtype for name in sources}, plan.states, config)
 
-    def _scoped(buffers: Any, out: Any, arrived: Any) -> None:
+    def _scoped(buffers: Any, arrived: Any, out: Any = None) -> None:
         batch = lax.axis_index("batch")
         channels = pl.ds(lax.axis_index("block") * CHANNELS, CHANNELS)
         tile_of = dict(zip(sources, buffers, strict=True))
@@ -201,7 +229,10 @@ def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
             for n in range(plan.states):
                 h = jnp.exp2(delta * rates[n]) * states[n] + fed * tile_of["B"][slot, t, n]
                 following.append(h)
-                terms.append(h * tile_of["C"][slot, t, n])
+                if out is not None:
+                    terms.append(h * tile_of["C"][slot, t, n])
+            if out is None:  # the last state alone is asked for
+                return following
             while len(terms) > 1:  # in a tree: a chain would wait for each sum
                 terms = [sum(terms[i : i + 2][1:], terms[i]) for i in range(0, len(terms), 2)]
             y = terms[0] if skip is None else terms[0] + skip * x
@@ -214,7 +245,8 @@ def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
         def one_tile(tile: Any, states: Any) -> Any:
             slot, out_slot = lax.rem(tile, stages), lax.rem(tile, 2)
             plgpu.barrier_wait(arrived.at[slot])
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the tile before the last has left its place
+            if out is not None:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the tile before the last has left its place
 
             def some_steps(turn: Any, states: Any) -> Any:
                 for ahead in range(config.unroll):
@@ -227,7 +259,8 @@ def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
 
             states = lax.fori_loop(0, steps // config.unroll, some_steps, states)
             plgpu.commit_smem()  # every thread has read its part and written its own
-            plgpu.copy_smem_to_gmem(out.at[out_slot], refs["y"].at[batch, pl.ds(tile * steps, steps), channels])
+            if out is not None:
+                plgpu.copy_smem_to_gmem(out.at[out_slot], refs["y"].at[batch, pl.ds(tile * steps, steps), channels])
             pl.when(tile + stages < tiles)(lambda: fetch(tile + stages))
             return states
 
@@ -245,7 +278,39 @@ def selective_forward(
     z: jax.Array | None = None, dt_bias: jax.Array | None = None, initial_state: jax.Array | None = None, *,
     config: TimeConfig, dt_softplus: bool, return_final_state: bool,
 ) -> Any:  # fmt: skip
-    """The forward pass as one kernel over (batch, blocks of channels); see the module's text."""
+    """The forward pass as one kernel over (batch, blocks of channels), or two over segments too; see the module."""
+    batch, time, channels = x.shape
+    segments = config.segments
+    if segments == 1:
+        return _kernel(x, dt, A, B, C, D, z, dt_bias, initial_state, config, dt_softplus, return_final_state)
+    if time % segments:
+        raise rule_error("segments divides time", f"{segments} for {time} steps", "use segments=1")
+
+    def cut(v: Any) -> Any:
+        return None if v is None else v.reshape(batch * segments, time // segments, v.shape[-1])
+
+    x_cut, dt_cut, B_cut, C_cut, z_cut = map(cut, (x, dt, B, C, z))
+    _, ends = _kernel(x_cut, dt_cut, A, B_cut, None, None, None, dt_bias, None, config, dt_softplus, True)
+    # A segment multiplies the state that it begins with by exp(A times the sum of its step sizes).
+    total = step_sizes(dt_cut, dt_bias, dt_softplus, jnp.float32).sum(1).reshape(batch, segments, channels, 1)
+    ends = ends.reshape(batch, segments, channels, -1)
+    state = jnp.zeros_like(ends[:, 0]) if initial_state is None else initial_state.astype(jnp.float32)
+    begins = []
+    for segment in range(segments):
+        begins.append(state)
+        state = jnp.exp(total[:, segment] * A.astype(jnp.float32)) * state + ends[:, segment]
+    first = jnp.stack(begins, 1).reshape(batch * segments, channels, -1)
+    y = _kernel(x_cut, dt_cut, A, B_cut, C_cut, D, z_cut, dt_bias, first, config, dt_softplus, False)
+    y = y.reshape(batch, time, channels)
+    return (y, state) if return_final_state else y
+
+
+def _kernel(
+    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array | None, D: jax.Array | None,
+    z: jax.Array | None, dt_bias: jax.Array | None, initial_state: jax.Array | None, config: TimeConfig,
+    dt_softplus: bool, return_final_state: bool,
+) -> Any:  # fmt: skip
+    """y, or (y, the last state); without C y is None, and nothing is written for it."""
     batch, time, channels = x.shape
     states = A.shape[1]
     more, late = padded_states(states) - states, max(0, config.steps - time)
@@ -255,8 +320,9 @@ def selective_forward(
         "dt": laid.over_time(dt),
         "A": laid.rows(A) * LOG2E,
         "B": laid.of_states(B),
-        "C": laid.of_states(C),
     }
+    if C is not None:
+        operands["C"] = laid.of_states(C)
     if D is not None:
         operands["D"] = D.astype(jnp.float32)
     if z is not None:
@@ -265,19 +331,21 @@ def selective_forward(
         operands["dt_bias"] = dt_bias.astype(jnp.float32)
     if initial_state is not None:
         operands["initial_state"] = laid.rows(initial_state)
-    outs = {"y": out_struct((batch, time + late, channels), x.dtype, x)}
+    outs = {} if C is None else {"y": out_struct((batch, time + late, channels), x.dtype, x)}
     if return_final_state:
         outs["final"] = out_struct((batch, states + more, channels), jnp.float32, x)
     plan = Plan(config, time, states + more, dt_softplus)
-    y, *last = plgpu.kernel(
+    made = plgpu.kernel(
         named("selective_scan", _program, plan=plan, names=(*operands, *outs)),
         out_type=list(outs.values()),
         grid=(batch, channels // CHANNELS),
         grid_names=("batch", "block"),
         compiler_params=COMPILER_PARAMS,
     )(*operands.values())
-    y = y[:, :time] if late else y
-    return (y, last[0][:, :states].mT) if return_final_state else y
+    out = dict(zip(outs, made, strict=True))
+    y = out.get("y")
+    y = y[:, :time] if late and y is not None else y
+    return (y, out["final"][:, :states].mT) if return_final_state else y
 
 
 IMPLEMENTATION = Implementation(
