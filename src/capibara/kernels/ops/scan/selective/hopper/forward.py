@@ -110,9 +110,9 @@ def candidates(call: Call) -> Sequence[TimeConfig]:
 
 
 def segments_for(call: Call) -> int:
-    """As many as the chip has multiprocessors for, of equal length; 1 where two passes would gain nothing."""
+    """As many as make two programs a multiprocessor, of equal length; 1 where two passes would gain nothing."""
     n = sizes_of(call)
-    most = multiprocessors(call.target.device_kind) // max(1, n.batch * n.channels // CHANNELS)
+    most = 2 * multiprocessors(call.target.device_kind) // max(1, n.batch * n.channels // CHANNELS)
     cuts = [s for s in range(LEAST_SEGMENTS, most + 1) if n.time % s == 0 and n.time // s >= LEAST_STEPS]
     return max(cuts, default=1)
 
