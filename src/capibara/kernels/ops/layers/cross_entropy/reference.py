@@ -37,7 +37,7 @@ def reference(
 
     The logits are hidden @ weights (weights [depth, vocabulary]; [vocabulary, depth] with `transpose_weights`), with a
     soft cap where one is given. A label that is no index of the vocabulary has a logit of 0. With `return_logits` they
-    come last, and no gradient goes through them; `keep_logits` is about what a gradient keeps, and changes nothing here.
+    come last, and no gradient goes through them; `keep_logits` is about what a gradient keeps and changes nothing here.
     """
     wide = wide_type(hidden)
     size = weights.shape[vocabulary_axis(transpose_weights)]
