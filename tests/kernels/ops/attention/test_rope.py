@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.kernels.ops.attention import naive
 
-from capibara.kernels import explain
+from capibara.kernels import explain, target
 from capibara.kernels.ops.attention import api
 from capibara.kernels.ops.attention.chunks import ChunkConfig
 from capibara.kernels.ops.attention.rope import Rope, rope_tables, rotate_both
@@ -95,6 +95,30 @@ def test_the_gradient_turns_back() -> None:
     x, flow = _x(1, 1, 6, 8), _x(1, 1, 6, 8) + 1
     (got,) = jax.vjp(lambda x: rope(x, style="interleaved"), x)[1](flow)
     np.testing.assert_allclose(got, _exact(flow, -np.arange(6), "interleaved"), atol=2e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rotary_dim", [8, 6])
+def test_halves_on_a_gpu(rotary_dim: int) -> None:
+    """There the two halves are joined, in the gradient as well, which XLA's GPU compiler makes one pass of."""
+    x, flow = _x(2, 3, 6, 8).astype("bfloat16"), (_x(2, 3, 6, 8) + 1).astype("bfloat16")
+
+    def both(x: jax.Array, flow: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda x: rope(x, rotary_dim=rotary_dim), x)
+        return y, pull(flow)[0]
+
+    wanted = both(x, flow)
+    with target("gpu", "NVIDIA H200"):
+        got = both(x, flow)
+        program = str(jax.make_jaxpr(both)(x, flow))
+        _, pull = jax.vjp(jax.jit(lambda x: rope(x, rotary_dim=rotary_dim)), x)
+    for ours, other in zip(got, wanted, strict=True):
+        # The same products and sums, which a compiler may round together: one unit of bfloat16 at the most.
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(other, np.float32), rtol=2.0**-7, atol=1e-6)
+    assert program.count("concatenate[") == 2
+    assert " pad[" not in program
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+    assert kept <= sum(table.nbytes for table in rope_tables(6, rotary_dim)), "the angles, as large as they are"
 
 
 def test_scaling_leaves_fast_pairs_and_slows_slow_ones() -> None:

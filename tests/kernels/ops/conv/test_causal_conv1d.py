@@ -56,6 +56,13 @@ def test_a_bfloat16_sum_is_float32() -> None:
     assert float(causal_conv1d(x, w, implementation="xla")[0, 2, 0]) == 258.0
 
 
+def test_a_bfloat16_gradient_is_rounded_once() -> None:
+    """The taps have shares of 1, 1 and 256: 258 in float32, and 256 where each sum of them is rounded."""
+    w = jnp.array([1.0, 1.0, 256.0], "bfloat16").reshape(3, 1)
+    _, pull = jax.vjp(lambda x: causal_conv1d(x, w, implementation="xla"), jnp.ones((1, 3, 1), "bfloat16"))
+    assert float(pull(jnp.ones((1, 3, 1), "bfloat16"))[0][0, 0, 0]) == 258.0
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "match"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from beartype import beartype
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 from jaxtyping import jaxtyped
 
 from capibara.errors import ImplementationRefused, UnknownNameError
@@ -130,6 +134,33 @@ def test_second_derivatives() -> None:
 
     with interpret("hlo"):
         np.testing.assert_allclose(curvature("pallas_tpu"), curvature("xla"), rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("extra", ["residual", "bias", "activation"])
+def test_the_gradient_of_an_epilogue_multiplies_in_the_operands_type(extra: str) -> None:
+    a, b = _normal(0, 24, 16, dtype="bfloat16"), _normal(1, 16, 32, dtype="bfloat16")
+    given = {"residual": a[:, :1] * jnp.ones(32, "bfloat16"), "bias": b[0], "activation": "gelu"}[extra]
+
+    def loss(a: jax.Array, b: jax.Array) -> jax.Array:
+        return gemm(a, b, implementation="xla", **{extra: given}).astype(jnp.float32).sum()
+
+    products = [e for e in _equations(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(a, b).jaxpr)
+                if e.primitive.name == "dot_general"]  # fmt: skip
+    assert len(products) == 3
+    assert {x.aval.dtype for e in products for x in e.invars} == {jnp.dtype("bfloat16")}
+    # Forward mode too: the two agree on what a step along both operands changes.
+    _, along = jax.jvp(loss, (a, b), (a, b))
+    back = jax.grad(loss, argnums=(0, 1))(a, b)
+    wanted = sum(jnp.vdot(x.astype(jnp.float32), g.astype(jnp.float32)) for x, g in zip((a, b), back, strict=True))
+    np.testing.assert_allclose(float(along), float(wanted), rtol=2.0**-6, atol=0.5)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _equations(inner)
 
 
 def test_nan_stays_in_its_row() -> None:

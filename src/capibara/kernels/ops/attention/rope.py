@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from capibara.errors import rule_error, unknown_name
+from capibara.kernels.core import context
 from capibara.kernels.core.spec import describe
 from capibara.kernels.ops.attention.rope_scaling import frequencies, scaling_numbers
 
@@ -218,6 +220,8 @@ def rotated_by(x: jax.Array, cos: jax.Array, sin: jax.Array, style: str = "half"
     """x [..., head_dim] turned by angles [..., rotary_dim / 2], whose other axes are x's or 1: the first rotary_dim
     numbers of each head."""
     dim = 2 * cos.shape[-1]
+    if style == "half" and context.current_target().platform == "gpu":
+        return _turned_in_halves(x, cos, sin)
     turned = _turned(x[..., :dim], cos, sin, style)
     return turned if dim == x.shape[-1] else jnp.concatenate((turned, x[..., dim:]), axis=-1)
 
@@ -285,6 +289,18 @@ def _traced_angles(positions: jax.Array, turn: np.ndarray, temperature: float) -
     known = (positions > -FARTHEST) & (positions < FARTHEST)
     factor = jnp.where(known, jnp.float32(temperature), jnp.nan)[..., None]
     return cos * factor, sin * factor * jnp.where(positions < 0, -1.0, 1.0).astype(jnp.float32)[..., None]
+
+
+def _turned_in_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Style "half" for XLA's GPU compiler, which fuses a join: there a thread makes both numbers of a pair from one
+    reading of them. `_turned` reads each pair twice, and took 1.3 times as long on an H200."""
+    wide, half = jnp.promote_types(jnp.float32, x.dtype), cos.shape[-1]
+    # lax.split, whose transpose is a join as well: the gradient is a program of the same kind.
+    rest = x.shape[-1] - 2 * half
+    left, right, *others = lax.split(x, (half, half, rest) if rest else (half, half), axis=-1)
+    a, b = left.astype(wide), right.astype(wide)
+    turned = ((a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype))
+    return jnp.concatenate((*turned, *others), axis=-1)
 
 
 def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, style: str) -> jax.Array:

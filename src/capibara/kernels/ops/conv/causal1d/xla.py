@@ -15,10 +15,12 @@ def summed(x: jax.Array, w: jax.Array, bias: Any = None, initial_state: Any = No
     width, time = w.shape[0], x.shape[1]
     seen = history(x, width, initial_state)
     wide = wide_type(x)
-    taps = w.astype(wide)
-    total = seen[:, :time].astype(wide) * taps[0]
+    # Made wide before it is cut, so that the gradient of x is added up in float32 and rounded once, and that XLA does
+    # not read the present input apart from the others: on an H200 that took a tenth longer.
+    shifted, taps = seen.astype(wide), w.astype(wide)
+    total = shifted[:, :time] * taps[0]
     for k in range(1, width):
-        total = total + seen[:, k : k + time].astype(wide) * taps[k]
+        total = total + shifted[:, k : k + time] * taps[k]
     return finished(total, bias, None), seen[:, time:]
 
 

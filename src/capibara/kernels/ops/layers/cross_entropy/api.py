@@ -21,7 +21,7 @@ from capibara.kernels.ops.layers.cross_entropy import gradient as gradients
 from capibara.kernels.ops.layers.cross_entropy import mesh, peers, rules, xla
 from capibara.kernels.ops.layers.cross_entropy.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.cross_entropy.explicit_mesh import with_automatic_axes
-from capibara.kernels.ops.layers.cross_entropy.in_forward import CROSS_ENTROPY_AND_GRAD, weighted_sum
+from capibara.kernels.ops.layers.cross_entropy.in_forward import CROSS_ENTROPY_AND_GRAD, fits_at_once, weighted_sum
 from capibara.kernels.ops.layers.cross_entropy.loss import token_losses
 from capibara.kernels.ops.layers.cross_entropy.reference import reference, reference_grad, vocabulary_axis, wide_type
 
@@ -33,7 +33,7 @@ CROSS_ENTROPY_GRAD = Op(
     "cross_entropy_grad",
     family="layers",
     reference=reference_grad,
-    operands=("hidden", "weights", "labels", "lse", "d_lse", "d_picked", "d_sum"),
+    operands=("hidden", "weights", "labels", "lse", "d_lse", "d_picked", "d_sum", "logits"),
     params=PARAMS,
     hints=("block",),
     untuned=("soft_cap",),
@@ -50,9 +50,9 @@ CROSS_ENTROPY = Op(
     family="layers",
     reference=reference,
     operands=("hidden", "weights", "labels"),
-    params={**PARAMS, "return_sum": False},
+    params={**PARAMS, "return_sum": False, "keep_logits": False, "return_logits": False},
     hints=("block",),
-    untuned=("soft_cap", "return_sum"),
+    untuned=("soft_cap", "return_sum", "keep_logits", "return_logits"),
     check=rules.check,
     cost=rules.cost,
     tolerance=rules.tolerance,
@@ -113,7 +113,7 @@ def cross_entropy(
     | Float[Array, "*tokens"]
     | tuple[Float[Array, ""] | Float[Array, "*tokens"], Float[Array, ""] | Float[Array, "*tokens"]]
 ):
-    """The softmax cross-entropy of the logits hidden @ weights, whose logits are never all in memory.
+    """The softmax cross-entropy of the logits hidden @ weights, whose logits are never all in memory but of few tokens.
 
     Forward and backward go over the vocabulary in chunks. Logits, sums and the result are float32. On a mesh the
     tokens and the vocabulary may be split as they like.
@@ -135,7 +135,8 @@ def cross_entropy(
         of tokens: on an H200 the speed of logits in memory with a 21st to a 28th of theirs. What it costs: where the
         right logit is about 30 a bfloat16 one is off by 0.06, and gradients by 3 % where "recompute" is off by 0.2 %,
         and the loss that comes with them is that of the rounded logits. By default "in_forward" on a GPU where it can
-        be, and "recompute" elsewhere, where the two have not been timed.
+        be (where all logits in float32 take about as much memory as it would, they are kept for the backward pass
+        instead: three products as well), and "recompute" elsewhere, where the two have not been timed.
       block_size: columns of a chunk of the vocabulary, by default as many as make 256 MiB of logits; with "in_forward"
         and "in_forward_narrow", tokens of a chunk, by default 512 and 384 MiB of logits.
       return_z_loss: also return how much of the result is z_loss: the result less that is the cross-entropy. It has no
@@ -174,6 +175,8 @@ def cross_entropy(
         # A block is of columns where the gradient recomputes, as it was before there was a choice.
         by_default = call.target.platform == "gpu" and reduction != "none" and block_size is None
         gradient = "in_forward" if by_default else "recompute"
+        if by_default and fits_at_once(call):
+            gradient, params["keep_logits"] = "recompute", True
     size = weights.shape[vocabulary_axis(transpose_weights)]
     given_labels, ignored = labels, _is_ignored(labels, ignore_index)
     labels = _widened(labels)

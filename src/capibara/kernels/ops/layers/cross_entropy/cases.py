@@ -55,7 +55,7 @@ def grad_case(case: Case) -> Case:
     """The backward pass of a forward case: what it returned, and the cotangents."""
     lead = case.shapes[2]
     params: dict[str, Any] = {name: value for name, value in case.params.items() if name != "return_sum"}
-    shapes = (*case.shapes, lead, lead, lead, lead if case.params.get("return_sum") else None)
+    shapes = (*case.shapes, lead, lead, lead, lead if case.params.get("return_sum") else None, None)
     dtypes = {2: "int32", **dict.fromkeys((3, 4, 5, 6), "float32")}
     forward = jax.jit(lambda *xs: reference(*xs, **params)[0])
 

@@ -84,6 +84,18 @@ def chunk_tokens(tokens: int, depth: int, vocabulary: int, itemsize: int, block:
     return max(1, min(block, tokens))
 
 
+def fits_at_once(call: Call) -> bool:
+    """Whether keeping all logits for the backward pass takes no more memory than chunks of tokens do.
+
+    Both hold logits in float32 and their gradient in the operands' type; chunks also hold the weights' gradient in
+    float32, which takes its time to write and to read again. Products of unaligned rows are slow, and `xla` pads them.
+    """
+    n, narrow = rules.sizes_of(call), call.need("hidden").dtype.itemsize
+    wide = max(4, narrow)
+    chunk = chunk_tokens(n.tokens, n.depth, n.vocabulary, wide, None)
+    return n.vocabulary % ALIGNED == 0 and (wide + narrow) * (n.tokens - chunk) <= wide * n.depth
+
+
 def chunks(call: Call) -> int:
     """How many chunks of tokens the narrow form takes: so often it rounds the gradient of the weights."""
     n, block = rules.sizes_of(call), cast(int | None, call.params["block"])
@@ -130,19 +142,27 @@ def xla(
         part = (lax.psum(part, over) if over else part).astype(hidden.dtype)
         update = lax.dynamic_update_slice_in_dim
         kept = [update(x, lse, start, 0) for x in kept]
-        d_weights = d_weights + product.of_weights(here, flow)
+        # The only chunk's gradient of the weights is the result, and rounded on its way out of the product.
+        of_chunk = product.of_weights(here, flow, weights.dtype if count == tokens else None)
+        d_weights = of_chunk if d_weights is None else d_weights + of_chunk
         return update(each, loss, start, 0), update(d_rows, part, start, 0), d_weights, *kept
 
     summed = product.result
-    of_tokens = jnp.zeros(tokens, product.wide)
-    empty = (of_tokens, jnp.zeros_like(rows), jnp.zeros(weights.shape, summed), *([of_tokens] if return_lse else []))
-    carry = tuple(vary_like(x, hidden) for x in empty)
+    of_tokens = vary_like(jnp.zeros(tokens, product.wide), hidden)
+    carry: tuple[Any, ...] = (of_tokens, vary_like(jnp.zeros_like(rows), hidden), None)
+    carry += (of_tokens,) if return_lse else ()
     count = chunk_tokens(tokens, rows.shape[1], padded, summed.itemsize, block)
     whole = tokens // count
-    if whole:  # a loop is traced even where it takes no step, and a chunk is larger than no tokens
-        carry = lax.fori_loop(0, whole, lambda i, c: step(i * count, count, c), carry)
-    if tokens - whole * count:
-        carry = step(whole * count, tokens - whole * count, carry)
+    # What is left comes first: the sum of the weights' gradient then begins with it, and not with zeros to add to.
+    if count == tokens:
+        carry = step(0, count, carry)
+    else:
+        if tokens - whole * count:
+            carry = step(whole * count, tokens - whole * count, carry)
+        else:
+            carry = (*carry[:2], vary_like(jnp.zeros(weights.shape, summed), hidden), *carry[3:])
+        if whole:  # a loop is traced even where it takes no step, and a chunk is larger than no tokens
+            carry = lax.fori_loop(0, whole, lambda i, c: step(i * count, count, c), carry)
     each, d_rows, d_weights, *kept = carry
     d_weights = lax.slice_in_dim(d_weights, 0, size, axis=product.axis).astype(weights.dtype)
     lse = [x.reshape(labels.shape) for x in kept]

@@ -41,12 +41,19 @@ def _terms(call: Call) -> dict[str, str]:
     tokens = " ".join(f"r{axis}" for axis in range(len(call.need("hidden").shape) - 1))
     terms = dict.fromkeys(call.op.operands, tokens)
     terms |= {"hidden": f"{tokens} d".strip(), "weights": "v d" if call.params["transpose_weights"] else "d v"}
+    terms["logits"] = _logits_term(call)
     return {name: terms[name] for name, x in zip(call.op.operands, call.args, strict=True) if x is not None}
+
+
+def _logits_term(call: Call) -> str:
+    tokens = " ".join(f"r{axis}" for axis in range(len(call.need("hidden").shape) - 1))
+    return f"{tokens} v".strip()
 
 
 def rule(call: Call) -> str:
     terms = _terms(call)
     made = [terms["labels"]] * (3 if call.params["return_sum"] else 2)
+    made += [_logits_term(call)] if call.params["return_logits"] else []
     return f"{', '.join(terms.values())} -> {', '.join(made)}"
 
 
@@ -72,9 +79,10 @@ def local(op: Op, arrays: tuple[Any, ...], params: Params, axes: Axes, prefer: P
     names = axes.get("v", ())
     if not names:
         return lse, *sums
+    own = [sums.pop()] if params["return_logits"] else []  # each device has its columns' logits
     highest = jax.lax.pmax(lse, names)
     total = jax.lax.psum(jnp.exp(lse - highest), names)
-    return highest + jnp.log(total), *(jax.lax.psum(x, names) for x in sums)
+    return highest + jnp.log(total), *(jax.lax.psum(x, names) for x in sums), *own
 
 
 @on_one_device

@@ -30,11 +30,14 @@ def reference(
     transpose_weights: bool = False,
     soft_cap: float | None = None,
     return_sum: bool = False,
+    keep_logits: bool = False,
+    return_logits: bool = False,
 ) -> tuple[jax.Array, ...]:
     """(log of the sum of exponentials, the label's logit[, the sum of the logits]) for each token, in float32.
 
     The logits are hidden @ weights (weights [depth, vocabulary]; [vocabulary, depth] with `transpose_weights`), with a
-    soft cap where one is given. A label that is no index of the vocabulary has a logit of 0.
+    soft cap where one is given. A label that is no index of the vocabulary has a logit of 0. With `return_logits` they
+    come last, and no gradient goes through them; `keep_logits` is about what a gradient keeps and changes nothing here.
     """
     wide = wide_type(hidden)
     size = weights.shape[vocabulary_axis(transpose_weights)]
@@ -43,8 +46,9 @@ def reference(
     known = (labels >= 0) & (labels < size)
     at = jnp.where(known, labels, 0)
     picked = jnp.where(known, jnp.take_along_axis(logits, at[..., None], axis=-1)[..., 0], 0)
-    made = (jax.nn.logsumexp(logits, axis=-1), picked)
-    return (*made, logits.sum(-1)) if return_sum else made
+    made = [jax.nn.logsumexp(logits, axis=-1), picked]
+    made += [logits.sum(-1)] if return_sum else []
+    return *made, *([jax.lax.stop_gradient(logits)] if return_logits else [])
 
 
 def reference_grad(
@@ -55,13 +59,15 @@ def reference_grad(
     d_lse: jax.Array,
     d_picked: jax.Array,
     d_sum: jax.Array | None = None,
+    logits: jax.Array | None = None,
     *,
     transpose_weights: bool = False,
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(d_hidden, d_weights) by differentiating the reference.
 
-    `lse` is what the forward pass returned: implementations save work with it, the specification does not need it.
+    `lse` and `logits` are what the forward pass returned: implementations save work with them, the specification does
+    not need them.
     """
 
     def forward(hidden: Any, weights: Any) -> Any:

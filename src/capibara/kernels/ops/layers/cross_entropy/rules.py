@@ -66,6 +66,10 @@ def check(call: Call) -> None:
             given = call[name]
             if (given is not None or name != "d_sum") and (given is None or given.shape != hidden.shape[:-1]):
                 raise rule_error(f"{name} is a number a token, {hidden.shape[:-1]}", describe(given), "pass it so")
+    logits = call["logits"] if "logits" in call.op.operands else None
+    expected = (*hidden.shape[:-1], weights.shape[vocabulary_axis(transposed)])
+    if logits is not None and logits.shape != expected:
+        raise rule_error(f"logits are as the forward pass returned them, {expected}", describe(logits), "pass them so")
 
 
 def refuses_block(call: Call) -> str | None:
@@ -81,15 +85,21 @@ def cost(call: Call) -> Cost:
     """One product; each operand read once, two or three numbers a token written."""
     n = sizes_of(call)
     written = 4 * n.tokens * (3 if call.params["return_sum"] else 2)
+    written += 4 * n.tokens * n.vocabulary if call.params["return_logits"] else 0
     moved = float(sum(map(nbytes, call.args)) + written)
     return Cost(matrix_flops=max(2.0 * math.prod(n), 1.0), bytes=moved, dtype=call.need("hidden").dtype.name)
 
 
 def cost_grad(call: Call) -> Cost:
-    """Three products, since the logits are not kept; each operand read once, two gradients written."""
+    """Three products, two where the logits were kept; each operand read once, two gradients written."""
     n = sizes_of(call)
     moved = sum(map(nbytes, call.args)) + nbytes(call["hidden"]) + nbytes(call["weights"])
-    return Cost(matrix_flops=max(6.0 * math.prod(n), 1.0), bytes=float(moved), dtype=call.need("hidden").dtype.name)
+    kept = "logits" in call.op.operands and call["logits"] is not None
+    return Cost(
+        matrix_flops=max((4.0 if kept else 6.0) * math.prod(n), 1.0),
+        bytes=float(moved),
+        dtype=call.need("hidden").dtype.name,
+    )
 
 
 def _logit_error(call: Call) -> float:

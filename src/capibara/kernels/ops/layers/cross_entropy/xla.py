@@ -3,6 +3,8 @@
 Forward, one pass over a chunk's logits makes all that is kept of them: a maximum, a sum of exponentials, the label's
 logit. Backward, a chunk's logits are computed again and turned, in one pass, into their gradient in the operands'
 type; the chunk's gradient of the weights is written into place and that of the hidden states is added up in float32.
+
+With `return_logits` there are no chunks: all logits are made once, and the backward pass is given them.
 """
 
 from __future__ import annotations
@@ -71,15 +73,18 @@ class Product:
         """The gradient of the rows, by that of the logits."""
         return self._of(flow, weights, (1, self.axis), self.wide)
 
-    def of_weights(self, rows: jax.Array, flow: jax.Array) -> jax.Array:
+    def of_weights(self, rows: jax.Array, flow: jax.Array, result: Any = None) -> jax.Array:
+        """`result`: the operands' own type where nothing is added to it any more, so that it is rounded on its way."""
         operands = (flow, rows) if self.axis == 0 else (rows, flow)
-        return self._of(*operands, (0, 0), self.result)
+        return self._of(*operands, (0, 0), self.result if result is None else result)
 
 
 def _merge(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
     """Two parts of a row as one: the maximum, the sum of exponentials below it, and plain sums."""
     highest = jnp.maximum(one[0], other[0])
-    total = one[1] * jnp.exp(one[0] - highest) + other[1] * jnp.exp(other[0] - highest)
+    # Of the two sums one keeps its maximum: a single exponential for each logit that is read.
+    lower, is_one = jnp.exp(-jnp.abs(one[0] - other[0])), one[0] >= other[0]
+    total = jnp.where(is_one, one[1], other[1]) + jnp.where(is_one, other[1], one[1]) * lower
     return highest, total, *(a + b for a, b in zip(one[2:], other[2:], strict=True))
 
 
@@ -120,10 +125,16 @@ def _flat(hidden: jax.Array, *numbers: jax.Array | None) -> tuple[Any, ...]:
 def xla(
     hidden: jax.Array, weights: jax.Array, labels: jax.Array,
     *, transpose_weights: bool, soft_cap: float | None, return_sum: bool, block: int | None,
+    keep_logits: bool = False, return_logits: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     product = Product(hidden, transpose_weights, soft_cap)
     rows, labels = _flat(hidden, labels)
     size = weights.shape[product.axis]
+    if return_logits:
+        logits = product.logits(rows, weights)
+        highest, total, *sums = row_sums(logits, _is_label(labels, 0, size), return_sum)
+        lead = hidden.shape[:-1]
+        return *(x.reshape(lead) for x in (highest + jnp.log(total), *sums)), logits.reshape(*lead, size)
 
     def step(start: Any, columns: int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         logits = product.logits(rows, lax.dynamic_slice_in_dim(weights, start, columns, product.axis))
@@ -142,13 +153,20 @@ def _is_label(labels: jax.Array, start: Any, columns: int) -> jax.Array:
 
 def xla_grad(
     hidden: jax.Array, weights: jax.Array, labels: jax.Array, lse: jax.Array, d_lse: jax.Array, d_picked: jax.Array,
-    d_sum: jax.Array | None = None, *, transpose_weights: bool, soft_cap: float | None, block: int | None,
+    d_sum: jax.Array | None = None, logits: jax.Array | None = None,
+    *, transpose_weights: bool, soft_cap: float | None, block: int | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     product = Product(hidden, transpose_weights, soft_cap)
     rows, labels, *numbers = _flat(hidden, labels, lse, d_lse, d_picked, d_sum)
     columns_of: list[Any] = [None if x is None else x.astype(product.wide)[:, None] for x in numbers]
     base, of_lse, of_picked, of_sum = columns_of
     size = weights.shape[product.axis]
+    if logits is not None:
+        flow = logit_flow(
+            logits.reshape(-1, size), _is_label(labels, 0, size), base, of_lse, of_picked, of_sum, soft_cap
+        ).astype(hidden.dtype)
+        d_rows = product.of_rows(flow, weights).astype(hidden.dtype)
+        return d_rows.reshape(hidden.shape), product.of_weights(rows, flow, weights.dtype)
 
     def step(start: Any, columns: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         d_rows, d_weights = carry

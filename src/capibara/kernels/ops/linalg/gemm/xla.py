@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
+
+Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def xla(
@@ -21,20 +27,45 @@ def xla(
     out_dtype: str | None = None,
 ) -> jax.Array:
     """One dot_general, then the epilogue in float32 for XLA to fuse."""
-    out = jnp.dtype(out_dtype) if out_dtype else jnp.result_type(a, b)
+    operands = jnp.result_type(a, b)
+    out = jnp.dtype(out_dtype) if out_dtype else operands
     bare = bias is None and residual is None and activation is None
-    wide = jnp.promote_types(jnp.float32, jnp.result_type(a, b))
+    wide = jnp.promote_types(jnp.float32, operands)
     batch = ((0,), (0,)) if a.ndim == b.ndim == 3 else ((), ())
     contract_a = a.ndim - 2 if transpose_a else a.ndim - 1
     contract_b = b.ndim - 1 if transpose_b else b.ndim - 2
-    z = jax.lax.dot_general(
-        a,
-        b,
-        (((contract_a,), (contract_b,)), batch),
-        precision=precision,
+    dims = (((contract_a,), (contract_b,)), batch)
+    if bare or operands == wide:
         # A bare product is left in the output type: the matrix units round once, and there is nothing to fuse.
-        preferred_element_type=out if bare else wide,
-    )
+        z = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out if bare else wide)
+    else:
+        z = _wide_product(a, b, dims, precision, wide)
     if a.ndim == 2 and b.ndim == 3:  # dot_general puts the free axes of `a` first: [M, B, N]
         z = jnp.moveaxis(z, 1, 0)
     return z if bare else epilogue(z, bias, residual, activation).astype(out)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _wide_product(a: jax.Array, b: jax.Array, dims: Dims, precision: Any, wide: Any) -> jax.Array:
+    """The product as it was accumulated, for an epilogue to go on with; its derivative is in the operands' type.
+
+    JAX's own derivative would multiply a float32 cotangent by the operands: float32 products, which take several
+    times as long as those of 16 bits, on copies of the operands in float32.
+    """
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=wide)
+
+
+@functools.partial(_wide_product.defjvp, symbolic_zeros=True)
+def _wide_product_jvp(dims: Dims, precision: Any, wide: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    a, b = primals
+    narrow = jnp.result_type(a, b)
+
+    def part(x: Any, y: Any) -> Any:
+        # Linear in each of them, and so is a conversion: what comes back through it is rounded to the operands' type.
+        return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=narrow).astype(wide)
+
+    a_dot, b_dot = tangents
+    parts = [part(a_dot, b)] if not isinstance(a_dot, SymbolicZero) else []
+    parts += [part(a, b_dot)] if not isinstance(b_dot, SymbolicZero) else []
+    z = _wide_product(a, b, dims, precision, wide)
+    return z, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(z)
