@@ -33,8 +33,8 @@ from capibara.kernels.ops.attention.hopper.forward import HopperConfig, default_
 
 CALLS = (
     "8,2048,16,8,128 causal;26,512,32,8,128 causal;8,1024,32,8,128 causal;4,1024,64,8,128 causal;"
-    "2,4096,32,8,128 causal;4,2048,32,32,128 causal;16,1024,16,16,64 causal;8,2048,16,16,64 causal;32,512,12,12,64 causal;"
-    "4,512,128,128,192 causal;9,1536,24,24,128;4,577,16,16,64;15,2159,64,8,64 causal window=128;"
+    "2,4096,32,8,128 causal;4,2048,32,32,128 causal;16,1024,16,16,64 causal;8,2048,16,16,64 causal;"
+    "32,512,12,12,64 causal;4,512,128,128,192 causal;9,1536,24,24,128;4,577,16,16,64;15,2159,64,8,64 causal window=128;"
     "4,3000,32,8,128 causal window=512"
 )
 ROUNDS, RUNS, CALLS_A_PROGRAM = 5, 8, 4

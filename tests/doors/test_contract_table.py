@@ -98,8 +98,8 @@ HERE = __name__
 
 CALLS = tool.load_calls(tool.CALLS)
 # Half of what all calls take. The quick run has what they call elsewhere: tests/cli/test_train.py,
-# tests/train/test_trainer.py, test_pipeline.py and test_latency.py of tests/serve, and tests/observe/health.
-LONG = ("commands", "distributed_training", "inference_within_a_latency", "health_of_the_devices")
+# tests/train/test_trainer.py, tests/models, test_pipeline.py and test_latency.py of tests/serve, tests/observe/health.
+LONG = ("commands", "distributed_training", "model_in_use", "inference_within_a_latency", "health_of_the_devices")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,6 @@ def test_one_row_is_added_up_at_once_where_who_follows_does_not(model: Any, want
     assert _calls(_model(**model), 1) == wanted
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_numbers_of_parts_are_those_of_the_steps_written_out(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's forms in the kernels' places: what is left is added up by who takes it, once."""

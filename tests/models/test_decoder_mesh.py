@@ -48,10 +48,10 @@ def _alone(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("dense", {"data": 2, "sequence": 2, "model": 2}),
         ("hybrid", {"data": 2, "model": 2, "expert": 2}),
         ("moe", {"data": 4, "model": 2}),
         ("moe", {"data": 2, "expert": 4}),
+        ("dense", {"data": 2, "sequence": 2, "model": 2}),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(name: str, axes: dict[str, int]) -> None:

@@ -85,7 +85,6 @@ def test_what_a_kernel_does_not_do_is_written_out(block: Any, options: Any) -> N
         assert _calls(_model(**block), **options) == []
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("block", [{}, {"rotary_dim": 16, "rope_scaling": {"type": "linear", "factor": 2.0}}])
 @pytest.mark.parametrize("positions", [[5], [-1], [15, 0, -1, 16, 3], [40]], ids=str)
 def test_the_numbers_are_those_of_the_steps_written_out(

@@ -47,7 +47,6 @@ def _products(config: Any, held: Any, apart: Any) -> tuple[list[Any], list[tuple
     return found, list(zip(wanted, terms, strict=True))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("name", ["attention", "hybrid"])
 def test_weights_by_output_multiply_as_those_by_input_and_lie_there_once(name: str, int8: bool) -> None:

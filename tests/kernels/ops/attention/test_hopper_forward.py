@@ -350,8 +350,9 @@ def test_defaults_by_head_size() -> None:
 @pytest.mark.quick
 def test_with_causality_programs_walk_by_what_is_done_first() -> None:
     def walk(b: int, t: int, h: int, kv: int, d: int = 128, **params: Any) -> tuple[int, int]:
-        call = Form(b=b, t=t, s=t, h=h, kv=kv, d=d, params={"causal": True, **params}).call()
-        config = default_config(call)
+        q, k = (jax.ShapeDtypeStruct((b, heads, t, d), jnp.bfloat16) for heads in (h, kv))
+        with target("gpu", "NVIDIA H200"):
+            config = default_config(ATTENTION.call(q, k, k, causal=True, **params))
         return config.programs, config.section
 
     assert walk(8, 2048, 16, 8) == (132, 128), "all heads: the longest tiles first"

@@ -212,7 +212,6 @@ def test_values_and_gradients(name: str) -> None:
     assert_close(emulated(CASES[name]), plain(CASES[name]), CASES[name].dtype)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("fused", "length_minor"), [(True, True), (False, False)])
 def test_memory_that_starts_as_nan_and_no_races(fused: bool, length_minor: bool) -> None:
     """Reads past the operands see NaN here, so tails are cleared; every access is ordered."""

@@ -200,7 +200,6 @@ def test_vmap_with_a_rest(name: str, shared: str) -> None:
         np.testing.assert_allclose(mine, right, atol=2e-5)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_a_gated_product_and_its_gradient_on_a_mesh(name: str) -> None:
     """K split in the first product, whose sums must be whole before the activation; F split in both."""

@@ -190,7 +190,6 @@ def test_jitter_moves_the_choice() -> None:
     assert not np.allclose(strong[0], slight[0])
 
 
-@pytest.mark.quick
 def test_bfloat16_and_vmap() -> None:
     params, x = _params(), _normal(2, 12, WIDTH)
     exact = _layer(params, x, top_k=2)[0]

@@ -37,7 +37,6 @@ def _close(got: Any, wanted: Any) -> None:
         np.testing.assert_allclose(mine, right, atol=5e-6 * max(float(jnp.abs(right).max()), 1e-30))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("axes", "token_axes", "skewed"), [({"expert": 8}, (), False), ({"data": 2, "expert": 4}, ("data",), True)]
 )

@@ -391,7 +391,6 @@ def test_forward_mode_of_a_checked_scan() -> None:
     agree(got, want)
 
 
-@pytest.mark.quick
 def test_matrices_and_resets_inside_shard_map() -> None:
     """With its check of what varies over the mesh, also where a device alone has what is not finite."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
