@@ -39,6 +39,7 @@ from capibara.kernels.ops.attention.hopper.panels import CONTRACTED, Columns, co
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.hopper.join import join, takes
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
+from capibara.kernels.pallas import hopper
 from capibara.kernels.pallas.hopper import (
     LOG2E,
     SMEM_BYTES,
@@ -58,7 +59,7 @@ LONG_PART = 2048  # keys of a sequence that are no part of their own yet, where 
 TILE_ROWS = 8  # TMA moves whole tiles of so many rows
 TMA_BYTES = 128  # what TMA copies from in shared memory begins at a multiple
 LEAST_DEPTH, MOST_DEPTH = 64, 256
-BLANKED = 128  # columns of values in registers at most beside an accumulator of as many
+WIDE = 128  # columns of an accumulator beside which few registers are left
 LEAST_ROWS = 16  # of a tile of a prompt
 COMPUTE_REGISTERS = {1: 240, 2: 208}  # by pairs of warpgroups
 FETCH_REGISTERS = {1: 64, 2: 40}
@@ -393,7 +394,8 @@ def _kernel(
         taker = pair * programs + lax.axis_index("program")
         zero = taker * 0
         *q_views, out_smem = smem["q_out"]
-        q_smem, out_smem = head_columns.tiles_of_views(q_views).at(pair), out_smem.at[pair]
+        queries = head_columns.tiles_of_views(q_views)
+        q_smem, out_smem = queries.at(pair), out_smem.at[pair]
         ring = {name: head_columns.tiles(smem[name]) for name in ("k", "v")}
 
         def item_number(turn: Any) -> Any:
@@ -486,25 +488,38 @@ def _kernel(
 
                 def blank(slot: Any, start: Any) -> None:
                     """Zeros for the values of a block that no row sees: a product with zero would keep a NaN alive."""
+
+                    def clear(part: Any, at: int) -> None:
+                        key = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=layout) + (start + at)
+                        value = load(part, layout)
+                        in_sight = (key >= item.begin) & (key < item.end)
+                        part[...] = jnp.where(in_sight, value, jnp.zeros_like(value))
+
+                    def clear_piece(number: Any, _: None, ref: Any, at: int, width: int) -> None:
+                        column = pl.multiple_of(number * width, width)
+                        clear(ref.at[pl.ds(at, 64), pl.ds(column, width)], at)
+
                     for at, (panel, ref) in itertools.product(range(0, block_k, 64), ring["v"].at(pair, slot).whole()):
-                        width = panel.width if panel.width <= BLANKED else panel.swizzled
-                        for column in range(0, panel.width, width):
-                            index = (pl.ds(at, 64), pl.ds(column, width)) if width < panel.width else pl.ds(at, 64)
-                            part = ref.at[index]
-                            key = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=layout) + (start + at)
-                            value = load(part, layout)
-                            in_sight = (key >= item.begin) & (key < item.end)
-                            part[...] = jnp.where(in_sight, value, jnp.zeros_like(value))
+                        if panel.width <= WIDE:
+                            clear(ref.at[pl.ds(at, 64)], at)
+                        else:
+                            # A loop, or a compiler fetches several pieces at once, for which there are no registers.
+                            piece = functools.partial(clear_piece, ref=ref, at=at, width=panel.swizzled)
+                            lax.fori_loop(zero, zero + panel.width // panel.swizzled, piece, None)
                     plgpu.commit_smem()
 
                 def step(block: Any, carry: Any, masked: bool) -> Any:
                     acc, m_i, l_i = carry
                     slot = lax.rem(before + block - item.first, num_stages)
                     barrier = pair * num_stages + slot
+                    if masked and depth > WIDE:  # before there are scores in registers
+                        plgpu.barrier_wait(smem["v_arrived"].at[barrier])
+                        blank(slot, block * block_k)
                     plgpu.barrier_wait(smem["k_arrived"].at[barrier])
 
                     def scores(ref: Any) -> Any:
-                        contract(ref, q_smem.whole(), ring["k"].at(pair, slot).whole())
+                        left = q_smem if depth <= WIDE else queries.at(pair + hopper.hidden_zero(block, 0))
+                        contract(ref, left.whole(), ring["k"].at(pair, slot).whole())
                         return ref[...]
 
                     s = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, block_k), jnp.float32))
@@ -529,8 +544,9 @@ def _kernel(
                     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
                     l_i = l_i * alpha + p.sum(axis=1)
                     p16 = p.astype(dtype)
-                    plgpu.barrier_wait(smem["v_arrived"].at[barrier])
-                    if masked:
+                    if not masked or depth <= WIDE:
+                        plgpu.barrier_wait(smem["v_arrived"].at[barrier])
+                    if masked and depth <= WIDE:
                         blank(slot, block * block_k)
 
                     def add_values(ref: Any) -> None:
