@@ -17,7 +17,7 @@ from capibara.kernels.lab.check import check
 from capibara.kernels.ops.attention.paged import PAGED_ATTENTION, paged_attention
 from capibara.kernels.ops.attention.paged.rules import Sizes
 from capibara.kernels.ops.attention.paged.tpu import forward as tpu
-from capibara.kernels.ops.attention.paged.xla import GroupConfig
+from capibara.kernels.ops.attention.paged.xla import GroupConfig, default_config
 
 SMALL = 100_000  # numbers of a pool
 OWN_CASES = [
@@ -88,6 +88,15 @@ def test_against_plain_loops(name: str, ragged: bool, window: int | None, softca
         np.testing.assert_allclose(mine, right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.quick(cases=2)
+@pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
+def test_hostile_batches_gathered_at_once(case: Any) -> None:
+    """As a GPU takes them: without a loop, all tiles together or some after others."""
+    for tiles in (2, 1000):
+        result = check(PAGED_ATTENTION, case.arrays(), case.params, "xla", GroupConfig(4, tiles=tiles, whole=True))
+        assert result.ok, result.why
+
+
 @pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_hostile_batches(name: str, case: Any) -> None:
@@ -126,6 +135,23 @@ def test_key_splits_change_the_work_and_not_the_result(ragged: bool) -> None:
     assert f"f32[{tiles},1,2,2,{rows},32]" in traced[1]
     # Each is right to some 30 roundings of float32.
     np.testing.assert_allclose(run(1), run(3), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.quick
+def test_a_gpu_gathers_all_pages_at_once_where_there_is_room() -> None:
+    def whole(case: str, platform: str = "gpu", kind: str = "NVIDIA A100-SXM4-40GB", **params: Any) -> bool:
+        with target(platform, kind):
+            return default_config(PAGED_ATTENTION.call(*PAGED_ATTENTION.case(case).args(), **params)).whole
+
+    assert whole("grouped")
+    assert whole("wide-24x3k", kind="NVIDIA H200")
+    assert whole("panels-32x2k", kind="NVIDIA H200")
+    assert not whole("panels-32x2k"), "keys and values of 640 MiB and their scores are more than a 64th of 40 GiB"
+    assert not whole("decode-64x8k")
+    assert not whole("decode-64x8k", kind="an unknown GPU")
+    assert not whole("grouped", key_splits=2), "parts are gathered one beside the other"
+    assert not whole("grouped", "cpu", "cpu")
+    assert not whole("grouped", "tpu", "TPU v4")
 
 
 @pytest.mark.quick

@@ -2,6 +2,9 @@
 
 A step gathers one block of pages for each tile of its group and no more, so memory does not grow with the context;
 a group walks as many blocks as its longest part has. What a laptop runs, and what takes any call.
+
+A GPU waits for the host at every step of a loop whose end is data. There all keys that the page table can name are
+gathered at once, and no loop runs, where they take a small part of the memory (`GroupConfig.whole`).
 """
 
 from __future__ import annotations
@@ -12,16 +15,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from capibara import hardware
 from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import vary_like
 from capibara.kernels.ops.attention.chunks import dot
 from capibara.kernels.ops.attention.paged import tiles as work
-from capibara.kernels.ops.attention.paged.rules import scale_of, sizes, sizes_of
+from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
 
-# Numbers that one step may gather from each pool.
+# Numbers that one step may gather from each pool; a GPU's takes about as long as starting it does.
 GATHERED = 1 << 22
+GATHERED_BY_A_GPU = 1 << 25
+# What a GPU may hold of gathered keys and values, and of scores: a part of its memory, and bytes where it has no row.
+WHOLE_PART = 64
+WHOLE_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +43,7 @@ class GroupConfig:
       tiles: of a group.
       splits: parts along the keys, where the call does not say.
       upcast: whether products run in float32.
+      whole: whether all of a tile's keys are gathered in one step, whatever `keys` says.
     """
 
     tokens: int = 1
@@ -41,6 +51,7 @@ class GroupConfig:
     tiles: int = 16
     splits: int = 1
     upcast: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "keys", "tiles", "splits"):
@@ -55,26 +66,47 @@ def default_config(call: Call) -> GroupConfig:
     if call["query_starts"] is not None:
         while tokens < 128 and tokens * n.sequences < n.tokens:
             tokens *= 2
-    keys = min(max(512, n.page_size), max(n.capacity, 1))
     count = work.most_tiles(n.tokens, n.sequences, tokens)
+    if _fits_whole(call, n, count, tokens):
+        return GroupConfig(tokens, max(n.capacity, 1), tiles=max(1, count), whole=True)
+    return _by_blocks(call, n, count, tokens)
+
+
+def _by_blocks(call: Call, n: Sizes, count: int, tokens: int) -> GroupConfig:
+    keys = min(max(512, n.page_size), max(n.capacity, 1))
     splits = work.choose_splits(count, -(-n.capacity // keys), work.cores_of(call))
+    gathered = GATHERED_BY_A_GPU if call.target.platform == "gpu" else GATHERED
     return GroupConfig(
         tokens,
         keys,
-        tiles=max(1, GATHERED // (keys * max(n.kv_heads * n.depth, 1) * splits)),
+        tiles=max(1, gathered // (keys * max(n.kv_heads * n.depth, 1) * splits)),
         splits=splits,
         # A CPU has no products of 16-bit numbers, and converts them one by one.
         upcast=call.target.platform == "cpu",
     )
 
 
+def _fits_whole(call: Call, n: Sizes, count: int, tokens: int) -> bool:
+    """Whether a GPU has room for all keys and values of all tiles, and their scores and shares, side by side.
+
+    A CPU is faster by blocks, which its caches hold, and a TPU's loops do not wait for a host.
+    """
+    if call.target.platform != "gpu" or call.params["key_splits"] not in (None, 1):
+        return False
+    chip = hardware.chip_for(call.target.device_kind)
+    room = WHOLE_BYTES if chip is None else chip.hbm_bytes // WHOLE_PART
+    of_a_key = 2 * n.kv_heads * n.depth * np.dtype(call.need("query").dtype).itemsize + 8 * tokens * n.heads
+    return count * n.capacity * of_a_key <= room
+
+
 def candidates(call: Call) -> Sequence[GroupConfig]:
-    first = default_config(call)
+    first, n = default_config(call), sizes(call)
+    by_blocks = _by_blocks(call, n, work.most_tiles(n.tokens, n.sequences, first.tokens), first.tokens)
     lengths = {first.tokens} if call["query_starts"] is None else {first.tokens, 1, 16, 64}
     configs = [
-        dataclasses.replace(first, tokens=t, keys=k, tiles=max(1, first.tiles * first.keys // k))
+        dataclasses.replace(by_blocks, tokens=t, keys=k, tiles=max(1, by_blocks.tiles * by_blocks.keys // k))
         for t in sorted(lengths)
-        for k in (first.keys, 128, 2048)
+        for k in (by_blocks.keys, 128, 2048)
     ]
     return list(dict.fromkeys([first, *configs]))
 
@@ -95,7 +127,7 @@ def xla(
         return (out, lse) if return_lse else out
     product = wide if config.upcast else query.dtype
     group, per_tile = heads // kv_heads, 1 if query_starts is None else config.tokens
-    block_pages = max(1, min(config.keys // page_size, max_pages))
+    block_pages = max_pages if config.whole else max(1, min(config.keys // page_size, max_pages))
     block = block_pages * page_size
     tiles = work.work_list(
         tokens, context_lengths, query_starts, per_tile, window=window, capacity=max_pages * page_size
@@ -147,7 +179,7 @@ def xla(
             part = dot("wpkgts,wpskd->wpkgtd", p.astype(product), value, wide)
             return m_next, l_i * alpha + p.sum(-1), acc * alpha[..., None] + part
 
-        m_i, l_i, acc = jax.lax.fori_loop(0, (last - first).max(), step, start)
+        m_i, l_i, acc = step(0, start) if config.whole else jax.lax.fori_loop(0, (last - first).max(), step, start)
         alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
         safe = jnp.where(alive, l_i, 1)
         lse = jnp.where(alive, m_i + jnp.log(safe), -jnp.inf)

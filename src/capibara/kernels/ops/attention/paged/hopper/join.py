@@ -61,9 +61,7 @@ def _program(out_hbm: Any, lse_hbm: Any, live_hbm: Any, joined_hbm: Any, *, each
     def columns(ref: Any, start: int) -> Any:
         return ref if width == depth else ref.at[pl.ds(start, width)]
 
-    values = [
-        [load(columns(out_hbm.at[tile, part, row], start), layout) for part in range(parts)] for start in starts
-    ]
+    values = [[load(columns(out_hbm.at[tile, part, row], start), layout) for part in range(parts)] for start in starts]
     alive = [live_hbm[tile, part] > 0 for part in range(parts)]
     lse = [jnp.where(alive[part], lse_hbm[tile, part, head, at], -jnp.inf) for part in range(parts)]
     highest = functools.reduce(jnp.maximum, lse)
