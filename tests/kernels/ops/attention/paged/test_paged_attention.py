@@ -138,20 +138,22 @@ def test_key_splits_change_the_work_and_not_the_result(ragged: bool) -> None:
 
 
 @pytest.mark.quick
-def test_a_gpu_gathers_all_pages_at_once_where_there_is_room() -> None:
-    def whole(case: str, platform: str = "gpu", kind: str = "NVIDIA A100-SXM4-40GB", **params: Any) -> bool:
-        with target(platform, kind):
-            return default_config(PAGED_ATTENTION.call(*PAGED_ATTENTION.case(case).args(), **params)).whole
+def test_a_gpu_takes_all_tiles_in_few_steps() -> None:
+    def cut(name: str, kind: str = "NVIDIA H200", **params: Any) -> tuple[int, bool]:
+        """Steps that a full context takes, and whether all tiles take them together."""
+        args = PAGED_ATTENTION.case(name).args()
+        with target("gpu", kind):
+            config = default_config(PAGED_ATTENTION.call(*args, **params))
+        splits = params.get("key_splits", config.splits)
+        (sequences, columns), page_size = args[3].shape, args[1].shape[1]
+        return -(-columns * page_size // (config.keys * splits)), config.tiles >= sequences
 
-    assert whole("grouped")
-    assert whole("wide-24x3k", kind="NVIDIA H200")
-    assert whole("panels-32x2k", kind="NVIDIA H200")
-    assert not whole("panels-32x2k"), "keys and values of 640 MiB and their scores are more than a 64th of 40 GiB"
-    assert not whole("decode-64x8k")
-    assert not whole("decode-64x8k", kind="an unknown GPU")
-    assert not whole("grouped", key_splits=2), "parts are gathered one beside the other"
-    assert not whole("grouped", "cpu", "cpu")
-    assert not whole("grouped", "tpu", "TPU v4")
+    assert cut("grouped") == (1, True)
+    assert cut("grouped", key_splits=2) == (1, True)
+    assert cut("wide-24x3k") == (4, True)
+    assert cut("decode-64x8k") == (4, True)
+    assert cut("decode-64x8k", "NVIDIA A100-SXM4-40GB") == (4, True)
+    assert cut("decode-64x8k", "an unknown GPU") == (4, False), "550 MB of a quarter of the keys and their scores"
 
 
 @pytest.mark.quick

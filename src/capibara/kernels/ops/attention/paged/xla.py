@@ -3,15 +3,15 @@
 A step gathers one block of pages for each tile of its group and no more, so memory does not grow with the context;
 a group walks as many blocks as its longest part has. What a laptop runs, and what takes any call.
 
-A GPU waits for the host at every step of a loop whose end is data. There all keys that the page table can name are
-gathered at once, and no loop runs, where they take a small part of the memory (`GroupConfig.whole`).
+A GPU waits for the host at every step of a loop whose end is data. There a step gathers all that a table can name, or
+a quarter where that is much, for all tiles together: what lies past the longest context is still not read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,14 @@ from capibara.kernels.ops.attention.chunks import dot
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
 
-# Numbers that one step may gather from each pool; a GPU's takes about as long as starting it does.
+# Numbers that one step may gather from each pool.
 GATHERED = 1 << 22
-GATHERED_BY_A_GPU = 1 << 25
-# What a GPU may hold of gathered keys and values, and of scores: a part of its memory, and bytes where it has no row.
-WHOLE_PART = 64
-WHOLE_BYTES = 512 << 20
+# On a GPU: how many take about as long as starting a step does, into how many steps more of them are cut, and what a
+# step may hold of keys, values and scores: a part of the memory, and bytes where the GPU has no row.
+GATHERED_AT_ONCE = 1 << 25
+GPU_STEPS = 4
+MEMORY_PART = 64
+UNKNOWN_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,8 @@ class GroupConfig:
       tiles: of a group.
       splits: parts along the keys, where the call does not say.
       upcast: whether products run in float32.
-      whole: whether all of a tile's keys are gathered in one step, whatever `keys` says.
+      whole: whether all of a tile's keys are gathered in one step, whatever `keys` says, with no loop around it: also
+        those that lie past the longest context.
     """
 
     tokens: int = 1
@@ -67,47 +70,42 @@ def default_config(call: Call) -> GroupConfig:
         while tokens < 128 and tokens * n.sequences < n.tokens:
             tokens *= 2
     count = work.most_tiles(n.tokens, n.sequences, tokens)
-    if _fits_whole(call, n, count, tokens):
-        return GroupConfig(tokens, max(n.capacity, 1), tiles=max(1, count), whole=True)
-    return _by_blocks(call, n, count, tokens)
-
-
-def _by_blocks(call: Call, n: Sizes, count: int, tokens: int) -> GroupConfig:
     keys = min(max(512, n.page_size), max(n.capacity, 1))
     splits = work.choose_splits(count, -(-n.capacity // keys), work.cores_of(call))
-    gathered = GATHERED_BY_A_GPU if call.target.platform == "gpu" else GATHERED
+    if call.target.platform == "gpu":
+        return _for_gpu(call, n, GroupConfig(tokens, splits=splits), count)
     return GroupConfig(
         tokens,
         keys,
-        tiles=max(1, gathered // (keys * max(n.kv_heads * n.depth, 1) * splits)),
+        tiles=max(1, GATHERED // (keys * max(n.kv_heads * n.depth, 1) * splits)),
         splits=splits,
         # A CPU has no products of 16-bit numbers, and converts them one by one.
         upcast=call.target.platform == "cpu",
     )
 
 
-def _fits_whole(call: Call, n: Sizes, count: int, tokens: int) -> bool:
-    """Whether a GPU has room for all keys and values of all tiles, and their scores and shares, side by side.
-
-    A CPU is faster by blocks, which its caches hold, and a TPU's loops do not wait for a host.
-    """
-    if call.target.platform != "gpu" or call.params["key_splits"] not in (None, 1):
-        return False
+def _for_gpu(call: Call, n: Sizes, config: GroupConfig, count: int) -> GroupConfig:
+    """In few steps, of all tiles where there is room for them."""
+    splits = cast("int | None", call.params["key_splits"]) or config.splits
+    steps = 1 if count * n.capacity * n.kv_heads * n.depth <= GATHERED_AT_ONCE else GPU_STEPS
+    pages = max(1, -(-n.max_pages // (splits * steps)))
     chip = hardware.chip_for(call.target.device_kind)
-    room = WHOLE_BYTES if chip is None else chip.hbm_bytes // WHOLE_PART
-    of_a_key = 2 * n.kv_heads * n.depth * np.dtype(call.need("query").dtype).itemsize + 8 * tokens * n.heads
-    return count * n.capacity * of_a_key <= room
+    room = UNKNOWN_BYTES if chip is None else chip.hbm_bytes // MEMORY_PART
+    of_a_key = 2 * n.kv_heads * n.depth * np.dtype(call.need("query").dtype).itemsize + 8 * config.tokens * n.heads
+    tiles = room // max(splits * pages * n.page_size * of_a_key, 1)
+    return dataclasses.replace(config, keys=pages * n.page_size, tiles=max(1, min(tiles, count)))
 
 
 def candidates(call: Call) -> Sequence[GroupConfig]:
-    first, n = default_config(call), sizes(call)
-    by_blocks = _by_blocks(call, n, work.most_tiles(n.tokens, n.sequences, first.tokens), first.tokens)
+    first = default_config(call)
     lengths = {first.tokens} if call["query_starts"] is None else {first.tokens, 1, 16, 64}
     configs = [
-        dataclasses.replace(by_blocks, tokens=t, keys=k, tiles=max(1, by_blocks.tiles * by_blocks.keys // k))
+        dataclasses.replace(first, tokens=t, keys=k, tiles=max(1, first.tiles * first.keys // k))
         for t in sorted(lengths)
-        for k in (by_blocks.keys, 128, 2048)
+        for k in (first.keys, 128, 2048)
     ]
+    if call.target.platform == "gpu":
+        configs.append(dataclasses.replace(first, splits=1, whole=True))
     return list(dict.fromkeys([first, *configs]))
 
 
