@@ -74,6 +74,12 @@ class Ref:
         return self.array.dtype
 
     @property
+    def first_byte(self) -> int:
+        """Where the part begins in the array."""
+        starts = [p[0] if isinstance(p, tuple) else p for p in self.part]
+        return int(np.dot(starts, self.array.strides))
+
+    @property
     def at(self) -> Any:
         return _At(self)
 
@@ -290,8 +296,16 @@ def _union(*specs: Any) -> Callable[[], Any]:
 
     def make() -> Any:
         refs = jax.tree.map(lambda make: make(), specs)
-        alike = all(isinstance(ref, Ref) and ref.array.shape == refs[0].array.shape for ref in refs)
-        return tuple(Ref(refs[0].array, tiled=ref.tiled) for ref in refs) if alike else refs
+        first, kind = jax.tree.flatten(refs[0])
+
+        def shared(group: Any) -> Any:
+            leaves, its_kind = jax.tree.flatten(group)
+            shapes = [[ref.array.shape for ref in of] for of in (leaves, first)]
+            if its_kind != kind or shapes[0] != shapes[1]:
+                return group
+            return kind.unflatten(Ref(x.array, tiled=ref.tiled) for x, ref in zip(first, leaves, strict=True))
+
+        return tuple(map(shared, refs))
 
     return make
 
@@ -334,6 +348,7 @@ def _to_smem(source: Ref, target: Ref, barrier: _Barriers) -> None:
 
 def _to_gmem(source: Ref, target: Ref, reduction_op: str | None = None) -> None:
     assert reduction_op in (None, "add")
+    assert source.tiled or len(source.shape) < 2 or source.first_byte % 128 == 0, "TMA copies from multiples of 128"
     _here.leaving.append((source, target, reduction_op))
 
 

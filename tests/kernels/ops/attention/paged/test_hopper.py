@@ -12,7 +12,8 @@ import pytest
 from tests.kernels.ops.attention.paged.test_paged_attention import loops
 from tests.kernels.pallas import hopper_emulator as emulator
 
-from capibara.kernels import target
+from capibara.kernels import explain, target, trust
+from capibara.kernels.ops.attention.hopper import panels
 from capibara.kernels.ops.attention.paged import PAGED_ATTENTION
 from capibara.kernels.ops.attention.paged.hopper import forward, join
 from capibara.kernels.ops.attention.paged.hopper.forward import StreamConfig
@@ -78,6 +79,26 @@ FORMS = {
     "prompts, two pairs, a window": Form(
         StreamConfig(16, 64, 4, 2), (60, 9, 128, 17), heads=8, kv_heads=4, counts=(40, 0, 1, 17), window=30
     ),
+    # Panels of 64, 32 and 16 columns, and heads too wide for their values to be in registers at once.
+    "heads of 80": Form(StreamConfig(1, 64, 3, 2), UNEVEN, heads=8, depth=80),
+    "heads of 80, two of them": Form(StreamConfig(1, 64, 3, 1, 2), (144, 90, 5), heads=8, kv_heads=4, depth=80),
+    "heads of 96, a page in parts": Form(StreamConfig(1, 64, 3, 2, 3, 2), (400, 20, 150, 0), depth=96, page_size=128),
+    "heads of 96, a window": Form(StreamConfig(1, 128, 2, 1), (128, 3, 20, 21, 277), kv_heads=4, depth=96, window=20),
+    "one head of 112": Form(StreamConfig(1, 64, 3, 1), UNEVEN, heads=8, kv_heads=1, depth=112, splits=2),
+    "heads of 112, prompts, a window": Form(
+        StreamConfig(8, 64, 3, 2), (60, 9, 128, 17), heads=8, kv_heads=4, depth=112, counts=(40, 0, 1, 17), window=30
+    ),
+    "heads of 160, three share a key": Form(StreamConfig(1, 64, 2, 2), UNEVEN, heads=6, kv_heads=2, depth=160),
+    "heads of 160, in parts": Form(StreamConfig(1, 64, 2, 2, 3), (144, 190, 5), heads=8, depth=160, softcap=5.0),
+    "heads of 192": Form(StreamConfig(1, 64, 4, 1), UNEVEN, heads=8, depth=192, page_size=64),
+    "heads of 192, a window, in parts": Form(
+        StreamConfig(1, 64, 4, 1, 2), (128, 3, 200), heads=8, kv_heads=4, depth=192, window=100
+    ),
+    "heads of 208": Form(StreamConfig(1, 64, 3, 1), UNEVEN, heads=8, kv_heads=4, depth=208),
+    "heads of 256": Form(StreamConfig(1, 64, 3, 1, 3, 2), (400, 20, 150, 0), heads=8, kv_heads=4, depth=256),
+    "heads of 256, prompts": Form(
+        StreamConfig(16, 64, 3, 1), (60, 9, 128, 17), heads=8, kv_heads=4, depth=256, counts=(40, 0, 1, 17), window=30
+    ),
     "soft cap": Form(StreamConfig(1, 64, 4, 1), (128, 30, 64), heads=8, kv_heads=4, softcap=5.0, splits=3),
 }
 
@@ -87,7 +108,7 @@ def test_numbers_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form = FORMS[name]
     monkeypatch.setattr(forward, "multiprocessors", lambda kind: form.programs)
     arrays = form.arrays()
-    with emulator.emulated(forward):
+    with emulator.emulated(forward, panels):
         out, lse = jax.block_until_ready(jax.jit(form.run)(*arrays))
     wanted, wanted_lse = loops(*arrays, form.window, form.softcap)
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
@@ -105,6 +126,8 @@ JOINED = {
     "four heads' rows together": Form(StreamConfig(1, 64, 3, 1, 3), (144, 90, 5), depth=128),
     "parts that nobody wrote": Form(StreamConfig(1, 64, 3, 2, 3, 2), (400, 20, 0, 300), depth=128),
     "eight heads share a key": Form(StreamConfig(1, 64, 2, 1, 2), (130, 0), kv_heads=2, depth=128, page_size=64),
+    "two stretches of 128 columns": Form(StreamConfig(1, 64, 3, 1, 3), (144, 90, 5), heads=8, kv_heads=4, depth=160),
+    "heads of 192": Form(StreamConfig(1, 64, 3, 1, 2, 2), (400, 20, 0, 300), heads=8, kv_heads=2, depth=192),
     "prompts": Form(
         StreamConfig(8, 64, 2, 1, 2), (60, 128, 33), heads=8, kv_heads=4, depth=256, counts=(20, 1, 3), splits=2
     ),
@@ -118,7 +141,7 @@ def test_parts_are_joined_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch
     arrays = form.arrays()
     taken: list[Any] = []
     monkeypatch.setattr(forward, "join", lambda *given: taken.append(given) or join.join(*given))
-    with emulator.emulated(forward, join):
+    with emulator.emulated(forward, panels, join):
         out = jax.block_until_ready(jax.jit(lambda *given: form.run(*given, return_lse=False))(*arrays))
     assert len(taken) == 1
     wanted, wanted_lse = loops(*arrays, form.window, form.softcap)
@@ -148,8 +171,10 @@ def test_a_prompt_among_many_tokens_has_tiles_of_its_own_size() -> None:
 @pytest.mark.quick
 def test_which_parts_the_joining_kernel_takes() -> None:
     assert join.takes(16, 128)
+    assert join.takes(16, 160)
     assert not join.takes(33, 128)
     assert not join.takes(2, 64)
+    assert not join.takes(2, 112)
 
 
 @pytest.mark.quick
@@ -165,3 +190,22 @@ def test_a_token_finds_the_row_that_was_made_of_it(starts: list[int]) -> None:
             assert rows[tile[token], row[token]] == token
         else:
             assert tile[token] == len(rows), "padding has no tile"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("depth", "taken", "trusted"), [(128, "hopper", "hopper"), (256, "xla", "hopper"), (96, "xla", "hopper")]
+)
+def test_head_sizes_that_have_not_run_on_a_chip_are_taken_where_predictions_are_trusted(
+    depth: int, taken: str, trusted: str
+) -> None:
+    shapes = {"q": (24, 16, depth), "pool": (400, 64, 8 * depth)}
+    query, pool = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes.values())
+    table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((24, 16), (24,)))
+    with target("gpu", "NVIDIA H200"):
+        asked = explain(PAGED_ATTENTION, query, pool, pool, table, lengths)
+        assert asked.implementation == taken
+        with trust("predicted"):
+            assert explain(PAGED_ATTENTION, query, pool, pool, table, lengths).implementation == trusted
+    if taken == "xla":
+        assert f"head_dim {depth} has not run on a chip" in str(asked)

@@ -17,7 +17,7 @@ from capibara.kernels.lab.check import check
 from capibara.kernels.ops.attention.paged import PAGED_ATTENTION, paged_attention
 from capibara.kernels.ops.attention.paged.rules import Sizes
 from capibara.kernels.ops.attention.paged.tpu import forward as tpu
-from capibara.kernels.ops.attention.paged.xla import GroupConfig
+from capibara.kernels.ops.attention.paged.xla import GroupConfig, default_config
 
 SMALL = 100_000  # numbers of a pool
 OWN_CASES = [
@@ -88,6 +88,15 @@ def test_against_plain_loops(name: str, ragged: bool, window: int | None, softca
         np.testing.assert_allclose(mine, right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.quick(cases=2)
+@pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
+def test_hostile_batches_gathered_at_once(case: Any) -> None:
+    """As a GPU takes them: without a loop, all tiles together or some after others."""
+    for tiles in (2, 1000):
+        result = check(PAGED_ATTENTION, case.arrays(), case.params, "xla", GroupConfig(4, tiles=tiles, whole=True))
+        assert result.ok, result.why
+
+
 @pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_hostile_batches(name: str, case: Any) -> None:
@@ -126,6 +135,25 @@ def test_key_splits_change_the_work_and_not_the_result(ragged: bool) -> None:
     assert f"f32[{tiles},1,2,2,{rows},32]" in traced[1]
     # Each is right to some 30 roundings of float32.
     np.testing.assert_allclose(run(1), run(3), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.quick
+def test_a_gpu_takes_all_tiles_in_few_steps() -> None:
+    def cut(name: str, kind: str = "NVIDIA H200", **params: Any) -> tuple[int, bool]:
+        """Steps that a full context takes, and whether all tiles take them together."""
+        args = PAGED_ATTENTION.case(name).args()
+        with target("gpu", kind):
+            config = default_config(PAGED_ATTENTION.call(*args, **params))
+        splits = params.get("key_splits", config.splits)
+        (sequences, columns), page_size = args[3].shape, args[1].shape[1]
+        return -(-columns * page_size // (config.keys * splits)), config.tiles >= sequences
+
+    assert cut("grouped") == (1, True)
+    assert cut("grouped", key_splits=2) == (1, True)
+    assert cut("wide-24x3k") == (4, True)
+    assert cut("decode-64x8k") == (4, True)
+    assert cut("decode-64x8k", "NVIDIA A100-SXM4-40GB") == (4, True)
+    assert cut("decode-64x8k", "an unknown GPU") == (4, False), "550 MB of a quarter of the keys and their scores"
 
 
 @pytest.mark.quick
@@ -296,12 +324,12 @@ def test_dispatch_names_its_choice() -> None:
     assert "it is for gpu" in str(made)
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_the_hopper_kernel_lowers_inside_shard_map(ragged: bool) -> None:
+@pytest.mark.parametrize(("ragged", "depth"), [(False, 128), (True, 128), (True, 96), (False, 256)])
+def test_the_hopper_kernel_lowers_inside_shard_map(ragged: bool, depth: int) -> None:
     """Heads over a mesh, in a checked shard_map: the kernel's loops count from zero, not from what it reads."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec
-    shapes = [(4, 8, 128), (16, 64, 4, 128), (16, 64, 4, 128), (2 if ragged else 4, 4), (2 if ragged else 4,)]
+    shapes = [(4, 8, depth), (16, 64, 4, depth), (16, 64, 4, depth), (2 if ragged else 4, 4), (2 if ragged else 4,)]
     types = ["bfloat16"] * 3 + ["int32"] * 2
     specs = [spec(None, "model"), spec(None, None, "model"), spec(None, None, "model"), spec(), spec()]
     if ragged:

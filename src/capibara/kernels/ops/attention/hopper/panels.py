@@ -90,12 +90,16 @@ class Columns:
 
     def scratch(self, lead: Sequence[int], rows: int, dtype: Any) -> Any:
         """Shared memory for `lead` tiles of `rows` rows, panel by panel: as TMA takes it, and as wgmma does."""
-        specs = []
+        return [plgpu.RefUnion(*views) for views in zip(*self.views(lead, rows, dtype), strict=True)]
+
+    def views(self, lead: Sequence[int], rows: int, dtype: Any) -> list[Any]:
+        """What `scratch` is a union of: for a union with something else, whose refs go to `tiles_of_views`."""
+        by_rows, by_tiles = [], []
         for panel in self.panels(dtype):
             shape, swizzle = (*lead, self.parts, rows, panel.width), panel.width * jnp.dtype(dtype).itemsize
-            by_rows = plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(swizzle),))
-            specs.append(plgpu.RefUnion(by_rows, plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, swizzle))))
-        return specs
+            by_rows.append(plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(swizzle),)))
+            by_tiles.append(plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, swizzle)))
+        return [by_rows, by_tiles]
 
     def place(self, part: Any) -> Any:
         """Of a part, as tiles want it."""
@@ -104,6 +108,10 @@ class Columns:
     def tiles(self, refs: Any) -> Tiles | WholeTiles:
         """What `scratch` has been given."""
         return Tiles(self, tuple(refs))
+
+    def tiles_of_views(self, refs: Sequence[Any]) -> Tiles | WholeTiles:
+        """What `views` have been given."""
+        return self.tiles(zip(*refs, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +130,17 @@ class WholeColumns(Columns):
     def scratch(self, lead: Sequence[int], rows: int, dtype: Any) -> Any:
         return plgpu.SMEM((*lead, rows, self.width), dtype, transforms=swizzled(dtype, self._swizzle(dtype)))
 
+    def views(self, lead: Sequence[int], rows: int, dtype: Any) -> list[Any]:
+        return [self.scratch(lead, rows, dtype)]
+
     def place(self, part: Any) -> Any:
         return pl.ds(part * self.part_width, self.part_width) if self.parts > 1 else slice(None)
 
     def tiles(self, refs: Any) -> WholeTiles:
         return WholeTiles(self, refs)
+
+    def tiles_of_views(self, refs: Sequence[Any]) -> WholeTiles:
+        return self.tiles(refs[0])
 
 
 def columns_of(
@@ -160,6 +174,10 @@ class Tiles:
     def at(self, *index: Any) -> Tiles:
         return dataclasses.replace(self, refs=tuple((rows.at[index], tiles.at[index]) for rows, tiles in self.refs))
 
+    def rows(self, start: int, size: int) -> Tiles:
+        """Some rows of a single tile: from a multiple of 8 on, where a swizzle begins."""
+        return self.at(slice(None), pl.ds(start, size))
+
     def part(self, place: Any) -> list[tuple[Panel, Any]]:
         """The panels of a part, of a single tile, as wgmma reads them and registers are stored."""
         return [(panel, tiles.at[place]) for panel, (_, tiles) in zip(self.panels, self.refs, strict=True)]
@@ -169,9 +187,8 @@ class Tiles:
         placed = [(part * self.of.part_width, *panel) for part in range(self.of.parts) for panel in self.part(part)]
         return [(dataclasses.replace(panel, first=first + panel.first), ref) for first, panel, ref in placed]
 
-    def _copies(self, array: Any, at: tuple[Any, ...], first_column: Any) -> list[tuple[Any, Any]]:
+    def _copies(self, array: Any, at: tuple[Any, ...], start: Any) -> list[tuple[Any, Any]]:
         # Where columns begin is a value of the kernel: if it were known, they would have to end inside the array.
-        start = at[0] * 0 + first_column
         parts = [(start + part * self.of.part_width, part) for part in range(self.of.parts)]
         panels = [(first + p.first, p.width, rows.at[part]) for first, part in parts for p, rows in self._by_rows()]
         return [(array.at[(*at, pl.ds(first, width))], ref) for first, width, ref in panels]
@@ -179,9 +196,12 @@ class Tiles:
     def _by_rows(self) -> list[tuple[Panel, Any]]:
         return [(panel, rows) for panel, (rows, _) in zip(self.panels, self.refs, strict=True)]
 
-    def fetch(self, array: Any, at: tuple[Any, ...], arrived: Any) -> None:
-        """Copy rows of an array to a single tile. `at` is where they lie, but for the columns."""
-        for source, panel in self._copies(array, at, 0):
+    def fetch(self, array: Any, at: tuple[Any, ...], arrived: Any, first_column: Any = None) -> None:
+        """Copy rows of an array to a single tile. `at` is where they lie, but for the columns.
+
+        These are the array's, or begin at `first_column`, a value of the kernel.
+        """
+        for source, panel in self._copies(array, at, at[0] * 0 if first_column is None else first_column):
             plgpu.copy_gmem_to_smem(source, panel, arrived)
 
     def store(self, value: Any, place: Any = 0) -> None:
@@ -195,7 +215,7 @@ class Tiles:
 
     def send(self, array: Any, at: tuple[Any, ...], first_column: Any = 0, **how: Any) -> None:
         """Copy a single tile to rows of an array, whose columns there begin at `first_column`."""
-        for target, panel in self._copies(array, at, first_column):
+        for target, panel in self._copies(array, at, at[0] * 0 + first_column):
             plgpu.copy_smem_to_gmem(panel, target, **how)
 
 
@@ -213,6 +233,9 @@ class WholeTiles:
     def at(self, *index: Any) -> WholeTiles:
         return dataclasses.replace(self, ref=self.ref.at[index])
 
+    def rows(self, start: int, size: int) -> WholeTiles:
+        return self.at(pl.ds(start, size))
+
     def part(self, place: Any) -> list[tuple[Panel, Any]]:
         mine = self.ref if self.of.parts == 1 else self.ref.at[:, place]
         return [(panel, mine) for panel in self.of.panels(self.ref.dtype)]
@@ -220,8 +243,9 @@ class WholeTiles:
     def whole(self) -> list[tuple[Panel, Any]]:
         return [(dataclasses.replace(p, width=self.of.width), self.ref) for p in self.of.panels(self.ref.dtype)]
 
-    def fetch(self, array: Any, at: tuple[Any, ...], arrived: Any) -> None:
-        plgpu.copy_gmem_to_smem(array.at[at], self.ref, arrived)
+    def fetch(self, array: Any, at: tuple[Any, ...], arrived: Any, first_column: Any = None) -> None:
+        columns = () if first_column is None else (pl.ds(first_column, self.of.width),)
+        plgpu.copy_gmem_to_smem(array.at[(*at, *columns)], self.ref, arrived)
 
     def store(self, value: Any, place: Any = 0) -> None:
         ((_, ref),) = self.part(place)

@@ -14,6 +14,8 @@ REAL = frozenset({"bench", "tpu", "gpu", "tune"})
 HOSTILE = frozenset({"test", "tpu", "gpu"})
 LOWERED = frozenset({"tpu", "gpu"})  # compiled for the accelerators, and run by this op's own tests
 SHARD = frozenset({"shard", "tpu", "gpu"})
+REAL_OF_GPUS = frozenset({"bench", "gpu", "tune"})
+LOWERED_FOR_GPUS = frozenset({"gpu"})
 _DTYPES = {3: "int32", 4: "int32", 5: "int32"}
 # What unused entries of a page table hold in the hostile cases.
 GARBAGE = (-1, 2**31 - 1, -(2**31), 7)
@@ -76,6 +78,9 @@ CASES = (
     _case("window-64x8k", [8192] * 64, 16, 128, 64, REAL, kv=8, window=1024),
     _case("narrow-64x4k", [4096] * 64, 32, 64, 64, REAL, kv=8, side_by_side=True),
     _case("narrow-64x4k-large-pages", [4096] * 64, 32, 64, 128, frozenset({"tpu"}), kv=8),
+    _case("wide-24x3k", [3251] * 24, 16, 256, 64, REAL_OF_GPUS, kv=8),
+    _case("wide-5x1k", [1416] * 5, 128, 192, 64, REAL_OF_GPUS, kv=128),
+    _case("panels-32x2k", [2048] * 32, 32, 80, 64, REAL_OF_GPUS, kv=32, side_by_side=True),
     # Hostile: one key, lengths around a page's, empty sequences, padding, odd head sizes, each feature.
     _case("one", [1], 1, 32, 1, HOSTILE, dtype="float32"),
     _case(
@@ -98,6 +103,18 @@ CASES = (
         side_by_side=True, window=7, return_lse=True, dtype="float32",
     ),
     _case("keys-minor", [150, 1], 4, 64, 128, LOWERED, kv=2, return_lse=True, softcap=2.0),
+    # Head sizes that a kernel takes in several panels, or in blocks of their own.
+    _case("heads-80", [40, 3, 17], 8, 80, 16, LOWERED_FOR_GPUS, kv=4, spare_pages=1, key_splits=2),
+    _case("heads-96", [70, 5, 133], 8, 96, 64, LOWERED_FOR_GPUS, kv=8, window=40, return_lse=True),
+    _case("heads-112", [30, 12], 8, 112, 16, LOWERED_FOR_GPUS, kv=1, softcap=1.5),
+    _case(
+        "heads-160", [37, 9, 0, 12], 16, 160, 8, LOWERED_FOR_GPUS, kv=8, counts=[5, 1, 0, 12], padding=3,
+        return_lse=True,
+    ),
+    _case("heads-192", [150, 1], 4, 192, 16, LOWERED_FOR_GPUS, kv=4, key_splits=2),
+    _case(
+        "heads-256", [70, 21, 18], 8, 256, 16, LOWERED_FOR_GPUS, kv=2, counts=[10, 1, 18], window=13, key_splits=2
+    ),
     _case("half", [30, 12], 8, 64, 16, LOWERED, kv=4, dtype="float16"),
     # Divides over 32 devices, as 8 x 4 or 4 x 8: the sequences and the heads are split.
     _case("shardable", [3, 16, 9, 24, 1, 8, 17, 20], 16, 32, 8, SHARD, kv=8, dtype="float32"),

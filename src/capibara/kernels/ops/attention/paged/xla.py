@@ -2,26 +2,37 @@
 
 A step gathers one block of pages for each tile of its group and no more, so memory does not grow with the context;
 a group walks as many blocks as its longest part has. What a laptop runs, and what takes any call.
+
+A GPU waits for the host at every step of a loop whose end is data. There a step gathers all that a table can name, or
+a quarter where that is much, for all tiles together: what lies past the longest context is still not read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from capibara import hardware
 from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import vary_like
 from capibara.kernels.ops.attention.chunks import dot
 from capibara.kernels.ops.attention.paged import tiles as work
-from capibara.kernels.ops.attention.paged.rules import scale_of, sizes, sizes_of
+from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
 
 # Numbers that one step may gather from each pool.
 GATHERED = 1 << 22
+# On a GPU: how many take about as long as starting a step does, into how many steps more of them are cut, and what a
+# step may hold of keys, values and scores: a part of the memory, and bytes where the GPU has no row.
+GATHERED_AT_ONCE = 1 << 25
+GPU_STEPS = 4
+MEMORY_PART = 64
+UNKNOWN_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +45,8 @@ class GroupConfig:
       tiles: of a group.
       splits: parts along the keys, where the call does not say.
       upcast: whether products run in float32.
+      whole: whether all of a tile's keys are gathered in one step, whatever `keys` says, with no loop around it: also
+        those that lie past the longest context.
     """
 
     tokens: int = 1
@@ -41,6 +54,7 @@ class GroupConfig:
     tiles: int = 16
     splits: int = 1
     upcast: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "keys", "tiles", "splits"):
@@ -55,9 +69,11 @@ def default_config(call: Call) -> GroupConfig:
     if call["query_starts"] is not None:
         while tokens < 128 and tokens * n.sequences < n.tokens:
             tokens *= 2
-    keys = min(max(512, n.page_size), max(n.capacity, 1))
     count = work.most_tiles(n.tokens, n.sequences, tokens)
+    keys = min(max(512, n.page_size), max(n.capacity, 1))
     splits = work.choose_splits(count, -(-n.capacity // keys), work.cores_of(call))
+    if call.target.platform == "gpu":
+        return _for_gpu(call, n, GroupConfig(tokens, splits=splits), count)
     return GroupConfig(
         tokens,
         keys,
@@ -68,6 +84,18 @@ def default_config(call: Call) -> GroupConfig:
     )
 
 
+def _for_gpu(call: Call, n: Sizes, config: GroupConfig, count: int) -> GroupConfig:
+    """In few steps, of all tiles where there is room for them."""
+    splits = cast("int | None", call.params["key_splits"]) or config.splits
+    steps = 1 if count * n.capacity * n.kv_heads * n.depth <= GATHERED_AT_ONCE else GPU_STEPS
+    pages = max(1, -(-n.max_pages // (splits * steps)))
+    chip = hardware.chip_for(call.target.device_kind)
+    room = UNKNOWN_BYTES if chip is None else chip.hbm_bytes // MEMORY_PART
+    of_a_key = 2 * n.kv_heads * n.depth * np.dtype(call.need("query").dtype).itemsize + 8 * config.tokens * n.heads
+    tiles = room // max(splits * pages * n.page_size * of_a_key, 1)
+    return dataclasses.replace(config, keys=pages * n.page_size, tiles=max(1, min(tiles, count)))
+
+
 def candidates(call: Call) -> Sequence[GroupConfig]:
     first = default_config(call)
     lengths = {first.tokens} if call["query_starts"] is None else {first.tokens, 1, 16, 64}
@@ -76,6 +104,8 @@ def candidates(call: Call) -> Sequence[GroupConfig]:
         for t in sorted(lengths)
         for k in (first.keys, 128, 2048)
     ]
+    if call.target.platform == "gpu":
+        configs.append(dataclasses.replace(first, splits=1, whole=True))
     return list(dict.fromkeys([first, *configs]))
 
 
@@ -95,7 +125,7 @@ def xla(
         return (out, lse) if return_lse else out
     product = wide if config.upcast else query.dtype
     group, per_tile = heads // kv_heads, 1 if query_starts is None else config.tokens
-    block_pages = max(1, min(config.keys // page_size, max_pages))
+    block_pages = max_pages if config.whole else max(1, min(config.keys // page_size, max_pages))
     block = block_pages * page_size
     tiles = work.work_list(
         tokens, context_lengths, query_starts, per_tile, window=window, capacity=max_pages * page_size
@@ -147,7 +177,7 @@ def xla(
             part = dot("wpkgts,wpskd->wpkgtd", p.astype(product), value, wide)
             return m_next, l_i * alpha + p.sum(-1), acc * alpha[..., None] + part
 
-        m_i, l_i, acc = jax.lax.fori_loop(0, (last - first).max(), step, start)
+        m_i, l_i, acc = step(0, start) if config.whole else jax.lax.fori_loop(0, (last - first).max(), step, start)
         alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
         safe = jnp.where(alive, l_i, 1)
         lse = jnp.where(alive, m_i + jnp.log(safe), -jnp.inf)

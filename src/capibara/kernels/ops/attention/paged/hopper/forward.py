@@ -10,12 +10,16 @@ about the same time.
 A product has 64 rows, of which an item uses the few that share its head: the others cost no memory traffic, which is
 what bounds the kernel. So one token's query is read as it lies, eight heads or more together, and each item writes the
 rows of its own. Where the keys are cut into several parts, they are joined by their log-sum-exps afterwards.
+
+A head that is no multiple of 64 columns is fetched and multiplied panel by panel (see attention's panels): its columns
+begin anywhere in a row of the pool, which only panels are fetched from.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,10 +34,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
+from capibara.kernels.ops.attention.hopper.panels import CONTRACTED, Columns, columns_of, contract, multiply
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.hopper.join import join, takes
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
+from capibara.kernels.pallas import hopper
 from capibara.kernels.pallas.hopper import (
     LOG2E,
     SMEM_BYTES,
@@ -43,15 +50,18 @@ from capibara.kernels.pallas.hopper import (
     refuses_chip,
     smem_bytes,
     store_to_memory,
-    swizzled,
 )
 
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
 LOWEST = -1e30
 ROWS = 64  # of a tensor-core product
+TIMED_DEPTHS = (64, 128)
 LONG_PART = 2048  # keys of a sequence that are no part of their own yet, where there are many sequences
 TILE_ROWS = 8  # TMA moves whole tiles of so many rows
+TMA_BYTES = 128  # what TMA copies from in shared memory begins at a multiple
+LEAST_DEPTH, MOST_DEPTH = 64, 256
+WIDE = 128  # columns of an accumulator beside which few registers are left
 LEAST_ROWS = 16  # of a tile of a prompt
 COMPUTE_REGISTERS = {1: 240, 2: 208}  # by pairs of warpgroups
 FETCH_REGISTERS = {1: 64, 2: 40}
@@ -90,27 +100,36 @@ class StreamConfig:
             raise rule_error("stages is 2 or more", self.stages, "use 3")
 
 
+def columns(n: Sizes, dtype: Any) -> Columns:
+    """Of a head: in one panel, or in several of them."""
+    return columns_of(n.depth, dtype, lengths=())  # rows are fetched in whole tiles, whatever the pool's length
+
+
+def _spare_rows(n: Sizes, dtype: Any) -> int:
+    """Rows before a result's first, where rows of its own would begin where TMA does not copy from."""
+    return TILE_ROWS if n.depth * jnp.dtype(dtype).itemsize % TMA_BYTES else 0
+
+
 def scratch(config: StreamConfig, n: Sizes, dtype: Any, out_dtype: Any) -> dict[str, Any]:
     """A program's shared memory: each pair's query rows, ring of keys and values, and result."""
     block_k, num_stages, pairs = config.keys, config.stages, config.pairs
-    pages = max(1, block_k // n.page_size)  # fetched for a block
+    head = columns(n, dtype)
+    copies = head.copies(dtype)
+    fetched = copies * max(1, block_k // n.page_size)  # for a block
 
-    def ring() -> Any:
-        return plgpu.SMEM((pairs, num_stages, block_k, n.depth), dtype, transforms=swizzled(dtype))
-
+    # Not tiled: its rows need not begin at a tile.
+    width = n.depth * jnp.dtype(dtype).itemsize // jnp.dtype(out_dtype).itemsize
+    out = plgpu.SMEM((pairs, ROWS + _spare_rows(n, dtype), width), out_dtype)
     return {
-        # A result lies where its query did, in columns of as many bytes. Not tiled: its rows need not begin at a tile.
-        "q_out": plgpu.RefUnion(
-            plgpu.SMEM((pairs, ROWS, n.depth), dtype, transforms=swizzled(dtype)),
-            plgpu.SMEM((pairs, ROWS, n.depth * jnp.dtype(dtype).itemsize // jnp.dtype(out_dtype).itemsize), out_dtype),
-        ),
-        "k": ring(),
-        "v": ring(),
+        # A result lies where its query did, in columns of as many bytes.
+        "q_out": plgpu.RefUnion(*head.views((pairs,), ROWS, dtype), out),
+        "k": head.scratch((pairs, num_stages), block_k, dtype),
+        "v": head.scratch((pairs, num_stages), block_k, dtype),
         "lse": plgpu.SMEM((pairs, ROWS), jnp.float32),
-        "q_arrived": plgpu.Barrier(num_barriers=pairs),
+        "q_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=pairs),
         "q_drained": plgpu.Barrier(num_barriers=pairs),
-        "k_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=pairs * num_stages),
-        "v_arrived": plgpu.Barrier(num_arrivals=pages, num_barriers=pairs * num_stages),
+        "k_arrived": plgpu.Barrier(num_arrivals=fetched, num_barriers=pairs * num_stages),
+        "v_arrived": plgpu.Barrier(num_arrivals=fetched, num_barriers=pairs * num_stages),
         "k_drained": plgpu.Barrier(num_barriers=pairs * num_stages),
         "v_drained": plgpu.Barrier(num_barriers=pairs * num_stages),
     }
@@ -162,15 +181,15 @@ def refuses(call: Call) -> str | None:
         return f"its tensor-core form takes bfloat16 or float16, not {dtype}"
     if 0 in (n.tokens, n.heads, n.pages, n.sequences, n.max_pages):
         return "an operand is empty"
-    if n.depth not in (64, 128):  # 256 failed on an H200; what was changed since has not run there
-        return f"head_dim is 64 or 128 here, not {n.depth}"
+    if n.depth % CONTRACTED or not LEAST_DEPTH <= n.depth <= MOST_DEPTH:
+        return f"head_dim is a multiple of {CONTRACTED} from {LEAST_DEPTH} to {MOST_DEPTH} here, not {n.depth}"
     if n.group > ROWS:
         return f"{ROWS} query heads at most share a key head here, not {n.group}"
     if n.page_size % 8:
         return f"a page holds a multiple of 8 keys here, not {n.page_size}"
-    if n.kv_heads * n.depth < 128 or n.pages * n.page_size < 16:
+    if n.kv_heads * n.depth <= 64 or n.pages * n.page_size < 16:
         # An axis of a single tile is dropped from the TMA descriptor.
-        return f"the pool is {n.pages * n.page_size} keys by {n.kv_heads * n.depth}, and TMA needs 16 by 128 or more"
+        return f"the pool is {n.pages * n.page_size} keys by {n.kv_heads * n.depth}, and TMA needs 16 by more than 64"
     return None if candidates(call) else f"no block of whole pages of {n.page_size} keys fits shared memory"
 
 
@@ -368,6 +387,7 @@ def _kernel(
     block_k, num_stages, takers = config.keys, config.stages, programs * config.pairs
     depth, dtype = n.depth, q_hbm.dtype
     pieces = _pieces(n, block_k)  # fetched for a block
+    head_columns, spare_rows = columns(n, dtype), _spare_rows(n, dtype)
     out_hbm, lse_hbm = todo_and_out[-2:] if wants_lse else (todo_and_out[-1], None)
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
@@ -375,8 +395,10 @@ def _kernel(
         pair = lax.rem(warpgroup, config.pairs)
         taker = pair * programs + lax.axis_index("program")
         zero = taker * 0
-        q_smem, out_smem = smem["q_out"]
-        q_smem, out_smem = q_smem.at[pair], out_smem.at[pair]
+        *q_views, out_smem = smem["q_out"]
+        queries = head_columns.tiles_of_views(q_views)
+        q_smem, out_smem = queries.at(pair), out_smem.at[pair]
+        ring = {name: head_columns.tiles(smem[name]) for name in ("k", "v")}
 
         def item_number(turn: Any) -> Any:
             # Forth and back over the pairs: who had the longest of one round has the shortest of the next.
@@ -414,9 +436,8 @@ def _kernel(
                     plgpu.barrier_wait(smem["q_drained"].at[pair])
 
                 taken = pl.ds(rows.first(item.head)[0], rows.fetched)
-                target = q_smem.at[pl.ds(0, rows.fetched)]
-                plgpu.copy_gmem_to_smem(q_hbm.at[item.tile, taken], target, smem["q_arrived"].at[pair])
-                columns = pl.ds(item.head * depth, depth)
+                q_smem.rows(0, rows.fetched).fetch(q_hbm, (item.tile, taken), smem["q_arrived"].at[pair])
+                first_column = item.head * depth
 
                 def fetch(block: Any, ahead: tuple[Any, ...]) -> tuple[Any, ...]:
                     so_far = before + block - item.first
@@ -435,11 +456,10 @@ def _kernel(
                             # Never outside the pool. Not where it is read: that would wait for it.
                             inside_pool = lax.clamp(page * 0, page, page * 0 + (n.pages - 1))
                             keys = pl.ds(inside_pool * n.page_size + inside, pieces.step)
-                            target = smem[name].at[pair, slot]
+                            target = ring[name].at(pair, slot)
                             if len(pieces) > 1:
-                                target = smem[name].at[pair, slot, pl.ds(at, pieces.step)]
-                            arrived = smem[f"{name}_arrived"].at[barrier]
-                            plgpu.copy_gmem_to_smem(source.at[keys, columns], target, arrived)
+                                target = target.rows(at, pieces.step)
+                            target.fetch(source, (keys,), smem[f"{name}_arrived"].at[barrier], first_column)
                     return following
 
                 @pl.when(item.first < item.last)
@@ -470,22 +490,38 @@ def _kernel(
 
                 def blank(slot: Any, start: Any) -> None:
                     """Zeros for the values of a block that no row sees: a product with zero would keep a NaN alive."""
-                    for at in range(0, block_k, 64):
-                        part = smem["v"].at[pair, slot, pl.ds(at, 64)]
-                        key = plgpu.broadcasted_iota(jnp.int32, (64, depth), 0, layout=layout) + (start + at)
+
+                    def clear(part: Any, at: int) -> None:
+                        key = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=layout) + (start + at)
                         value = load(part, layout)
                         in_sight = (key >= item.begin) & (key < item.end)
                         part[...] = jnp.where(in_sight, value, jnp.zeros_like(value))
+
+                    def clear_piece(number: Any, _: None, ref: Any, at: int, width: int) -> None:
+                        column = pl.multiple_of(number * width, width)
+                        clear(ref.at[pl.ds(at, 64), pl.ds(column, width)], at)
+
+                    for at, (panel, ref) in itertools.product(range(0, block_k, 64), ring["v"].at(pair, slot).whole()):
+                        if panel.width <= WIDE:
+                            clear(ref.at[pl.ds(at, 64)], at)
+                        else:
+                            # A loop, or a compiler fetches several pieces at once, for which there are no registers.
+                            piece = functools.partial(clear_piece, ref=ref, at=at, width=panel.swizzled)
+                            lax.fori_loop(zero, zero + panel.width // panel.swizzled, piece, None)
                     plgpu.commit_smem()
 
                 def step(block: Any, carry: Any, masked: bool) -> Any:
                     acc, m_i, l_i = carry
                     slot = lax.rem(before + block - item.first, num_stages)
                     barrier = pair * num_stages + slot
+                    if masked and depth > WIDE:  # before there are scores in registers
+                        plgpu.barrier_wait(smem["v_arrived"].at[barrier])
+                        blank(slot, block * block_k)
                     plgpu.barrier_wait(smem["k_arrived"].at[barrier])
 
                     def scores(ref: Any) -> Any:
-                        plgpu.wgmma(ref, q_smem, smem["k"].at[pair, slot].transpose((1, 0)))
+                        left = q_smem if depth <= WIDE else queries.at(pair + hopper.hidden_zero(block, 0))
+                        contract(ref, left.whole(), ring["k"].at(pair, slot).whole())
                         return ref[...]
 
                     s = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, block_k), jnp.float32))
@@ -510,12 +546,13 @@ def _kernel(
                     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
                     l_i = l_i * alpha + p.sum(axis=1)
                     p16 = p.astype(dtype)
-                    plgpu.barrier_wait(smem["v_arrived"].at[barrier])
-                    if masked:
+                    if not masked or depth <= WIDE:
+                        plgpu.barrier_wait(smem["v_arrived"].at[barrier])
+                    if masked and depth <= WIDE:
                         blank(slot, block * block_k)
 
                     def add_values(ref: Any) -> None:
-                        plgpu.wgmma(ref, p16, smem["v"].at[pair, slot])
+                        multiply(ref, p16, ring["v"].at(pair, slot).whole())
 
                     acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
                     plgpu.barrier_arrive(smem["v_drained"].at[barrier])
@@ -543,11 +580,15 @@ def _kernel(
                 alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
                 inverse = jnp.where(alive, 1.0 / jnp.where(alive, l_i, 1.0), 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-                own = pl.ds(rows.first(item.head)[1], rows.each)
+                inside = rows.first(item.head)[1]
+                stored, own = out_smem, pl.ds(inside, rows.each)
+                if spare_rows:
+                    # Moved up, so that the item's own begin at the same place.
+                    stored, own = out_smem.at[pl.ds(spare_rows - inside, ROWS)], pl.ds(spare_rows, rows.each)
                 kept = pl.ds(item.head * rows.each, rows.each)
                 width = out_smem.shape[-1]
                 for at in range(0, depth, width):
-                    store_to_memory(out_smem, acc[:, at : at + width].astype(out_hbm.dtype))
+                    store_to_memory(stored, acc[:, at : at + width].astype(out_hbm.dtype))
                     if lse_hbm is not None and not at:
                         lse = (m_i + jnp.log2(jnp.where(alive, l_i, 1.0))) / LOG2E
                         smem["lse"][pair] = jnp.where(alive, lse, -jnp.inf)
@@ -574,11 +615,20 @@ def _steps(first: Any, last: Any, body: Any, carry: Any) -> Any:
     return lax.fori_loop(zero, last - first, lambda n, carry: body(first + n, carry), carry)
 
 
+def beyond_evidence(call: Call) -> str | None:
+    """Heads of 64 and 128 were timed beside XLA's form; other sizes have not run on a chip."""
+    depth = sizes(call).depth
+    if depth in TIMED_DEPTHS or trusted() == "predicted":
+        return None
+    return f'head_dim {depth} has not run on a chip: capibara.kernels.trust("predicted") takes it'
+
+
 IMPLEMENTATION = Implementation(
     "hopper",
     hopper_forward,
     platforms=("gpu",),
     refuses=refuses,
+    beyond_evidence=beyond_evidence,
     kernel=True,
     config_type=StreamConfig,
     candidates=candidates,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.core.varying import out_struct
@@ -24,7 +25,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)  # memory i
 
 
 def takes(parts: int, depth: int) -> bool:
-    return parts <= MOST_PARTS and depth % THREADS == 0
+    return parts <= MOST_PARTS and depth >= THREADS
 
 
 def join(out: jax.Array, lse: jax.Array, live: jax.Array, own: tuple[int, int], dtype: Any) -> jax.Array:
@@ -49,10 +50,18 @@ def join(out: jax.Array, lse: jax.Array, live: jax.Array, own: tuple[int, int], 
 def _program(out_hbm: Any, lse_hbm: Any, live_hbm: Any, joined_hbm: Any, *, each: int, together: int) -> None:
     tile, row = lax.axis_index("tile"), lax.axis_index("row")
     _, parts, _, depth = out_hbm.shape
-    layout = plgpu.Layout.WG_STRIDED((depth,), vec_size=math.gcd(depth // THREADS, 4))
+    # A number a thread, or several: where they do not come out even, two stretches of the head overlap, and what lies
+    # in both is computed and written twice.
+    width = depth if depth % THREADS == 0 else THREADS
+    starts = sorted({min(start, depth - width) for start in range(0, depth, width)})
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))
     head = lax.div(row, each)
     at = lax.rem(head, together) * each + lax.rem(row, each)
-    values = [load(out_hbm.at[tile, part, row], layout) for part in range(parts)]
+
+    def columns(ref: Any, start: int) -> Any:
+        return ref if width == depth else ref.at[pl.ds(start, width)]
+
+    values = [[load(columns(out_hbm.at[tile, part, row], start), layout) for part in range(parts)] for start in starts]
     alive = [live_hbm[tile, part] > 0 for part in range(parts)]
     lse = [jnp.where(alive[part], lse_hbm[tile, part, head, at], -jnp.inf) for part in range(parts)]
     highest = functools.reduce(jnp.maximum, lse)
@@ -60,7 +69,8 @@ def _program(out_hbm: Any, lse_hbm: Any, live_hbm: Any, joined_hbm: Any, *, each
     weights = [jnp.exp2((x - base) * LOG2E) for x in lse]
     total = functools.reduce(jnp.add, weights)
     spread = 1.0 / jnp.where(total == 0.0, 1.0, total)  # a NaN stays one
-    y = jnp.zeros((depth,), jnp.float32)
-    for value, weight, written in zip(values, weights, alive, strict=True):
-        y = y + jnp.where(jnp.broadcast_to(written, (depth,)), value, 0.0) * (weight * spread)
-    joined_hbm.at[tile, row][...] = y.astype(joined_hbm.dtype)
+    for start, stretch in zip(starts, values, strict=True):
+        y = jnp.zeros((width,), jnp.float32)
+        for value, weight, written in zip(stretch, weights, alive, strict=True):
+            y = y + jnp.where(jnp.broadcast_to(written, (width,)), value, 0.0) * (weight * spread)
+        columns(joined_hbm.at[tile, row], start)[...] = y.astype(joined_hbm.dtype)
