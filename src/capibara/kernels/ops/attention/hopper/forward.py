@@ -234,7 +234,7 @@ def walk_of_tiles(call: Call, block_q: int, block_k: int) -> dict[str, Any]:
     kv_heads, columns = call.need("k").shape[1:3]
     group, order = heads // kv_heads, best_order(head_dim)
     programs = multiprocessors(call.target.device_kind)
-    below, above = span(bool(call.params["causal"]), int(call.params["q_offset"]), window_of(call))
+    below, above = span(bool(call.params["causal"]), cast(int, call.params["q_offset"]), window_of(call))
     if above == FAR or below != -FAR:  # all tiles take as long
         return {"programs": programs, "order": order, "section": 0}
     grid = Grid(rows, Band(below, above, columns), 2 * block_q, block_k)
