@@ -264,7 +264,9 @@ def test_shapes_are_timed_on_the_device(programs: Path) -> None:
     assert answers(engine, prompts) == [wanted("attention", prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("target_ms", "steps"), [(None, 8), (100.0, 8), (12.0, 4), (4.3, 2), (4.1, 1), (1.0, 1)])
+@pytest.mark.parametrize(
+    ("target_ms", "steps"), [(None, 8), (100.0, 8), (17.0, 4), (16.0, 2), (8.5, 2), (8.3, 1), (1.0, 1)]
+)
 def test_programs_draw_as_many_tokens_in_a_row_as_the_target_has_time_for(
     target_ms: float | None, steps: int, programs: Path
 ) -> None:
