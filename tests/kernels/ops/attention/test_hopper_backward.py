@@ -17,6 +17,7 @@ from tests.kernels.pallas import hopper_emulator as emulator
 from capibara.compile import lower_for
 from capibara.compile.kernels import implementation_program
 from capibara.kernels import target
+from capibara.kernels.core import evidence
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.attention.api import ATTENTION_GRAD
 from capibara.kernels.ops.attention.hopper import backward
@@ -341,3 +342,14 @@ def test_a_hidden_zero_is_zero_at_every_visit(
     last = np.int32(group * plan.steps - 1)
     assert [int(zero) for zero in plan.hidden_zeros(head_dim, last, 3)] == [0, 0, 0]
     assert isinstance(plan.hidden_zeros(head_dim, last, 1)[0], np.int32) is hidden
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("window", "first"), [(None, "hopper"), ((1023, 0), "hopper"), ((127, 0), "cudnn")])
+def test_windows_narrower_than_any_that_was_timed_are_left_to_the_vendor(window: Any, first: str) -> None:
+    q, k = (jax.ShapeDtypeStruct((1, heads, 4096, 64), jnp.bfloat16) for heads in (64, 8))
+    lse = jax.ShapeDtypeStruct((1, 64, 4096), jnp.float32)
+    with target("gpu", "NVIDIA H200"):
+        call = ATTENTION_GRAD.call(q, k, k, *(None,) * 6, q, lse, q, causal=True, window=window)
+        names = evidence.order(call, "measured").names
+    assert next(name for name in names if name in ("hopper", "cudnn")) == first
