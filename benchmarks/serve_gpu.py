@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -382,9 +383,26 @@ def run_form(form: str, asked: argparse.Namespace) -> dict[str, Any]:
     return _hf_static(asked) if form == "hf_static" else _hf_batch(asked)
 
 
-def _in_a_process(form: str, **environment: str) -> dict[str, Any] | None:
+def _device(form: str) -> str:
+    """Asked for by the form's own process: who asks for a GPU holds its memory."""
+    if form.startswith("hf_"):
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    import jax
+
+    return str(jax.devices()[0].device_kind)
+
+
+def _in_a_process(form: str, seconds: float | None, **environment: str) -> dict[str, Any] | None:
     command = [sys.executable, __file__, *sys.argv[1:], "--only", form]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **environment}, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{form}: had not ended after {seconds:g} s", flush=True)
+        return None
     if done.returncode:
         print(f"{form}: failed\n{done.stderr[-1500:]}", flush=True)
         return None
@@ -429,40 +447,39 @@ def main() -> None:
     parser.add_argument(
         "--no-fixed", dest="fixed", action="store_false", help="of latency: no fixed settings beside it"
     )
-    parser.add_argument("--out", help="write the rows as JSON")
+    parser.add_argument("--form-seconds", type=float, help="a form that takes longer is left out; by default none is")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON, after every form anew")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.batches = [int(batch) for batch in asked.batches.split(",")]
     asked.users = [int(users) for users in asked.users.split(",")]
     if asked.only:
-        print(json.dumps(run_form(asked.only, asked)))
+        print(json.dumps({**run_form(asked.only, asked), "device": _device(asked.only)}))
         return
     rows: dict[str, Any] = {}
     for form in asked.forms.split(";"):
         if lacking := _lacking(form):
             print(f"{form}: {lacking}", flush=True)
             continue
-        found = _in_a_process(form)
+        found = _in_a_process(form, asked.form_seconds)
         if found is None:
             continue
         rows[form] = found
         if form in PREDICTED and asked.predict_on:
             # Nothing of it runs on the GPU, whose memory the next form wants whole.
-            rows[form]["predicted"] = _in_a_process(f"predicted:{form}", JAX_PLATFORMS="cpu")
+            rows[form]["predicted"] = _in_a_process(f"predicted:{form}", None, JAX_PLATFORMS="cpu")
         _show(form, rows[form])
-    if asked.out:
-        import jax
-
-        document = {
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "python": platform.python_version()},
-            "command": " ".join(["python", *sys.argv]),
-            "prompt": asked.prompt,
-            "new": asked.new,
-            "forms": rows,
-        }
-        Path(asked.out).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        if asked.out is not None:
+            document = {
+                "date": time.strftime("%Y-%m-%d"),
+                "device": found["device"],
+                "versions": {"jax": importlib.metadata.version("jax"), "python": platform.python_version()},
+                "command": " ".join(["python", *sys.argv]),
+                "prompt": asked.prompt,
+                "new": asked.new,
+                "forms": rows,
+            }
+            asked.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
