@@ -18,7 +18,7 @@ from tests.kernels.pallas import hopper_emulator as emulator
 from capibara.kernels import target
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.attention.api import ATTENTION
-from capibara.kernels.ops.attention.hopper import forward
+from capibara.kernels.ops.attention.hopper import forward, walks
 from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig
 from capibara.kernels.ops.attention.hopper.calls import TILES_TOGETHER, refuses
 from capibara.kernels.ops.attention.hopper.forward import HopperConfig, Plan, candidates, default_config, hopper_forward
@@ -362,6 +362,7 @@ def test_with_causality_programs_walk_by_what_is_done_first() -> None:
     assert walk(4, 4096, 16, 16) == (0, 0), "more keys than are cached, and few tiles a program"
     assert walk(1, 32768, 8, 8) == (0, 0)
     assert walk(8, 2048, 16, 8, window=(127, 0)) == (132, 0), "in a window all tiles take as long"
+    assert walk(1 << 20, 1024, 16, 8) == (132, 0), "too many tiles to count them"
 
 
 def test_blocks_are_chosen_to_divide_the_block_mask() -> None:
@@ -431,7 +432,7 @@ def test_a_walk_by_sections_comes_to_every_tile_once(section: int) -> None:
     # What the choice of a section counts: blocks of the program that has the most.
     blocks = [grid.counts[0] - tile + 1 for *_, tile in places]
     load = [sum(blocks[program :: config.programs]) for program in range(config.programs)]
-    assert forward.busiest(grid, 2, 4, 7, config.order, section) == (max(load), pytest.approx(sum(load) / 7))
+    assert walks.busiest(grid, 2, 4, 7, config.order, section) == (max(load), pytest.approx(sum(load) / 7))
 
 
 def test_a_section_needs_programs_that_go_over_tiles() -> None:

@@ -85,6 +85,12 @@ class Program:
     taken: list[list[float]] = dataclasses.field(default_factory=list)
     """Microseconds of a call, the samples of each run."""
 
+    def kernel_by_kernel(self) -> Any:
+        """What a run gives, in a form whose kernels a profile has one by one."""
+        run = self.each or self.run
+        assert run is not None, "it is timed while its arrays are there"
+        return run()
+
     @property
     def counts(self) -> bool:
         """Whether it is right, and was timed."""
@@ -307,13 +313,13 @@ def _timed_on_device(running: Sequence[Program], calls: int, again: bool = False
     if jax.default_backend() != "gpu":
         return None
     for program in running:  # nothing is allocated or loaded inside the profile
-        program.wait((program.each or program.run)())  # type: ignore[misc]
+        program.wait(program.kernel_by_kernel())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for program in running:
                 time.sleep(PAUSE_SECONDS)
                 for _ in range(PROFILED_RUNS):
-                    last = (program.each or program.run)()  # type: ignore[misc]
+                    last = program.kernel_by_kernel()
                 program.wait(last)
         busy = busy_parts(_kernels(folder))
     if len(busy) != len(running):

@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -58,6 +57,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     zero_unseen,
 )
 from capibara.kernels.ops.attention.hopper.panels import Columns, aligned, columns_of, contract, multiply
+from capibara.kernels.ops.attention.hopper.walks import walk_of_tiles
 from capibara.kernels.ops.attention.masking import FAR, Window, both, expand_blocks, span
 from capibara.kernels.ops.attention.rules import window_of
 from capibara.kernels.pallas import hopper, prng
@@ -72,11 +72,7 @@ LOWEST = -1e30
 PAIR_TILES = ("bias_tile", "mask_tile")  # operands that have a number for each pair of query and key
 COUNTS = 2  # the table's first entries: how many blocks are whole, and how many are live
 UNSEEN = 1  # the entry's flag for a block with keys that no query may see
-CACHED_BYTES = 70e6  # of keys and values, beyond which the second-level cache no longer helps
-SHARERS = 4  # query heads of a key head, for which it need not
-SHORT = 4  # tiles of queries
 LONG = 4096  # queries
-PROGRAM_WORK = 0.85 * 128 * 128  # what a program of one tile takes to begin, in keys times columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,58 +214,6 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
     # A block mask costs nothing where it is made of whole tiles; otherwise it becomes a mask of pairs.
     dividing = [c for c in configs if size is None or c.divides(cast(tuple[int, int], size))]
     return dividing or configs
-
-
-def walk_of_tiles(call: Call, block_q: int, block_k: int) -> dict[str, Any]:
-    """The `programs`, `order` and `section` by which the tiles of this call are done soonest.
-
-    Which tiles a program has is known, and so is how long it takes: the order whose busiest program is done first
-    is taken, of equals that with the fewest heads at a time. Two things cost beside it, by runs on an H200: keys and
-    values of a section that do not stay in the second-level cache are read again for each tile (7 to 18 %), unless
-    several query heads share them; and short rows of heads of their own, whose tiles all read and all multiply at the
-    same time (10 to 20 %). Where each tile is a program the chip hands them out, and none is the busiest, but each
-    takes longer to begin.
-    """
-    batch, heads, rows, head_dim = call.need("q").shape
-    kv_heads, columns = call.need("k").shape[1:3]
-    group, order = heads // kv_heads, best_order(head_dim)
-    programs = multiprocessors(call.target.device_kind)
-    below, above = span(bool(call.params["causal"]), cast(int, call.params["q_offset"]), window_of(call))
-    if above == FAR or below != -FAR:  # all tiles take as long
-        return {"programs": programs, "order": order, "section": 0}
-    grid = Grid(rows, Band(below, above, columns), 2 * block_q, block_k)
-    head_bytes = 2 * columns * head_dim * call.need("k").dtype.itemsize / group
-
-    def cost(section: int) -> float:
-        longest, _ = busiest(grid, batch, heads, programs, order, section)
-        if section and group < SHARERS and section * head_bytes > CACHED_BYTES:
-            longest *= 1.15
-        return longest * (1.12 if section and group == 1 and grid.counts[0] <= SHORT else 1.0)
-
-    sections = [n for n in (programs, batch * heads) if n <= batch * heads]
-    best = min((0, *sections), key=cost)
-    _, mean = busiest(grid, batch, heads, programs, order, best)
-    begin = PROGRAM_WORK / (block_k * head_dim)
-    apart = mean + begin * grid.counts[0] * batch * heads / programs
-    return {"programs": programs if cost(best) <= apart else 0, "order": order, "section": best}
-
-
-@functools.lru_cache(maxsize=1024)
-def busiest(grid: Grid, batch: int, heads: int, programs: int, order: str, section: int) -> tuple[float, float]:
-    """Blocks of keys of the program that has the most, and the mean; a tile counts one more, to begin and end."""
-    tiles, pairs = grid.counts[0], batch * heads
-    tile = np.arange(tiles)
-    if section:
-        sizes = [min(section, pairs - first) for first in range(0, pairs, section)]
-        numbers = np.concatenate([np.repeat(tile, size) for size in sizes])
-    else:
-        counts = {"batch": batch, "head": heads, "tile": tiles}
-        axes = order.split()
-        numbers = np.indices([counts[axis] for axis in axes])[axes.index("tile")].reshape(-1)
-    last_rows = np.minimum((tiles - tile) * grid.block_q, grid.rows) - 1
-    blocks = -(-np.clip(last_rows + grid.band.above + 1, 0, grid.band.columns) // grid.block_k)
-    load = np.bincount(np.arange(numbers.size) % programs, weights=(blocks + 1)[numbers], minlength=programs)
-    return float(load.max()), float(load.mean())
 
 
 def default_config(call: Call) -> HopperConfig:
