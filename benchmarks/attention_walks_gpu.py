@@ -30,6 +30,7 @@ from capibara.kernels.lab.bench import versions
 from capibara.kernels.lab.lattice.measure import repeated
 from capibara.kernels.ops.attention.hopper.calls import best_order
 from capibara.kernels.ops.attention.hopper.forward import HopperConfig, default_config, fits
+from capibara.kernels.pallas.hopper import multiprocessors
 
 CALLS = (
     "8,2048,16,8,128 causal;26,512,32,8,128 causal;8,1024,32,8,128 causal;4,1024,64,8,128 causal;"
@@ -67,7 +68,7 @@ def drawn(count: int, seed: int) -> list[str]:
 def configs(call: Any) -> dict[str, HopperConfig]:
     batch, heads, _, head_dim = call.need("q").shape
     taken = default_config(call)
-    order, programs = best_order(head_dim), HopperConfig(programs=taken.programs or 132).programs
+    order, programs = best_order(head_dim), multiprocessors(call.target.device_kind)
     made = {"taken": taken, "a program a tile": HopperConfig(64, taken.block_k, 2, order=order)}
     sections = {
         "batch element after batch element": 0,
