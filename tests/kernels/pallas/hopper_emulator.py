@@ -1,17 +1,19 @@
 """Runs the Hopper attention kernels on the CPU, forward and backward, for their arithmetic and synchronisation.
 
-Not for their layouts. Each warpgroup is a thread and every operation is carried out at once, by numpy: single
-operations of JAX would each be compiled first. Only copies out of shared memory are put off until they are waited for.
-Barriers count arrivals and phases as the hardware does; a wait that never ends, or that could mistake one phase for
-another, fails. Shared memory starts as NaN. Copies by TMA fill with zeros past the end when they read and drop what
-lies past it when they write, except along an axis that is a single tile, which its descriptor does not have; other
-loads and stores must stay inside.
+Not for their layouts, but for where the swizzle begins of what registers are stored to and loaded from. Each warpgroup
+is a thread and every operation is carried out at once, by numpy: single operations of JAX would each be compiled first.
+Only copies out of shared memory are put off until they are waited for. Barriers count arrivals and phases as the
+hardware does; a wait that never ends, or that could mistake one phase for another, fails. Shared memory starts as NaN,
+and what is in a union lies over each other as it does on the chip. Copies by TMA fill with zeros past the end when they
+read and drop what lies past it when they write, except along an axis that is a single tile, which its descriptor does
+not have; other loads and stores must stay inside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +82,15 @@ class Ref:
         return int(np.dot(starts, self.array.strides))
 
     @property
+    def begins_a_swizzle(self) -> bool:
+        """Whether it is no matrix in shared memory, or begins where the pattern of the widest swizzle does.
+
+        What is not tiled is swizzled too: as it says, or as layout inference takes it (JAX from 0.11 on). Registers
+        are stored and loaded in a pattern that begins with the part; TMA's is of the address, from any row on.
+        """
+        return self.tiled or len(self.shape) < 2 or self.first_byte % hopper.SMEM_ALIGNMENT == 0
+
+    @property
     def at(self) -> Any:
         return _At(self)
 
@@ -136,11 +147,19 @@ class Ref:
         source, target = self._inside(clip)
         self.array[source] = value[target]
 
+    def load(self) -> np.ndarray:
+        assert self.begins_a_swizzle, f"loaded from byte {self.first_byte} on, inside the pattern of a swizzle"
+        return self.read()
+
+    def store(self, value: Any) -> None:
+        assert self.begins_a_swizzle, f"stored from byte {self.first_byte} on, inside the pattern of a swizzle"
+        self.write(value)
+
     def __getitem__(self, index: Any) -> Any:
-        return self.narrow(index).read()[()]
+        return self.narrow(index).load()[()]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.narrow(index).write(value)
+        self.narrow(index).store(value)
 
 
 class _Transposed(Ref):
@@ -281,31 +300,43 @@ def _wgmma(acc: _Accumulator, left: Any, right: Any) -> None:
     acc.value = made
 
 
-def _smem(shape: tuple[int, ...], dtype: Any, transforms: Any = ()) -> Callable[[], Any]:
-    tiled = any(isinstance(t, plgpu.TilingTransform) for t in transforms)
+class _Smem:
+    """An array in shared memory, to be made: `tiled`, or not."""
 
-    def make() -> Ref:
-        return Ref(np.full(shape, np.nan if jnp.issubdtype(dtype, jnp.floating) else 77, jnp.dtype(dtype)), tiled=tiled)
+    def __init__(self, shape: tuple[int, ...], dtype: Any, transforms: Any = ()) -> None:
+        self.shape, self.dtype = shape, jnp.dtype(dtype)
+        self.tiled = any(isinstance(t, plgpu.TilingTransform) for t in transforms)
 
-    return make
+    @property
+    def size(self) -> int:
+        """In bytes, up to where another array may begin."""
+        return masking.round_up(math.prod(self.shape) * self.dtype.itemsize, hopper.SMEM_ALIGNMENT)
+
+    def __call__(self) -> Ref:
+        floating = jnp.issubdtype(self.dtype, jnp.floating)
+        return Ref(np.full(self.shape, np.nan if floating else 77, self.dtype), tiled=self.tiled)
+
+    def inside(self, memory: np.ndarray, first: int) -> Ref:
+        held = memory[first : first + math.prod(self.shape) * self.dtype.itemsize]
+        return Ref(held.view(self.dtype).reshape(self.shape), tiled=self.tiled)
 
 
-def _union(*specs: Any) -> Callable[[], Any]:
-    """The same memory, where it is seen as the same array; others have each its own: nothing here sees that one lies
-    in another's place."""
+def _union(*groups: Any) -> Callable[[], Any]:
+    """Groups of arrays over the same bytes, one array after another in each. They begin as NaN, as any float.
+
+    In which order a part's numbers lie is not emulated: what one writes, another of its shape may read.
+    """
 
     def make() -> Any:
-        refs = jax.tree.map(lambda make: make(), specs)
-        first, kind = jax.tree.flatten(refs[0])
+        size = max(sum(spec.size for spec in jax.tree.leaves(group)) for group in groups)
+        memory = np.full(size, 0xFF, np.uint8)
 
-        def shared(group: Any) -> Any:
-            leaves, its_kind = jax.tree.flatten(group)
-            shapes = [[ref.array.shape for ref in of] for of in (leaves, first)]
-            if its_kind != kind or shapes[0] != shapes[1]:
-                return group
-            return kind.unflatten(Ref(x.array, tiled=ref.tiled) for x, ref in zip(first, leaves, strict=True))
+        def placed(group: Any) -> Any:
+            specs, kind = jax.tree.flatten(group)
+            firsts = itertools.accumulate((spec.size for spec in specs), initial=0)
+            return kind.unflatten(spec.inside(memory, first) for spec, first in zip(specs, firsts, strict=False))
 
-        return tuple(map(shared, refs))
+        return tuple(map(placed, groups))
 
     return make
 
@@ -492,12 +523,12 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
     Without any, those of attention.
     """
     gpu = _Shim(
-        plgpu, SMEM=_smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
+        plgpu, SMEM=_Smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
         barrier_arrive=lambda b: b.one.arrive(), barrier_wait=lambda b: b.one.wait(), copy_gmem_to_smem=_to_smem,
         copy_smem_to_gmem=_to_gmem, commit_smem=_nothing,
         RefUnion=_union,
         set_max_registers=_nothing, wait_smem_to_gmem=_wait_to_gmem, layout_cast=lambda x, layout: x,
-        load=lambda ref, *_, **__: ref.read(), store=lambda ref, value, optimized: ref.write(value),
+        load=lambda ref, *_, **__: ref.load(), store=lambda ref, value, optimized: ref.store(value),
         wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
         broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),
     )  # fmt: skip

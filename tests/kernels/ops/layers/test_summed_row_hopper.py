@@ -44,7 +44,7 @@ class _FirstRows:
         assert (columns.start, columns.size) == (0, 64)
         return self
 
-    def write(self, value: Any) -> None:
+    def store(self, value: Any) -> None:
         pieces, _, depth = self.whole.array.shape
         assert value.shape == (pieces * depth // 64, 64)
         assert value.dtype == self.whole.dtype

@@ -25,6 +25,7 @@ from capibara.kernels.ops.attention.hopper.masking import round_up
 from capibara.kernels.pallas.hopper import SWIZZLE, swizzled
 
 CONTRACTED = 16  # columns that a wgmma contracts at a time: panels of a head are so wide, or a multiple
+TILE_ROWS = 8  # of a swizzled tile
 SWIZZLES = (SWIZZLE, SWIZZLE // 2, SWIZZLE // 4)  # bytes
 
 
@@ -84,6 +85,11 @@ class Columns:
         left = self.part_width % widths[0]
         return [widths[0], next(w for w in widths if left % w == 0)] if self.two_widths else widths
 
+    @property
+    def row_step(self) -> int:
+        """Copies begin at a row of an array that is a multiple of it."""
+        return 1
+
     def copies(self, dtype: Any) -> int:
         """How many copies make a tile: each is an arrival."""
         return self.parts * len(self.panels(dtype))
@@ -123,6 +129,10 @@ class WholeColumns(Columns):
 
     def _swizzle(self, dtype: Any) -> int:
         return min(SWIZZLE, self.part_width * jnp.dtype(dtype).itemsize)
+
+    @property
+    def row_step(self) -> int:
+        return TILE_ROWS
 
     def copies(self, dtype: Any) -> int:
         return 1

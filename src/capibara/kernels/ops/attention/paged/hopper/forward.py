@@ -11,8 +11,9 @@ A product has 64 rows, of which an item uses the few that share its head: the ot
 what bounds the kernel. So one token's query is read as it lies, eight heads or more together, and each item writes the
 rows of its own. Where the keys are cut into several parts, they are joined by their log-sum-exps afterwards.
 
-A head that is no multiple of 64 columns is fetched and multiplied panel by panel (see attention's panels): its columns
-begin anywhere in a row of the pool, which only panels are fetched from.
+A head that is no multiple of 64 columns is fetched, multiplied and written panel by panel (see attention's panels): its
+columns begin anywhere in a row of the pool, which only panels are fetched from. Panels begin at any row of the query
+too, so there an item's own rows are the first that it fetches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.ops.attention.hopper.panels import CONTRACTED, Columns, columns_of, contract, multiply
+from capibara.kernels.ops.attention.hopper.panels import (
+    CONTRACTED,
+    TILE_ROWS,
+    Columns,
+    WholeColumns,
+    columns_of,
+    contract,
+    multiply,
+)
 from capibara.kernels.ops.attention.paged import tiles as work
 from capibara.kernels.ops.attention.paged.hopper.join import join, takes
 from capibara.kernels.ops.attention.paged.rules import Sizes, scale_of, sizes, sizes_of
@@ -50,16 +59,15 @@ from capibara.kernels.pallas.hopper import (
     refuses_chip,
     smem_bytes,
     store_to_memory,
+    swizzled,
 )
 
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
 LOWEST = -1e30
 ROWS = 64  # of a tensor-core product
-TIMED_DEPTHS = (64, 128)
+TIMED_DEPTHS = (64, 128)  # beside XLA's form, on an H200
 LONG_PART = 2048  # keys of a sequence that are no part of their own yet, where there are many sequences
-TILE_ROWS = 8  # TMA moves whole tiles of so many rows
-TMA_BYTES = 128  # what TMA copies from in shared memory begins at a multiple
 LEAST_DEPTH, MOST_DEPTH = 64, 256
 WIDE = 128  # columns of an accumulator beside which few registers are left
 LEAST_ROWS = 16  # of a tile of a prompt
@@ -105,9 +113,28 @@ def columns(n: Sizes, dtype: Any) -> Columns:
     return columns_of(n.depth, dtype, lengths=())  # rows are fetched in whole tiles, whatever the pool's length
 
 
-def _spare_rows(n: Sizes, dtype: Any) -> int:
-    """Rows before a result's first, where rows of its own would begin where TMA does not copy from."""
-    return TILE_ROWS if n.depth * jnp.dtype(dtype).itemsize % TMA_BYTES else 0
+def _passes(dtype: Any, out_dtype: Any) -> int:
+    """How often a result is stored and sent: of wider numbers, a panel has room for half of its columns at a time."""
+    return jnp.dtype(out_dtype).itemsize // jnp.dtype(dtype).itemsize
+
+
+def _result_views(head: Columns, pairs: int, dtype: Any, out_dtype: Any) -> list[list[Any]]:
+    """A result's panels as they are sent and, where that differs, as they are stored.
+
+    A panel lies where the query's did, in as many bytes, so that a pair does not write over another's query.
+    """
+    passes, size = _passes(dtype, out_dtype), jnp.dtype(out_dtype).itemsize
+    widths = [panel.width // passes for panel in head.panels(dtype)]
+    if isinstance(head, WholeColumns):
+        # Not tiled, so that it is sent from any row on. It is stored from the first row on: JAX from 0.11 on takes a
+        # swizzle for such an array, which TMA counts by the address, and a store from where it begins.
+        return [[plgpu.SMEM((pairs, ROWS, width), out_dtype) for width in widths]]
+    by_rows = [(plgpu.SwizzleTransform(width * size),) for width in widths]
+    by_tiles = [swizzled(out_dtype, width * size) for width in widths]
+    return [
+        [plgpu.SMEM((pairs, ROWS, width), out_dtype, transforms=how) for width, how in zip(widths, view, strict=True)]
+        for view in (by_rows, by_tiles)
+    ]
 
 
 def scratch(config: StreamConfig, n: Sizes, dtype: Any, out_dtype: Any) -> dict[str, Any]:
@@ -116,13 +143,8 @@ def scratch(config: StreamConfig, n: Sizes, dtype: Any, out_dtype: Any) -> dict[
     head = columns(n, dtype)
     copies = head.copies(dtype)
     fetched = copies * max(1, block_k // n.page_size)  # for a block
-
-    # Not tiled: its rows need not begin at a tile.
-    width = n.depth * jnp.dtype(dtype).itemsize // jnp.dtype(out_dtype).itemsize
-    out = plgpu.SMEM((pairs, ROWS + _spare_rows(n, dtype), width), out_dtype)
     return {
-        # A result lies where its query did, in columns of as many bytes.
-        "q_out": plgpu.RefUnion(*head.views((pairs,), ROWS, dtype), out),
+        "q_out": plgpu.RefUnion(*head.views((pairs,), ROWS, dtype), *_result_views(head, pairs, dtype, out_dtype)),
         "k": head.scratch((pairs, num_stages), block_k, dtype),
         "v": head.scratch((pairs, num_stages), block_k, dtype),
         "lse": plgpu.SMEM((pairs, ROWS), jnp.float32),
@@ -206,7 +228,7 @@ def hopper_forward(
     splits, least = (config.splits, config.least) if key_splits is None else (key_splits, 1)
     tiles = work.work_list(n.tokens, context_lengths, query_starts, per_tile, window=window, capacity=n.capacity)
     count = tiles.token.shape[0]
-    rows = _QueryRows.of(n, per_tile, ragged=query_starts is not None)
+    rows = _QueryRows.of(n, per_tile, columns(n, query.dtype).row_step, ragged=query_starts is not None)
     q = rows.laid_out(query, tiles)
     wants_lse = return_lse or splits > 1
     items = splits * count * n.kv_heads
@@ -268,13 +290,15 @@ class _QueryRows:
     """Rows of a head of the cache."""
     as_it_lies: bool
     """Whether a tile is a token, in the order of the tokens, and nothing is to be padded."""
+    step: int
+    """Rows are fetched from a multiple of it on."""
 
     @classmethod
-    def of(cls, n: Sizes, per_tile: int, *, ragged: bool) -> _QueryRows:
+    def of(cls, n: Sizes, per_tile: int, step: int, *, ragged: bool) -> _QueryRows:
         used = per_tile * n.group
         whole = not used % TILE_ROWS or (not TILE_ROWS % used and not n.heads % TILE_ROWS)
         as_it_lies = whole and not ragged
-        return cls(n, per_tile, used if as_it_lies else -(-used // TILE_ROWS) * TILE_ROWS, as_it_lies)
+        return cls(n, per_tile, used if as_it_lies else -(-used // TILE_ROWS) * TILE_ROWS, as_it_lies, step)
 
     @property
     def fetched(self) -> int:
@@ -282,14 +306,16 @@ class _QueryRows:
 
     @property
     def together(self) -> int:
-        """Heads whose rows are fetched together."""
-        return max(TILE_ROWS // self.each, 1)
+        """Heads whose rows are fetched from the same row on."""
+        return max(self.step // self.each, 1)
 
     def first(self, head: Any) -> tuple[Any, Any]:
         """(the first row that is fetched, a head's own first row among those) of a head of the cache."""
         own = head * self.each
-        inside = lax.rem(own, TILE_ROWS)
-        return pl.multiple_of(own - inside, TILE_ROWS), inside
+        if self.step == 1:
+            return own, 0
+        inside = lax.rem(own, self.step)
+        return pl.multiple_of(own - inside, self.step), inside
 
     def laid_out(self, query: jax.Array, tiles: work.Tiles) -> jax.Array:
         n, used = self.n, self.per_tile * self.n.group
@@ -308,7 +334,8 @@ class _QueryRows:
         if self.together > 1:
             head = jnp.arange(self.together)
             lse = lse.reshape(count, parts, -1, self.together, self.together, self.each)[:, :, :, head, head]
-        return lse.reshape(count, parts, -1)
+            return lse.reshape(count, parts, -1)
+        return lse[..., : self.each].reshape(count, parts, -1)
 
     def by_token(self, x: jax.Array, tiles: work.Tiles, query_starts: jax.Array | None, missing: float) -> jax.Array:
         """[tokens, heads, ...] of what each tile has; `missing` for tokens that are padding."""
@@ -387,7 +414,7 @@ def _kernel(
     block_k, num_stages, takers = config.keys, config.stages, programs * config.pairs
     depth, dtype = n.depth, q_hbm.dtype
     pieces = _pieces(n, block_k)  # fetched for a block
-    head_columns, spare_rows = columns(n, dtype), _spare_rows(n, dtype)
+    head_columns = columns(n, dtype)
     out_hbm, lse_hbm = todo_and_out[-2:] if wants_lse else (todo_and_out[-1], None)
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
@@ -395,9 +422,11 @@ def _kernel(
         pair = lax.rem(warpgroup, config.pairs)
         taker = pair * programs + lax.axis_index("program")
         zero = taker * 0
-        *q_views, out_smem = smem["q_out"]
+        views = tuple(smem["q_out"])
+        q_views, out_views = views[: len(views) // 2], views[len(views) // 2 :]
         queries = head_columns.tiles_of_views(q_views)
-        q_smem, out_smem = queries.at(pair), out_smem.at[pair]
+        q_smem = queries.at(pair)
+        sent, stored = ([panel.at[pair] for panel in out_views[i]] for i in (0, -1))
         ring = {name: head_columns.tiles(smem[name]) for name in ("k", "v")}
 
         def item_number(turn: Any) -> Any:
@@ -580,22 +609,23 @@ def _kernel(
                 alive = l_i != 0  # a NaN among the keys in sight is not nothing, and stays
                 inverse = jnp.where(alive, 1.0 / jnp.where(alive, l_i, 1.0), 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-                inside = rows.first(item.head)[1]
-                stored, own = out_smem, pl.ds(inside, rows.each)
-                if spare_rows:
-                    # Moved up, so that the item's own begin at the same place.
-                    stored, own = out_smem.at[pl.ds(spare_rows - inside, ROWS)], pl.ds(spare_rows, rows.each)
+                own = pl.ds(rows.first(item.head)[1], rows.each)
                 kept = pl.ds(item.head * rows.each, rows.each)
-                width = out_smem.shape[-1]
-                for at in range(0, depth, width):
-                    store_to_memory(stored, acc[:, at : at + width].astype(out_hbm.dtype))
-                    if lse_hbm is not None and not at:
+                for half in range(_passes(dtype, out_hbm.dtype)):
+                    spans = [
+                        (panel.first + half * ref.shape[-1], ref.shape[-1])
+                        for panel, ref in zip(head_columns.panels(dtype), sent, strict=True)
+                    ]
+                    for (first, width), ref in zip(spans, stored, strict=True):
+                        store_to_memory(ref, acc[:, first : first + width].astype(out_hbm.dtype))
+                    if lse_hbm is not None and not half:
                         lse = (m_i + jnp.log2(jnp.where(alive, l_i, 1.0))) / LOG2E
                         smem["lse"][pair] = jnp.where(alive, lse, -jnp.inf)
                     plgpu.commit_smem()
-                    target = out_hbm.at[item.tile, item.part, kept, pl.ds(at, width)]
-                    plgpu.copy_smem_to_gmem(out_smem.at[own], target)
-                    if lse_hbm is not None and not at:
+                    for (first, width), ref in zip(spans, sent, strict=True):
+                        target = out_hbm.at[item.tile, item.part, kept, pl.ds(first, width)]
+                        plgpu.copy_smem_to_gmem(ref.at[own], target)
+                    if lse_hbm is not None and not half:
                         fetched = smem["lse"].at[pair, pl.ds(0, rows.fetched)]
                         plgpu.copy_smem_to_gmem(fetched, lse_hbm.at[item.tile, item.part, item.head])
                     # What comes next, the rest of it or another query, is written over it.
@@ -616,11 +646,11 @@ def _steps(first: Any, last: Any, body: Any, carry: Any) -> Any:
 
 
 def beyond_evidence(call: Call) -> str | None:
-    """Heads of 64 and 128 were timed beside XLA's form; other sizes have not run on a chip."""
+    """Heads of other sizes than TIMED_DEPTHS may be right on a chip; whether they are faster there is not known."""
     depth = sizes(call).depth
     if depth in TIMED_DEPTHS or trusted() == "predicted":
         return None
-    return f'head_dim {depth} has not run on a chip: capibara.kernels.trust("predicted") takes it'
+    return f'head_dim {depth} has not been timed on a chip: capibara.kernels.trust("predicted") takes it'
 
 
 IMPLEMENTATION = Implementation(
