@@ -66,7 +66,7 @@ from capibara.kernels.pallas.hopper import (
 # subtracts it without making a NaN.
 LOWEST = -1e30
 ROWS = 64  # of a tensor-core product
-TIMED_DEPTHS = (64, 128)  # beside XLA's form, on an H200
+TIMED_DEPTHS = (64, 80, 96, 128, 192, 256)  # beside XLA's form, on an H200
 LONG_PART = 2048  # keys of a sequence that are no part of their own yet, where there are many sequences
 LEAST_DEPTH, MOST_DEPTH = 64, 256
 WIDE = 128  # columns of an accumulator beside which few registers are left
