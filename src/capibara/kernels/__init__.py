@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.layers.activation.api import glu as glu
     from capibara.kernels.ops.layers.activation.api import silu as silu
     from capibara.kernels.ops.layers.activation.api import swiglu as swiglu
+    from capibara.kernels.ops.layers.between_attentions.api import between_attentions as between_attentions
     from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy as cross_entropy
     from capibara.kernels.ops.layers.few_rows.api import few_rows as few_rows
     from capibara.kernels.ops.layers.grouped.api import grouped_gated_gemm as grouped_gated_gemm
@@ -161,6 +162,7 @@ __all__, __getattr__, __dir__ = exports(
             "fft fft2 fft_convolve fft_planes fftn ifft ifft2 ifftn irfft irfft2 radix_fft rfft rfft2 sharded_fft"
         ),
         "ops.layers.activation.api": "activation dropout gated_activation geglu gelu glu silu swiglu",
+        "ops.layers.between_attentions.api": "between_attentions",
         "ops.layers.cross_entropy.api": "cross_entropy",
         "ops.layers.few_rows.api": "few_rows",
         "ops.layers.grouped.api": "grouped_gated_gemm grouped_gemm",

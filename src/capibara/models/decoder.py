@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from capibara.errors import rule_error, say_once
+from capibara.kernels.ops.layers.between_attentions.api import between_attentions, kernel_parts, new_board
 from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
@@ -26,11 +27,13 @@ from capibara.models.blocks import spec
 from capibara.models.blocks.spec import (
     BY_OUTPUT,
     FP8,
+    LORA_DOWN,
     LORA_SCALE,
     QUANTIZED_SCALE,
     Fp8Group,
     LastProduct,
     PagedBatch,
+    Projected,
     Sequences,
     Unsummed,
     Weight,
@@ -486,13 +489,23 @@ def paged(
     # went into the kernels of each. XLA puts it in wherever it is called, and the program is the same.
     of_layer = functools.cache(lambda *kind: jax.jit(functools.partial(_paged_layer, model, *kind)))
     after = []
+    board = _board(model, tokens.shape[0])
     for number, (names, layer, kept) in enumerate(layers):
         # Only kernels of one row add up what the layer before left in parts: others need not be traced for it.
         alone = tokens.shape[0] == 1 and number + 1 < len(layers)
         then, *following = layers[number + 1] if alone else (None, None, None)
-        x, y, slots = of_layer(names, then)(x, y, layer, kept, [next(upcoming) for _ in names], batch, following)
+        own = [next(upcoming) for _ in names]
+        x, y, slots, board = of_layer(names, then)(x, y, layer, kept, own, batch, following, board)
         after.append(slots)
     return y[0], after
+
+
+def _board(model: ModularModelConfig, tokens: int) -> jax.Array | None:
+    """What the kernels of `between_attentions` go by, where any of this model's layers may be theirs."""
+    from capibara.models.blocks import Mlp
+
+    widths = [block.ffn for block in model.blocks.values() if isinstance(block, Mlp)]
+    return new_board(model.hidden, max(widths)) if tokens == 1 and widths else None
 
 
 def _paged_layer(
@@ -500,14 +513,15 @@ def _paged_layer(
     names: tuple[str, ...],
     then: tuple[str, ...] | None,
     x: jax.Array,
-    y: jax.Array | Unsummed,
+    y: jax.Array | Unsummed | Projected,
     layer: Mapping[str, Any],
     kept: Mapping[str, Any],
     norms: list[Mapping[str, jax.Array]],
     batch: PagedBatch,
     following: Any,
-) -> tuple[jax.Array, jax.Array | Unsummed, dict[str, Any]]:
-    """(x, its norm by what follows, what is kept then); `norms` are those that follow each block.
+    board: jax.Array | None,
+) -> tuple[jax.Array, Any, dict[str, Any], jax.Array | None]:
+    """(x, its norm by what follows, what is kept then, the board); `norms` are those that follow each block.
 
     `then` and `following` are the blocks, the parameters and the cache of the layer after it, where it may add up what
     this one leaves in parts: they are looked at, and nothing is computed of them.
@@ -528,5 +542,54 @@ def _paged_layer(
         slot = slot_of(names, number)
         own = _with_own_changes(layer[slot], batch)
         out, slots[slot] = model.blocks[name].paged(model, own, y, kept[slot], batch)
+        if isinstance(out, LastProduct) and board is not None and number == 0 and len(names) == 2:
+            rest = slot_of(names, 1)
+            mlp = _with_own_changes(layer[rest], batch)
+            made = _until_next_attention(model, x, out, names[1], mlp, norms, blocks[2:], batch, board)
+            if made is not None:
+                return *made[:2], {**slots, rest: dict(kept[rest])}, made[2]
         x, y = _added_and_normed(model, x, out, norm, adds_up)
-    return x, y, slots
+    return x, y, slots, board
+
+
+def _until_next_attention(
+    model: ModularModelConfig,
+    x: jax.Array,
+    out: LastProduct,
+    name: str,
+    own: Mapping[str, Any],
+    norms: list[Mapping[str, jax.Array]],
+    then: list[Any],
+    batch: PagedBatch,
+    board: jax.Array,
+) -> tuple[jax.Array, jax.Array | Projected, jax.Array] | None:
+    """(x after the layer, what the next one is given, the board), where one kernel does all of it; else None.
+
+    `name` and `own` are of the block that follows the attention, `then` of the next layer's first where there is one.
+    """
+    mlp = model.blocks[name].as_gated_mlp(own)
+    if mlp is None or model.norm != "rms" or out.name + LORA_DOWN in out.params:
+        return None
+    residual = x if out.residual is None else out.residual
+    of: list[tuple[Mapping[str, Any], str]] = [(out.params, out.name), (own, mlp.up), (own, mlp.down)]
+    held = [spec.held_by_output(params, weight, x.dtype) for params, weight in of]
+    for following, params, cache in then:
+        after = _with_own_changes(params, batch)
+        tokens = jax.ShapeDtypeStruct((1, x.shape[1]), x.dtype)
+        projection = model.blocks[following].projected_by(model, after, tokens, cache)
+        held.append(None if projection is None else spec.held_by_output(after, projection, x.dtype))
+    known = [one for one in held if one is not None]
+    if len(known) < len(held):
+        return None
+    known += [] if then else [{}]
+    (first, up, down, last), eps = known, model.norm_eps
+    operands = (
+        out.x.reshape(x.shape[1], -1), residual.reshape(-1, residual.shape[-1]), first["weight"], norms[0]["scale"],
+        up["weight"], down["weight"], norms[1]["scale"], last.get("weight"),
+        *(one.get("weight_scale") for one in known), board,
+    )  # fmt: skip
+    parts = kernel_parts(*operands, gate=mlp.gate, eps=eps)
+    if parts is None:
+        return None
+    total, made, board = between_attentions(*operands, gate=mlp.gate, eps=eps, out_parts=parts if then else None)
+    return total.reshape(residual.shape), Projected(made, x.dtype) if then else made.reshape(residual.shape), board

@@ -112,15 +112,21 @@ def store_to_memory(ref: Any, value: Any) -> None:
 
 
 def sum_of(x: Any, layout: Any, scratch: Any) -> Any:
-    """The sum of all of a warpgroup's numbers, each thread's; `scratch` has a number a warp in shared memory.
+    """The sum of all of a warpgroup's numbers; see `reduced`."""
+    return reduced("add", x, layout, scratch)
 
-    `jnp.sum` has one scratch for a whole program, and refuses where a program has several warpgroups.
+
+def reduced(how: str, x: Any, layout: Any, scratch: Any) -> Any:
+    """All of a warpgroup's numbers added ("add"), or the largest of them ("max"), each thread's.
+
+    `scratch` has a number a warp in shared memory: `jnp.sum` has one scratch for a whole program, and refuses where a
+    program has several warpgroups.
     """
     splat = plgpu.ShapeDtypeStruct((), x.dtype, layout=plgpu.Layout.WG_SPLAT(()))
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=splat)
     def emit(_: Any, x: Any, scratch: Any) -> Any:
-        return x.reduce("add", tuple(range(len(x.shape))), scratch)
+        return x.reduce(how, tuple(range(len(x.shape))), scratch)
 
     return emit(x, scratch)
 

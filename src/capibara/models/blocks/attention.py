@@ -23,6 +23,7 @@ from capibara.models.blocks.spec import (
     BlockOutput,
     LastProduct,
     PagedBatch,
+    Projected,
     Sequences,
     Unsummed,
     Weight,
@@ -249,7 +250,7 @@ class Attention(Block):
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array | Unsummed,
+        x: jax.Array | Unsummed | Projected,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
@@ -264,6 +265,8 @@ class Attention(Block):
         if isinstance(x, Unsummed):
             residual, projected = x.times(params, joint_name(self.joint_products()[0]), parts=True)
             q, cache = self._written_at_once(model, projected, cache, batch.positions, places)
+        elif isinstance(x, Projected):
+            q, cache = self._written_at_once(model, x.parts, cache, batch.positions, places)
         elif self._has_write_kernel(model, params, jax.ShapeDtypeStruct(x.shape[1:-1], x.dtype), cache):
             projected = joint_product(params, self.joint_products()[0], x)[0]
             q, cache = self._written_at_once(model, projected, cache, batch.positions, places)
@@ -297,6 +300,12 @@ class Attention(Block):
             return False
         # How many parts there are changes nothing of what the kernel that writes them takes.
         return self._has_write_kernel(model, params, jax.ShapeDtypeStruct((1, x.parts.shape[1]), x.dtype), cache)
+
+    def projected_by(
+        self, model: ModularModelConfig, params: Mapping[str, Any], tokens: Any, cache: Mapping[str, Any]
+    ) -> str | None:
+        (names,) = self.joint_products()
+        return joint_name(names) if self._has_write_kernel(model, params, tokens, cache) else None
 
     def _written(
         self,

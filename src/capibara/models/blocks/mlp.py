@@ -12,10 +12,13 @@ from capibara.errors import rule_error, unknown_name
 from capibara.kernels.ops.layers.activation.api import activation, gated_activation
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks.spec import (
+    LORA_DOWN,
     Block,
     BlockOutput,
+    GatedMlp,
     LastProduct,
     PagedBatch,
+    Projected,
     Sequences,
     Unsummed,
     Weight,
@@ -84,13 +87,14 @@ class Mlp(Block):
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array | Unsummed,
+        x: jax.Array | Unsummed | Projected,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
         if isinstance(x, Unsummed):
             total, inner = x.times(params, joint_name(("gate", "up")), gate=GATED[self.activation])
             return LastProduct(params, "down", inner, residual=total), dict(cache)
+        assert not isinstance(x, Projected)
         if self.bias:
             return super().paged(model, params, x, cache, batch)
         return LastProduct(params, "down", self._inner(params, x)), dict(cache)
@@ -102,6 +106,12 @@ class Mlp(Block):
         if self.bias or not self.gated or not held_together(params, names):
             return False
         return x.has_kernel(params, joint_name(names), gate=GATED[self.activation])
+
+    def as_gated_mlp(self, params: Mapping[str, Any]) -> GatedMlp | None:
+        names = ("gate", "up")
+        if self.bias or not self.gated or not held_together(params, names) or "down" + LORA_DOWN in params:
+            return None
+        return GatedMlp(joint_name(names), "down", GATED[self.activation])
 
     def _biased(self, params: Mapping[str, jax.Array], name: str, y: jax.Array) -> jax.Array:
         return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,16 @@ __all__ = [
     "Block",
     "BlockOutput",
     "Fp8Group",
+    "GatedMlp",
     "LastProduct",
     "PagedBatch",
+    "Projected",
     "Sequences",
     "Unsummed",
     "Weight",
     "few_rows_operands",
     "gated_products",
+    "held_by_output",
     "initial",
     "joint_name",
     "logical_axes",
@@ -212,14 +215,17 @@ def _plain_product(params: Mapping[str, jax.Array], name: str, x: jax.Array, inp
 def few_rows_operands(params: Mapping[str, Any], name: str, x: jax.Array, inputs: int = 1) -> dict[str, Any] | None:
     """x [rows, K], the weight [outputs, K] and its scales where it has 8 bits, by the names that `few_rows` has for
     them; None of a weight that is held in another way."""
+    held = held_by_output(params, name, x.dtype)
+    return None if held is None else {"x": x.reshape(math.prod(x.shape[: x.ndim - inputs]), -1), **held}
+
+
+def held_by_output(params: Mapping[str, Any], name: str, dtype: Any) -> dict[str, Any] | None:
+    """The weight [outputs, K] that rows of that type are multiplied with, and its scales where it has 8 bits."""
     weight, scale = params.get(name + BY_OUTPUT), params.get(name + QUANTIZED_SCALE)
-    if weight is None or (scale is None and weight.dtype != x.dtype):
+    if weight is None or (scale is None and weight.dtype != dtype):
         return None
-    operands = {
-        "x": x.reshape(math.prod(x.shape[: x.ndim - inputs]), -1),
-        "weight": weight.reshape(-1, weight.shape[-1]),
-    }
-    return operands if scale is None else {**operands, "weight_scale": scale.reshape(-1)}
+    held = {"weight": weight.reshape(-1, weight.shape[-1])}
+    return held if scale is None else {**held, "weight_scale": scale.reshape(-1)}
 
 
 def gated_products(
@@ -277,6 +283,25 @@ class Unsummed:
         out_parts = summed_row_api.parts_to_leave(*operands) if parts else None
         total, made = summed_row_api.summed_row(*operands, gate=gate, eps=self.eps, out_parts=out_parts)
         return total.reshape(self.residual.shape), made if parts else made[None]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class Projected:
+    """What an attention is given where its first product was taken together with the layer's before it."""
+
+    parts: jax.Array
+    """[parts, tokens, all outputs] in float32, which are added up."""
+    dtype: Any
+    """Of the row that it is a product of."""
+
+
+class GatedMlp(NamedTuple):
+    """The weights of a block that is a gated mlp and nothing else, by their names, and the activation."""
+
+    up: str
+    down: str
+    gate: str
 
 
 @dataclass(frozen=True)
@@ -452,15 +477,16 @@ class Block:
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array | Unsummed,
+        x: jax.Array | Unsummed | Projected,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array | LastProduct, dict[str, jax.Array]]:
         """The tokens of a ragged batch, [1, tokens, hidden] or the last product to it, and what is kept then.
 
         It is given x `Unsummed` only where it `adds_up`, and then returns its last product, with what that is added to.
+        It is given x `Projected` only where it is `projected_by` a weight.
         """
-        assert not isinstance(x, Unsummed)
+        assert not isinstance(x, Unsummed | Projected)
         return self(model, params, x, Sequences()).value, dict(cache)
 
     def adds_up(
@@ -468,6 +494,17 @@ class Block:
     ) -> bool:
         """Whether `paged` takes x like this, and would run faster for it; shapes and types will do."""
         return False
+
+    def projected_by(
+        self, model: ModularModelConfig, params: Mapping[str, Any], tokens: Any, cache: Mapping[str, Any]
+    ) -> str | None:
+        """The weight that x is multiplied with before anything else, where `paged` takes that product in x's place, in
+        parts of it [parts, tokens]."""
+        return None
+
+    def as_gated_mlp(self, params: Mapping[str, Any]) -> GatedMlp | None:
+        """Where this block is two products held as one, a gate, and a third one."""
+        return None
 
     def check(self, model: ModularModelConfig, where: str) -> None:
         """What has to hold between this block and the model."""

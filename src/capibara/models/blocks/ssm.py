@@ -20,6 +20,7 @@ from capibara.models.blocks.spec import (
     Block,
     BlockOutput,
     PagedBatch,
+    Projected,
     Sequences,
     Unsummed,
     Weight,
@@ -177,11 +178,11 @@ class Ssm(Block):
         self,
         model: ModularModelConfig,
         params: Mapping[str, jax.Array],
-        x: jax.Array | Unsummed,
+        x: jax.Array | Unsummed | Projected,
         cache: Mapping[str, jax.Array],
         batch: PagedBatch,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        assert not isinstance(x, Unsummed)
+        assert not isinstance(x, Unsummed | Projected)
         sequences = batch.context_lengths.shape[0]
         if batch.query_starts is None:
             starts, lengths = jnp.arange(sequences), (batch.context_lengths > 0).astype(jnp.int32)

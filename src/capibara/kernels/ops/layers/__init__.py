@@ -12,6 +12,7 @@ from capibara.kernels.ops.layers.activation.api import (
     silu,
     swiglu,
 )
+from capibara.kernels.ops.layers.between_attentions.api import BETWEEN_ATTENTIONS, between_attentions
 from capibara.kernels.ops.layers.cross_entropy.api import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, cross_entropy
 from capibara.kernels.ops.layers.few_rows.api import FEW_ROWS, few_rows
 from capibara.kernels.ops.layers.grouped.api import (
@@ -32,6 +33,7 @@ from capibara.kernels.ops.layers.summed_row.api import SUMMED_ROW, summed_row
 __all__ = [
     "ACTIVATION",
     "ACTIVATION_GRAD",
+    "BETWEEN_ATTENTIONS",
     "CROSS_ENTROPY",
     "CROSS_ENTROPY_GRAD",
     "FEW_ROWS",
@@ -47,6 +49,7 @@ __all__ = [
     "MoeMetrics",
     "Routing",
     "activation",
+    "between_attentions",
     "combine",
     "cross_entropy",
     "dispatch",
