@@ -28,12 +28,12 @@ def _taken(fn: object, *operands: jax.ShapeDtypeStruct) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "kv_heads", "forward", "backward"),
     [
-        ((8, 1536, 20, 96), 20, OURS, "cudnn"),  # head sizes whose columns come in panels
+        ((8, 1536, 20, 96), 20, OURS, OURS),  # head sizes whose columns come in panels; level by the models
         ((3, 2500, 16, 112), 16, OURS, "cudnn"),
         ((2, 4096, 16, 192), 16, OURS, "cudnn"),
         ((8, 1536, 16, 40), 16, "cudnn", "cudnn"),  # not timed
         ((6, 1500, 16, 128), 16, OURS, "cudnn"),  # a length that is no multiple of 8
-        ((16, 577, 16, 64), 16, OURS, "cudnn"),
+        ((16, 577, 16, 64), 16, OURS, OURS),
         ((8, 1024, 12, 64), 12, OURS, OURS),
         ((4, 4096, 28, 128), 4, OURS, "cudnn"),  # the tuned case of 32 heads on 8 does not speak for 28 on 4
         ((2, 8192, 28, 128), 4, OURS, "cudnn"),

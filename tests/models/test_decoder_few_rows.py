@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from capibara.kernels import explain, target, trust
+from capibara.kernels.ops.layers.between_attentions.api import between_attentions
 from capibara.kernels.ops.layers.few_rows import api
 from capibara.kernels.ops.layers.few_rows.api import few_rows
 from capibara.kernels.ops.layers.summed_row import api as summed_row_api
@@ -54,13 +55,15 @@ def _calls(model: ModularModelConfig, tokens: int, change: Any = None, **options
     step, params = _step(model, tokens, **options)
     with target("gpu", "NVIDIA H200"):
         found = explain(step, params if change is None else change(params)).selections
-    calls = [s for s in found if s.call.op.name in ("few_rows", "summed_row")]
+    calls = [s for s in found if s.call.op.name in ("few_rows", "summed_row", "between_attentions")]
     # Of one small weight's parts XLA's form is faster.
     assert all(s.implementation == "hopper" for s in calls if _kind(s.call) != "parts")
     return collections.Counter(_kind(s.call) for s in calls)
 
 
 def _kind(call: Any) -> str:
+    if call.op.name == "between_attentions":
+        return "between" if call["next_weight"] is not None else "last"
     if call.op.name == "summed_row":
         return "summed"
     if call.params["out_parts"]:
@@ -78,6 +81,20 @@ def test_a_layer_is_three_products_each_with_what_follows_it() -> None:
 _WHOLE_HEADS = {"attention": {"heads": 4, "head_dim": 64, "kv_heads": 4}}
 
 
+def test_one_row_goes_from_attention_to_attention_in_one_call() -> None:
+    """Where a kernel writes what the next layer projects: not of one head, and the last layer has none after it."""
+    assert _calls(_model(**_WHOLE_HEADS), 1) == {"between": 1, "last": 1}
+    assert _calls(_model(**_WHOLE_HEADS), 1, int8=True) == {"between": 1, "last": 1}
+    assert _calls(_model(), 1) == {"parts": 1, "summed": 1, "normed": 1, "last": 1}
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernel of `between_attentions` refuses: a layer too wide for it, for one."""
+    monkeypatch.setattr(decoder, "kernel_parts", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("apart")
 def test_one_row_is_left_in_parts_for_who_adds_them_up() -> None:
     """The gate does, and queries, keys and values where a kernel writes them: not of one head. Both kinds of layers are
     traced, the last and those before it; plain products of one row are XLA's."""
@@ -86,6 +103,7 @@ def test_one_row_is_left_in_parts_for_who_adds_them_up() -> None:
     assert _calls(_model(**_WHOLE_HEADS), 1, int8=True) == {"parts": 3, "summed": 3, "normed": 1}
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     ("model", "wanted"),
     [
@@ -120,6 +138,27 @@ def test_the_numbers_of_parts_are_those_of_the_steps_written_out(int8: bool, mon
     np.testing.assert_allclose(np.asarray(step(params)), written_out, rtol=0, atol=2e-5)
     # Layers are of three kinds: the first is given no parts, the last leaves none.
     assert taken == [(4, "silu", None)] + [(4, None, 2), (4, "silu", None)] * 2
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_numbers_between_attentions_are_those_of_the_steps_written_out(
+    int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA's form in the kernel's place: of a model of three layers two hand on what the next one projects."""
+    step, params = _step(_model(layers=3, **_WHOLE_HEADS), 1, jnp.dtype("float32"), int8=int8)
+    written_out = np.asarray(step(params))
+    taken = []
+
+    def noted(*operands: Any, **options: Any) -> Any:
+        taken.append((operands[7] is not None, options["out_parts"]))
+        return between_attentions(*operands, **options)
+
+    monkeypatch.setattr(attention, "has_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(decoder, "kernel_parts", lambda *_, **__: 4)
+    monkeypatch.setattr(decoder, "between_attentions", noted)
+    np.testing.assert_allclose(np.asarray(step(params)), written_out, rtol=0, atol=2e-5)
+    # Layers are of three kinds: the first is given x, those after it what was projected, and none follows the last.
+    assert taken == [(True, 4), (True, 4), (False, None)]
 
 
 @pytest.mark.quick

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from capibara.kernels.core.spec import Call, TimeTerms, short_dtype
-from capibara.kernels.ops.attention.hopper.backward import VERY_LONG
+from capibara.kernels.ops.attention.hopper.backward import NARROWEST, VERY_LONG
 from capibara.kernels.ops.attention.masking import Window, columns_seen, span
 from capibara.kernels.ops.attention.rules import sizes, window_of
 from capibara.kernels.pallas.hopper import multiprocessors
@@ -29,6 +29,9 @@ def forward(call: Call, implementation: str) -> TimeTerms | None:
 def backward(call: Call, implementation: str) -> TimeTerms | None:
     """Ours has a program for some keys of a key head, and all query heads of it; cuDNN's does not show which it has."""
     if call.need("q").shape[2] >= VERY_LONG:  # memory decides there, not the time
+        return None
+    below, above = span(bool(call.params["causal"]), 0, window_of(call))
+    if above - below < NARROWEST:  # steps at a window's two ends are most of it: 1.5 times what terms say
         return None
     wide = call.need("q").shape[-1] > WIDE
     if implementation == "hopper":

@@ -62,7 +62,7 @@ from capibara.kernels.ops.attention.rules import window_of
 from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
 
-NARROWEST_TIMED = 512  # keys that a row sees beside its own
+NARROWEST = 512  # keys that a row sees beside its own: windows of fewer are slower than cuDNN's
 VERY_LONG = 32768  # queries, from which on memory counts for more than the last few percent of speed
 
 
@@ -114,12 +114,12 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
     8k on, by 1 to 11 %, and at 256. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes
     from 72 to 240, and level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by
-    23 %; narrower ones were not timed. Very long calls go in two parts, which take half of the memory that cuDNN wants
+    23 %; one of 128 was behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN wants
     beside the gradients."""
     length, head_dim = call.need("q").shape[2:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
-        return AHEAD_OF_CUDNN if above - below >= NARROWEST_TIMED else BEHIND_CUDNN
+        return AHEAD_OF_CUDNN if above - below >= NARROWEST else BEHIND_CUDNN
     if head_dim > 128 or not isinstance(_columns(call, default_config(call)), WholeColumns):
         return BEHIND_CUDNN
     return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or length >= VERY_LONG else BEHIND_CUDNN
