@@ -114,8 +114,8 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
     8k on, by 1 to 11 %, and at 256. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes
     from 72 to 240, and level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by
-    23 %; one of 128 was behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN wants
-    beside the gradients."""
+    23 %; one of 128 was behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN
+    wants beside the gradients."""
     length, head_dim = call.need("q").shape[2:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
