@@ -62,6 +62,10 @@ COUNTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "gemm": ((f32(2, 256, 512), f32(2, 512, 256)), {}),
     "few_rows": ((f32(8, 1024), f32(512, 1024)), {}),
     "summed_row": ((f32(4, 8, 1024), f32(8, 1024), f32(1024), f32(512, 1024)), {}),
+    "between_attentions": (
+        (MATRIX, MATRIX, f32(1024, 1024), VECTOR, f32(4096, 1024), f32(1024, 2048), VECTOR, f32(512, 1024)),
+        {},
+    ),
     "grouped_gated_gemm": ((f32(64, 2048), f32(1, 2048, 128), f32(1, 2048, 128), i32(1)), {}),
     "grouped_gemm": ((f32(64, 1024), f32(1, 1024, 128), i32(1)), {}),
     "grouped_gemm_weights": ((f32(1024, 64), f32(1024, 128), i32(1)), {}),
@@ -239,7 +243,7 @@ def test_products_are_matrix_work_and_the_rest_is_not(name: str) -> None:
     summed = name == "causal_conv1d"
     multiplies = call.op.mesh_axes is None and any(products(traced_reference(call).jaxpr)) and not summed
     assert (cost.matrix_flops > 0) == (multiplies or "matmul" in name)
-    both = name == "summed_row"  # a norm, and the product of it
+    both = name in ("summed_row", "between_attentions")  # a norm, and the product of it
     assert (cost.vector_flops > 0) == (both or (cost.flops > 0 and cost.matrix_flops == 0))
 
 

@@ -7,13 +7,18 @@ hardware does; a wait that never ends, or that could mistake one phase for anoth
 and what is in a union lies over each other as it does on the chip. Copies by TMA fill with zeros past the end when they
 read and drop what lies past it when they write, except along an axis that is a single tile, which its descriptor does
 not have; other loads and stores must stay inside.
+
+Programs run one after another, in the order of the grid, or all at once: see `emulated`, and board_emulator.py for
+those that wait for one another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +37,7 @@ from capibara.kernels.ops.attention.hopper import backward, backward_loops, forw
 from capibara.kernels.pallas import hopper, prng
 
 PATIENCE = 60.0  # seconds until a barrier counts as stuck; compilation of single operations is slow at first
+LATE = 0.02  # seconds that a warpgroup starts after another at most, where all programs run at once
 _here = threading.local()
 _adding = threading.Lock()
 KERNELS = (forward, backward, backward_loops, masking, panels)
@@ -275,15 +281,35 @@ class _AccumulatorPart:
         self.whole.value = made
 
 
+class _Grid:
+    """What programs share that run at the same time."""
+
+    def __init__(self) -> None:
+        self.failed: list[Exception] = []
+        self.lock = threading.Lock()
+        self.draw = random.Random(0)
+        self.leaving: list[Callable[[], None]] = []
+        """Stores to global memory that others may not see yet. When the kernel has ended they do."""
+
+
 class _Program:
     """One program of the grid: what its warpgroups share."""
 
-    def __init__(self, place: dict[str, int]) -> None:
-        self.place = place
+    def __init__(self, place: dict[str, int], grid: _Grid) -> None:
+        self.place, self.grid, self.failed = place, grid, grid.failed
         self.scratch: tuple[Any, Any] | None = None
         self.lock = threading.Lock()
-        self.failed: list[Exception] = []
         self.turns = [_Barrier(1), _Barrier(1)]
+
+
+def wait_until(there: Callable[[], bool], what: str) -> None:
+    """By a warpgroup: look again and again."""
+    until = time.monotonic() + PATIENCE
+    while not there():
+        if _here.program.failed:
+            raise RuntimeError("another warpgroup failed")
+        assert time.monotonic() < until, f"{what}: the programs wait for each other"
+        time.sleep(0.001)
 
 
 def _value(x: Any) -> np.ndarray:
@@ -291,12 +317,14 @@ def _value(x: Any) -> np.ndarray:
 
 
 def _wgmma(acc: _Accumulator, left: Any, right: Any) -> None:
+    assert (acc.value.dtype == np.int32) == (left.dtype == right.dtype == np.int8)
     left, right, made = _value(left), _value(right), np.array(acc.value)
     # In cubes of 64: a larger product would be shared between threads, which on a busy machine wait for each other
     # for longer than it takes.
     rows, columns, inner = (range(0, n, 64) for n in (*made.shape, left.shape[1]))
     for i, j, k in itertools.product(rows, columns, inner):
-        made[i : i + 64, j : j + 64] += left[i : i + 64, k : k + 64] @ right[k : k + 64, j : j + 64]
+        cube = left[i : i + 64, k : k + 64] @ right[k : k + 64, j : j + 64]
+        made[i : i + 64, j : j + 64] += cube.astype(made.dtype, copy=False)  # 64 products of 8 bits are exact
     acc.value = made
 
 
@@ -451,26 +479,53 @@ def _axis_index(name: str) -> Any:
     return np.int32(_here.warpgroup if name == "warpgroup" else _here.program.place[name])
 
 
-def _run_grid(body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_threads: int) -> None:
-    for place in itertools.product(*map(range, grid)):
-        program = _Program(dict(zip(grid_names, place, strict=True)))
+@contextlib.contextmanager
+def as_program(**place: int) -> Iterator[None]:
+    """Inside, this thread is the one warpgroup of a program: parts of a kernel may be called by themselves."""
+    _here.program, _here.warpgroup, _here.leaving = _Program(place, _Grid()), 0, []
+    try:
+        yield
+    finally:
+        del _here.program, _here.warpgroup, _here.leaving
 
-        def warpgroup(index: int, program: _Program = program) -> None:
-            _here.program, _here.warpgroup, _here.leaving = program, index, []
-            try:
-                with np.errstate(all="ignore"):  # NaN, infinity and wrapping integers are among what is tested
-                    body(*refs)
-                assert not _here.leaving, "the program ended before its copies had left shared memory"
-            except Exception as error:  # noqa: BLE001 (raised again below, when the others have stopped)
-                program.failed.append(error)
 
-        threads = [threading.Thread(target=warpgroup, args=(i,)) for i in range(num_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if program.failed:
-            raise program.failed[0]
+def _run_grid(
+    body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_threads: int, at_once: bool = False
+) -> None:  # fmt: skip
+    places = [dict(zip(grid_names, place, strict=True)) for place in itertools.product(*map(range, grid))]
+    for some in [places] if at_once else [[place] for place in places]:
+        _run_programs(body, refs, some, num_threads, LATE if at_once else 0.0)
+
+
+def _run_programs(body: Any, refs: list[Ref], places: list[dict[str, int]], num_threads: int, late: float) -> None:
+    """At the same time, in no order."""
+    grid = _Grid()
+    programs = [_Program(place, grid) for place in places]
+
+    def warpgroup(program: _Program, index: int, late: float) -> None:
+        _here.program, _here.warpgroup, _here.leaving = program, index, []
+        time.sleep(late)
+        try:
+            with np.errstate(all="ignore"):  # NaN, infinity and wrapping integers are among what is tested
+                body(*refs)
+            assert not _here.leaving, "the program ended before its copies had left shared memory"
+        except Exception as error:  # noqa: BLE001 (raised again below, when the others have stopped)
+            grid.failed.append(error)
+
+    threads = [
+        threading.Thread(target=warpgroup, args=(program, index, grid.draw.uniform(0, late)))
+        for program in programs
+        for index in range(num_threads)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if grid.failed:
+        raise grid.failed[0]
+    for store in grid.leaving:
+        store()
+    for program in programs:
         for waits, turn in enumerate(program.turns):
             assert turn.phase == turn.waited.get(waits, 0), "a turn was given that nobody waited for"
 
@@ -489,7 +544,7 @@ def _kernel(
     return lambda *arrays: jax.pure_callback(host, list(out_type), *arrays)
 
 
-def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, **_: Any) -> Callable[..., Any]:
+def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, at_once: bool = False, **_: Any) -> Callable[..., Any]:
     """pl.kernel, whose last operands are references that the kernel adds into or writes parts of."""
 
     def call(*given: Any) -> list[Any]:
@@ -501,7 +556,7 @@ def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, **_: Any) -> Callable[.
             first = len(arrays) - len(written)
             inputs, kept = [Ref(np.asarray(x)) for x in arrays[:first]], [Ref(np.array(x)) for x in arrays[first:]]
             outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_type]
-            _run_grid(body, [*inputs, *kept, *outs], mesh.grid, mesh.grid_names, mesh.num_threads)
+            _run_grid(body, [*inputs, *kept, *outs], mesh.grid, mesh.grid_names, mesh.num_threads, at_once)
             return [ref.array for ref in (*kept, *outs)]
 
         made = jax.pure_callback(host, [*map(jax.typeof, before), *out_type], *arrays, *before)
@@ -517,10 +572,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 @contextlib.contextmanager
-def emulated(*kernels: ModuleType) -> Iterator[None]:
+def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
     """Inside, a function that is traced with a Hopper kernel of these modules in it runs the kernel here.
 
-    Without any, those of attention.
+    Without any, those of attention. With `at_once` all programs of a kernel (`pl.kernel`) run at the same time, and
+    their warpgroups start in any order.
     """
     gpu = _Shim(
         plgpu, SMEM=_Smem, Barrier=_barrier, WGMMAAccumulatorRef=_AccumulatorType(), wgmma=_wgmma,
@@ -540,12 +596,12 @@ def emulated(*kernels: ModuleType) -> Iterator[None]:
         # Toward zero, as the hardware divides; every divisor here is positive.
         div=lambda x, y: np.int32(int(x / y)), rem=lambda x, y: np.int32(x - int(x / y) * y),
         clamp=lambda low, x, high: min(max(x, low), high), shift_right_logical=_shift,
-        broadcast_in_dim=_broadcast_in_dim, rsqrt=lambda x: 1 / np.sqrt(x),
+        abs=np.abs, broadcast_in_dim=_broadcast_in_dim, rsqrt=lambda x: 1 / np.sqrt(x),
     )  # fmt: skip
     cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
     shims = {
         "plgpu": _Divided(gpu, _Shim(plgpu, kernel=_kernel)),
-        "pl": _Divided(cpu_pl, _Shim(pl, kernel=_mesh_kernel)),
+        "pl": _Divided(cpu_pl, _Shim(pl, kernel=functools.partial(_mesh_kernel, at_once=at_once))),
         "lax": _Divided(cpu_lax, lax),
         "jnp": _Divided(cpu_jnp, jnp),
     }

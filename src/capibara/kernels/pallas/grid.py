@@ -44,7 +44,7 @@ def turn_of(board: Any) -> Any:
 
 
 def end_turn(board: Any, turn: Any) -> None:
-    """By one warpgroup of all programs, after an event that waited for all of them: each has read the turn before."""
+    """By one warpgroup of all programs, after an event that each arrives at when all of its warpgroups have read it."""
     _emit(f"{_FIRST_THREAD} @p st.relaxed.gpu.global.u32 [$0], $1;", board, turn)
 
 

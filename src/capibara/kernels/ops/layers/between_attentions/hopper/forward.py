@@ -191,6 +191,7 @@ def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
         "digit": plgpu.SMEM((THREADS,), jnp.float32),
         "between": plgpu.SMEM((THREADS,), dtype),
         "joined": plgpu.SMEM((THREADS,), jnp.float32),
+        "turn_read": plgpu.Barrier(num_arrivals=2),
         "made": plgpu.Barrier(),
         "used": plgpu.Barrier(),
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=plan.config.stages),
@@ -272,9 +273,12 @@ def fetch(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
 def multiply(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
     """This program's units, each as its row and the pieces of its weight are there."""
     turn = grid.turn_of(memory.board)
+    plgpu.barrier_arrive(smem["turn_read"])
     for number in range(len(plan.products)):
         each_unit(plan, number, functools.partial(_multiply_unit, memory, plan, smem, turn, number))
         if number == 1:
+            # When all programs have come so far the turn is ended; one without a unit is here at once.
+            plgpu.barrier_wait(smem["turn_read"])
             grid.arrive(memory.board, GATED)
 
 
@@ -350,6 +354,7 @@ def _multiply_unit(
 def prepare(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
     """The row that each unit multiplies with, into shared memory, as soon as all of it was written."""
     me, turn = lax.axis_index("program"), grid.turn_of(memory.board)
+    plgpu.barrier_arrive(smem["turn_read"])
 
     def put(values: Any) -> None:
         _put(values, plan, smem)
@@ -526,8 +531,9 @@ def refuses(call: Call) -> str | None:
 
 
 def new_board(hidden: int, ffn: int) -> jax.Array:
-    """For any plan of these sizes: products that are split have a unit a program at most."""
-    return jnp.zeros(grid.board_words(EVENTS, 2 * MOST_PROGRAMS * OUTPUTS + ffn + 2 * hidden), jnp.int32)
+    """For any plan of these sizes: products that are split have a unit a program at most, others the outputs."""
+    parts = max(MOST_PROGRAMS * OUTPUTS, hidden)
+    return jnp.zeros(grid.board_words(EVENTS, 2 * parts + ffn + 2 * hidden), jnp.int32)
 
 
 def between_attentions_hopper(
