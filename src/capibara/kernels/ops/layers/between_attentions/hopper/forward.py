@@ -224,7 +224,7 @@ def program(memory: Memory, plan: Plan) -> None:
 
 
 def each_unit(plan: Plan, number: int, work: Callable[..., None]) -> None:
-    """`work(turn, tile, split, pieces before)` of this program's units of a product."""
+    """`work(round, tile, split, pieces before)` of this program's units of a product."""
     me = lax.axis_index("program")
     pieces: Any = jnp.int32(0)
     for n, product in enumerate(plan.products[: number + 1]):
@@ -245,8 +245,8 @@ def fetch(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
         apart, some = (weight.shape[0] // 2, product.outputs) if product.halves == 2 else (product.outputs // 2,) * 2
 
         def unit(
-            round_: int, tile: Any, split: Any, before: Any, number: int = number, weight: Any = weight,
-            ring: Any = ring, product: Product = product, apart: int = apart, some: int = some,
+            round_: int, tile: Any, split: Any, before: Any, weight: Any = weight, ring: Any = ring,
+            product: Product = product, apart: int = apart, some: int = some,
         ) -> None:  # fmt: skip
             @pl.loop(0, product.pieces)
             def _piece(step: Any) -> None:
@@ -258,9 +258,8 @@ def fetch(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
 
                 @pl.when(before + step >= plan.config.in_flight)
                 def _() -> None:
-                    plgpu.barrier_wait(
-                        smem["filled"].at[lax.rem(before + step - plan.config.in_flight, plan.config.stages)]
-                    )
+                    earlier = before + step - plan.config.in_flight
+                    plgpu.barrier_wait(smem["filled"].at[lax.rem(earlier, plan.config.stages)])
 
                 inner = pl.ds((split * product.pieces + step) * product.depth, product.depth)
                 for n in range(2):
@@ -597,7 +596,8 @@ def _program(*refs: Any, plan: Plan) -> None:
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """On an H200, of a layer of a 1.1B model: see docs/layers.md. Wider layers were not timed."""
+    """On an H200 a decoding step of a 1.1B model took 770 us with it and 801 with few_rows and summed_row, of 8-bit
+    weights 557 and 678. Wider layers were not timed."""
     return ("xla",) if sizes(call).hidden <= TIMED_HIDDEN or trusted() == "predicted" else ()
 
 
