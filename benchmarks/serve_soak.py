@@ -19,6 +19,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -165,13 +166,16 @@ def main() -> None:
     parser.add_argument("serve", nargs="*", help="options of capibara serve, after --")
     asked = parser.parse_args()
     command = [sys.executable, "-m", "capibara", "serve", asked.model, "--port", "0", "--json", "--batch-invariant"]
-    server = subprocess.Popen([*command, *asked.serve], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process, after the server's end)
+    server = subprocess.Popen([*command, *asked.serve], stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert server.stdout is not None
         begin = time.perf_counter()
         ready = json.loads(server.stdout.readline() or "{}")
         if not ready:
-            sys.exit(f"the server ended with {server.wait()} before it was ready")
+            code = server.wait()
+            log.seek(0)
+            sys.exit(f"the server ended with {code} before it was ready; its log ends with\n{log.read()[-2000:]}")
         processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
 
         def rss() -> float:

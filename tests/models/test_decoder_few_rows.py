@@ -83,10 +83,12 @@ _WHOLE_HEADS = {"attention": {"heads": 4, "head_dim": 64, "kv_heads": 4}}
 
 def test_one_row_goes_from_attention_to_attention_in_one_call() -> None:
     """Where a kernel writes what the next layer projects: not of one head, and the last layer has none after it."""
-    assert _calls(_model(**_WHOLE_HEADS), 1) == {"between": 1, "last": 1}
-    # Of 8 bits a piece of a weight is 256 inputs deep, and what is projected next has 128.
-    assert _calls(_model(**_WHOLE_HEADS), 1, int8=True) == {"parts": 2, "summed": 2, "last": 1}
-    assert _calls(_model(), 1) == {"parts": 1, "summed": 1, "normed": 1, "last": 1}
+    with trust("predicted"):  # layers as small as these were not timed
+        assert _calls(_model(**_WHOLE_HEADS), 1) == {"between": 1, "last": 1}
+        # Of 8 bits a piece of a weight is 256 inputs deep, and what is projected next has 128.
+        assert _calls(_model(**_WHOLE_HEADS), 1, int8=True) == {"parts": 2, "summed": 2, "last": 1}
+        assert _calls(_model(), 1) == {"parts": 1, "summed": 1, "normed": 1, "last": 1}
+    assert not {"between", "last"} & set(_calls(_model(**_WHOLE_HEADS), 1))
 
 
 @pytest.fixture
