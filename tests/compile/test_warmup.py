@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -44,3 +45,13 @@ def test_shapes_are_part_of_what_a_program_is(tmp_path: Path) -> None:
     _, report = warm_up([small, large], ExecutableCache(tmp_path))
     assert report.compiled == 2
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.quick
+def test_the_compilers_options_are_part_of_what_a_program_is(tmp_path: Path) -> None:
+    (plain,) = programs(1)
+    optioned = dataclasses.replace(plain, options={"xla_gpu_graph_min_graph_size": 1 << 30})
+    _, report = warm_up([plain, optioned], ExecutableCache(tmp_path))
+    assert report.compiled == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        warm_up([dataclasses.replace(plain, options={"xla_no_such_option": 1})])  # it reaches the compiler

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from capibara.compile.cache import ExecutableCache
@@ -34,6 +34,8 @@ class Program:
     """A context manager to trace in: a mesh, precision, rules."""
     devices: tuple[jax.Device, ...] | None = None
     """That it runs on, in the order of its mesh; the machine's first when None."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the compiler."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ def _made(program: Program, cache: ExecutableCache | None) -> tuple[Any, bool]:
         leaves, tree = jax.tree.flatten(program.args)
         described = [f"{leaf.dtype}{leaf.shape}{getattr(leaf, 'sharding', None)}" for leaf in leaves]
         devices = [str(device.id) for device in program.devices or ()]
-        name = cache.name("\n".join([program.what, str(program.donate), str(tree), *described, *devices]))
+        options = [f"{option}={value}" for option, value in program.options.items()]
+        name = cache.name("\n".join([program.what, str(program.donate), str(tree), *described, *devices, *options]))
         ready = cache.load(name, program.devices)
         if ready is not None:
             return ready, False
-    ready = jax.jit(program.build(), donate_argnums=program.donate).lower(*program.args).compile()
+    lowered = jax.jit(program.build(), donate_argnums=program.donate).lower(*program.args)
+    ready = lowered.compile(compiler_options=dict(program.options) or None)
     if cache is not None:
         cache.store(name, ready)
     return ready, True

@@ -6,6 +6,7 @@ cache and the last tokens stay on the device: a step's tokens are the next one's
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.kernels.pallas.overlap import overlapping
 from capibara.models import decoder
 from capibara.models.blocks.spec import PagedBatch
 from capibara.serve import sampling
@@ -169,6 +171,8 @@ class StepPrograms:
     attention: str | None = None
     adapters: bool = False
     """Whether the weights have low-rank changes that a token may take."""
+    overlaps: Callable[[Shape], bool] = lambda shape: False
+    """Whether a step's kernels start before the ones before them are done; its weights are the program's arguments."""
 
     def _logits(self, params: Any, x: jax.Array) -> jax.Array:
         scores = decoder.logits(self.model, params, x)
@@ -279,7 +283,8 @@ class StepPrograms:
                 return tokens, cache, drawn.at[done].set(tokens)
 
             drawn = jnp.zeros((shape.steps, shape.sequences), jnp.int32)
-            tokens, cache, drawn = jax.lax.fori_loop(0, shape.steps, step, (tokens, state.cache, drawn))
+            with overlapping() if self.overlaps(shape) else contextlib.nullcontext():
+                tokens, cache, drawn = jax.lax.fori_loop(0, shape.steps, step, (tokens, state.cache, drawn))
             last_tokens = state.last_tokens.at[rows.slot].set(tokens, mode="drop")
             return drawn, DeviceState(cache, last_tokens)
 

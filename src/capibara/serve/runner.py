@@ -16,6 +16,7 @@ import numpy as np
 from capibara.compile.cache import ExecutableCache
 from capibara.compile.warmup import Program, WarmupReport, make_program, warm_up
 from capibara.kernels.core.trusting import trusted
+from capibara.kernels.pallas.overlap import ONE_BY_ONE
 from capibara.mesh import current_rules, shard_params
 from capibara.models import decoder
 from capibara.serve import programs, sampling
@@ -23,6 +24,7 @@ from capibara.serve.adapters import with_adapters
 from capibara.serve.cache_size import cache_size
 from capibara.serve.config import EngineConfig
 from capibara.serve.invariance import attention_implementation
+from capibara.serve.launching import launched_one_by_one
 from capibara.serve.programs import DeviceState, Shape, StepPrograms
 from capibara.serve.scheduler import Chunk, Sequence, StepPlan
 from capibara.serve.shapes import StepShapes
@@ -116,7 +118,10 @@ class Runner:
             key_splits=1 if config.batch_invariant else None,
             attention=attention_implementation(model, config),
             adapters=bool(config.adapters),
+            overlaps=self._overlaps,
         )
+        self._layer_bytes = nbytes_on_one(self.params["layers"]) / self.model.layers
+        self._page_bytes = nbytes_on_one(self.state.cache) / self.model.layers / pages
         self._executables: dict[tuple[Any, ...], Any] = {}
         self._disk = None if config.cache_folder is None else ExecutableCache(config.cache_folder)
         # What programs hang on and their arguments' shapes do not show.
@@ -170,6 +175,11 @@ class Runner:
 
     # Programs.
 
+    def _overlaps(self, shape: Shape) -> bool:
+        kind = self.devices[0].device_kind
+        read = {"layer_bytes": self._layer_bytes, "page_bytes": self._page_bytes}
+        return launched_one_by_one(self.model, self.config, shape, kind, **read)
+
     def _program(self, key: tuple[Any, ...], build: Callable[[], Any], *args: Any, donate: tuple[int, ...]) -> Program:
         return Program(
             name=" ".join(map(str, key)),
@@ -179,6 +189,7 @@ class Runner:
             donate=donate,
             context=self.context,
             devices=None if self.config.mesh is None else tuple(self.config.mesh.devices.flat),
+            options=ONE_BY_ONE if key[0] == "several" and self._overlaps(key[1]) else {},
         )
 
     def _executable(self, key: tuple[Any, ...], build: Callable[[], Any], *args: Any, donate: tuple[int, ...]) -> Any:

@@ -34,12 +34,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.ref import AbstractRef
 
 from capibara.kernels.ops.attention.hopper import backward, backward_loops, forward, masking, panels
-from capibara.kernels.pallas import hopper, prng
+from capibara.kernels.pallas import hopper, overlap, prng
 
 PATIENCE = 60.0  # seconds until a barrier counts as stuck; compilation of single operations is slow at first
 LATE = 0.02  # seconds that a warpgroup starts after another at most, where all programs run at once
 _here = threading.local()
 _adding = threading.Lock()
+_held: tuple[tuple[int, ...], ...] | None = None
 KERNELS = (forward, backward, backward_loops, masking, panels)
 
 
@@ -138,6 +139,7 @@ class Ref:
         return tuple(source), tuple(target)
 
     def read(self, clip: str | None = None) -> np.ndarray:
+        assert not _is_of_before(self.array) or _here.awaited, "read before the kernel before is done"
         source, target = self._inside(clip)
         made = np.zeros(self.shape, self.dtype)
         made[target] = self.array[source]
@@ -150,6 +152,7 @@ class Ref:
         value = np.asarray(value)
         assert value.shape == self.shape, (value.shape, self.shape)
         assert value.dtype == self.dtype, (value.dtype, self.dtype)
+        assert not _is_of_before(self.array) or _here.program.awaited, "written before the kernel before is done"
         source, target = self._inside(clip)
         self.array[source] = value[target]
 
@@ -166,6 +169,30 @@ class Ref:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.narrow(index).store(value)
+
+
+def _is_of_before(array: np.ndarray) -> bool:
+    """Whether a kernel that was started early has to wait before it touches this."""
+    return hasattr(_here, "program") and id(array) in _here.program.grid.of_before
+
+
+def _await_previous() -> None:
+    _here.awaited = _here.program.awaited = True
+
+
+@contextlib.contextmanager
+def started_early(*held: tuple[int, ...]) -> Iterator[None]:
+    """Kernels inside are started before the one before them is done; arrays of these shapes were there long before.
+
+    Other arrays are read by warpgroups that awaited it, and written by programs that did, which all do.
+    """
+    global _held
+    before, _held = _held, held
+    try:
+        with overlap.overlapping():
+            yield
+    finally:
+        _held = before
 
 
 class _Transposed(Ref):
@@ -290,6 +317,8 @@ class _Grid:
         self.draw = random.Random(0)
         self.leaving: list[Callable[[], None]] = []
         """Stores to global memory that others may not see yet. When the kernel has ended they do."""
+        self.of_before: set[int] = set()
+        """Arrays that the kernel before may not be done with, where this one was started early."""
 
 
 class _Program:
@@ -300,6 +329,8 @@ class _Program:
         self.scratch: tuple[Any, Any] | None = None
         self.lock = threading.Lock()
         self.turns = [_Barrier(1), _Barrier(1)]
+        self.awaited = False
+        """Whether one of its warpgroups awaited the kernel before."""
 
 
 def wait_until(there: Callable[[], bool], what: str) -> None:
@@ -500,10 +531,12 @@ def _run_grid(
 def _run_programs(body: Any, refs: list[Ref], places: list[dict[str, int]], num_threads: int, late: float) -> None:
     """At the same time, in no order."""
     grid = _Grid()
+    if _held is not None:
+        grid.of_before = {id(ref.array) for ref in refs if ref.array.shape not in _held}
     programs = [_Program(place, grid) for place in places]
 
     def warpgroup(program: _Program, index: int, late: float) -> None:
-        _here.program, _here.warpgroup, _here.leaving = program, index, []
+        _here.program, _here.warpgroup, _here.leaving, _here.awaited = program, index, [], False
         time.sleep(late)
         try:
             with np.errstate(all="ignore"):  # NaN, infinity and wrapping integers are among what is tested
@@ -526,6 +559,7 @@ def _run_programs(body: Any, refs: list[Ref], places: list[dict[str, int]], num_
     for store in grid.leaving:
         store()
     for program in programs:
+        assert program.awaited or _held is None, "a program that does not await the kernel before it"
         for waits, turn in enumerate(program.turns):
             assert turn.phase == turn.waited.get(waits, 0), "a turn was given that nobody waited for"
 
@@ -585,6 +619,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
         RefUnion=_union,
         set_max_registers=_nothing, wait_smem_to_gmem=_wait_to_gmem, layout_cast=lambda x, layout: x,
         load=lambda ref, *_, **__: ref.load(), store=lambda ref, value, optimized: ref.store(value),
+        griddepcontrol_wait=_await_previous, griddepcontrol_launch_dependents=_nothing,
         wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
         broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),
     )  # fmt: skip
@@ -600,7 +635,8 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
     )  # fmt: skip
     cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
     shims = {
-        "plgpu": _Divided(gpu, _Shim(plgpu, kernel=_kernel)),
+        # JAX before 0.11 has no such thing to ask for.
+        "plgpu": _Divided(gpu, _Shim(plgpu, kernel=_kernel, griddepcontrol_wait=None)),
         "pl": _Divided(cpu_pl, _Shim(pl, kernel=functools.partial(_mesh_kernel, at_once=at_once))),
         "lax": _Divided(cpu_lax, lax),
         "jnp": _Divided(cpu_jnp, jnp),
@@ -610,6 +646,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
     ]
     changes += [
         (hopper, "plgpu", shims["plgpu"]),
+        (overlap, "plgpu", shims["plgpu"]),
         (hopper, "give_turn", lambda: _here.program.turns[1 - _here.warpgroup].arrive()),
         (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
         (hopper, "hidden_zero", lambda step, stage: np.int32(0)),

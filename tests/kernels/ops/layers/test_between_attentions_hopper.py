@@ -114,6 +114,23 @@ def test_emulated(case: Case, programs: int, config: LayerStreamConfig, monkeypa
     _assert_right(found, case, programs)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("case", [BF16, INT8], ids=["bfloat16", "int8"])
+def test_started_early_it_fetches_weights_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, the board among them, may still be the kernel's before."""
+    arrays = case.arrays()
+    held = [x.shape for name, x in _named(arrays) if "weight" in name and x is not None]
+
+    def run() -> Any:
+        with emulated(monkeypatch, 5), emulator.started_early(*held):
+            return _run(case, SHALLOW)
+
+    _assert_right(run(), case, 5)
+    monkeypatch.setattr(forward, "await_previous", lambda: None)
+    with pytest.raises(Exception, match=r"before the kernel before is done|does not await"):
+        run()
+
+
 @pytest.mark.parametrize("program", [0, 4])
 @pytest.mark.parametrize("role", ["fetch", "multiply", "prepare"])
 def test_a_warpgroup_may_be_late(role: str, program: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,52 @@ def test_products(rows: int, config: WeightStreamConfig, monkeypatch: pytest.Mon
     _within(y, _exact(x, weight), 1, 320)
 
 
+EARLY = {
+    "a ring that comes round": (24, WeightStreamConfig(64, 64, 2), {}),
+    "splits, of which one has nothing": (24, WeightStreamConfig(64, 64, 8, splits=4), {}),
+    "one row": (1, WeightStreamConfig(64, 64, 3), {}),
+    "gated": (5, WeightStreamConfig(64, 64, 6), {"gate": "silu"}),
+    "joined": (12, WeightStreamConfig(64, 64, 3, splits=2), {"residual": True}),
+    "8 bits": (8, WeightStreamConfig(64, 128, 2, sharers=1), {"int8": True}),
+}
+
+
+def _run_early(name: str, monkeypatch: pytest.MonkeyPatch, *, early: bool) -> Any:
+    rows, config, asked = EARLY[name]
+    inner = 384 if "int8" in asked else 320
+    x, weight, weight_scale = _normal(rows, rows, inner), _normal(7, 256, inner), None
+    if "int8" in asked:
+        weight, weight_scale = jnp.round(20 * weight).astype(jnp.int8), jnp.full(256, 0.05, jnp.float32)
+    beside = (_normal(3, rows, 256), _normal(4, 256)) if "residual" in asked else (None, None)
+    given = x, weight, *beside, weight_scale
+    held = emulator.started_early(weight.shape, (256,)) if early else contextlib.nullcontext()
+    with emulated(monkeypatch), held:
+        run = jax.jit(lambda *given: few_rows_hopper(*given, config=config, gate=asked.get("gate"), eps=1e-6))
+        return jax.block_until_ready(run(*given))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", EARLY)
+def test_started_early_it_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And touches nothing but the weight before the kernel before is done."""
+    for found, wanted in zip(
+        jax.tree.leaves(_run_early(name, monkeypatch, early=True)),
+        jax.tree.leaves(_run_early(name, monkeypatch, early=False)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "module"), [("one row", forward), ("joined", join)])
+def test_who_does_not_await_the_kernel_before_is_found_out(
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "await_previous", lambda: None)
+    with pytest.raises(Exception, match=r"before the kernel before is done|does not await"):
+        _run_early(name, monkeypatch, early=True)
+
+
 @pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_gates(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program's outputs of either half meet, the gate's first."""

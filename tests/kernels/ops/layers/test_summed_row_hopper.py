@@ -98,6 +98,22 @@ def test_emulated(name: str, config: WeightStreamConfig, monkeypatch: pytest.Mon
     assert result.ok, result.why
 
 
+@pytest.mark.quick
+def test_started_early_it_awaits_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, config = SUMMED_ROW.case("a-tile"), WeightStreamConfig(64, 64, 2)
+    arrays, params = case.arrays(), {"gate": None, "out_parts": None, **case.params}
+
+    def run() -> Any:
+        with emulated(monkeypatch), emulator.started_early(arrays[3].shape):
+            return jax.block_until_ready(summed_row_hopper(*arrays, config=config, eps=1e-6, **params))
+
+    result = check_output(run(), expected(SUMMED_ROW, arrays, case.params))
+    assert result.ok, result.why
+    monkeypatch.setattr(stream, "await_previous", lambda: None)
+    with pytest.raises(Exception, match="read before the kernel before is done"):
+        run()
+
+
 def test_many_pieces_of_eight_bits_wait_for_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight is fetched on only after the row was added up: five pieces, two of them before."""
     draw = np.random.default_rng(0)

@@ -157,6 +157,29 @@ def test_parts_are_joined_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("module", [None, forward, join], ids=["all await", "attention does not", "the join does not"])
+def test_started_early_nothing_is_read_before_the_kernel_before_is_done(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = JOINED["eight heads share a key"]
+    monkeypatch.setattr(forward, "multiprocessors", lambda kind: form.programs)
+    if module is not None:
+        monkeypatch.setattr(module, "await_previous", lambda: None)
+
+    def run() -> Any:
+        with emulator.emulated(forward, panels, join), emulator.started_early():
+            return jax.block_until_ready(jax.jit(lambda *x: form.run(*x, return_lse=False))(*form.arrays()))
+
+    if module is not None:
+        with pytest.raises(Exception, match="before the kernel before is done"):
+            run()
+        return
+    with emulator.emulated(forward, panels, join):
+        wanted = jax.jit(lambda *x: form.run(*x, return_lse=False))(*form.arrays())
+    np.testing.assert_array_equal(np.asarray(run(), np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.quick
 def test_a_store_inside_the_pattern_of_a_swizzle_is_a_mistake() -> None:
     ref = emulator.Ref(np.zeros((72, 80), np.float16), tiled=False)
     rows = np.ones((64, 80), np.float16)

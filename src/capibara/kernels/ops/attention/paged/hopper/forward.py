@@ -61,6 +61,7 @@ from capibara.kernels.pallas.hopper import (
     store_to_memory,
     swizzled,
 )
+from capibara.kernels.pallas.overlap import await_previous, let_next_start, overlaps
 
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
@@ -249,7 +250,7 @@ def hopper_forward(
         named(
             "paged_attention", _kernel, n=n, config=config, programs=programs, per_tile=per_tile, rows=rows,
             parts=None if todo else live.size, wants_lse=wants_lse, window=window, scale=scale_of(scale, n.depth),
-            softcap=softcap,
+            softcap=softcap, early=overlaps(),
         ),
         out_type=out_types,
         grid=(programs,),
@@ -409,7 +410,7 @@ class _Item(NamedTuple):
 def _kernel(
     q_hbm: Any, k_hbm: Any, v_hbm: Any, table_hbm: Any, parts_hbm: Any, *todo_and_out: Any, n: Sizes,
     config: StreamConfig, programs: int, per_tile: int, rows: _QueryRows, parts: int | None, wants_lse: bool,
-    window: int | None, scale: float, softcap: float | None,
+    window: int | None, scale: float, softcap: float | None, early: bool,
 ) -> None:  # fmt: skip
     block_k, num_stages, takers = config.keys, config.stages, programs * config.pairs
     depth, dtype = n.depth, q_hbm.dtype
@@ -418,6 +419,9 @@ def _kernel(
     out_hbm, lse_hbm = todo_and_out[-2:] if wants_lse else (todo_and_out[-1], None)
 
     def run_warpgroups(smem: dict[str, Any]) -> None:
+        if early:
+            let_next_start()
+            await_previous()
         warpgroup = lax.axis_index("warpgroup")
         pair = lax.rem(warpgroup, config.pairs)
         taker = pair * programs + lax.axis_index("program")

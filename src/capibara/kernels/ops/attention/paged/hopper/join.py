@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.pallas.hopper import LOG2E, load, named
+from capibara.kernels.pallas.overlap import await_previous, let_next_start, overlaps
 
 THREADS = 128  # of a warpgroup
 MOST_PARTS = 32  # a number of each in registers
@@ -38,7 +39,7 @@ def join(out: jax.Array, lse: jax.Array, live: jax.Array, own: tuple[int, int], 
     """
     tiles, _, rows, depth = out.shape
     (joined,) = plgpu.kernel(
-        named("paged_attention_join", _program, each=own[0], together=own[1]),
+        named("paged_attention_join", _program, each=own[0], together=own[1], early=overlaps()),
         out_type=[out_struct((tiles, rows, depth), dtype, out)],
         grid=(tiles, rows),
         grid_names=("tile", "row"),
@@ -47,7 +48,12 @@ def join(out: jax.Array, lse: jax.Array, live: jax.Array, own: tuple[int, int], 
     return joined
 
 
-def _program(out_hbm: Any, lse_hbm: Any, live_hbm: Any, joined_hbm: Any, *, each: int, together: int) -> None:
+def _program(
+    out_hbm: Any, lse_hbm: Any, live_hbm: Any, joined_hbm: Any, *, each: int, together: int, early: bool
+) -> None:
+    if early:
+        let_next_start()
+        await_previous()
     tile, row = lax.axis_index("tile"), lax.axis_index("row")
     _, parts, _, depth = out_hbm.shape
     # A number a thread, or several: where they do not come out even, two stretches of the head overlap, and what lies

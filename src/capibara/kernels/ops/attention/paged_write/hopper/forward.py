@@ -26,6 +26,7 @@ from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct, vary_like
 from capibara.kernels.ops.attention.paged_write.rules import Sizes, sizes, sizes_of
 from capibara.kernels.pallas.hopper import LANE, load, named, refuses_chip, store_to_memory
+from capibara.kernels.pallas.overlap import await_previous, let_next_start, overlaps
 
 THREADS = 128  # of a warpgroup
 PAIRS = 2  # of numbers, that a thread turns, about: more programs have each less to wait for
@@ -97,7 +98,7 @@ def paged_write_hopper(
         projected = projected[0]
     # pl.kernel, since plgpu.kernel takes no array to write into.
     kernel = pl.kernel(
-        named("paged_write", _program, n=n, heads=config.heads),
+        named("paged_write", _program, n=n, heads=config.heads, early=overlaps()),
         out_type=[out_struct((n.tokens, n.heads, n.depth), key_pages.dtype, projected)],
         # Tokens last, which CUDA takes 2^31 of: of what stands before, 65,535.
         mesh=plgpu.Mesh(grid=(groups, n.tokens), grid_names=("group", "token")),
@@ -124,8 +125,11 @@ def paged_write_hopper(
 
 def _program(
     projected_hbm: Any, angles_hbm: Any, place_hbm: Any, keys_hbm: Any, values_hbm: Any, query_hbm: Any, *, n: Sizes,
-    heads: int,
+    heads: int, early: bool,
 ) -> None:  # fmt: skip
+    if early:
+        let_next_start()
+        await_previous()
     token, group = lax.axis_index("token"), lax.axis_index("group")
     first_key, first_value = n.heads // heads, (n.heads + n.kv_heads) // heads  # groups
     half, rest = n.rotary // 2, n.depth - n.rotary

@@ -52,6 +52,7 @@ from capibara.kernels.pallas.hopper import (
     store_to_memory,
     swizzled,
 )
+from capibara.kernels.pallas.overlap import await_previous, let_next_start, overlaps
 
 EIGHT = 8  # rows of a swizzled tile, and what a product's columns are counted in
 PIECE_BYTES = 1 << 14
@@ -130,6 +131,8 @@ class Plan(NamedTuple):
     int8: bool
     gate: str
     eps: float
+    early: bool
+    """Whether it is started before the kernel before it is done (pallas/overlap.py)."""
 
     @property
     def hidden(self) -> int:
@@ -272,6 +275,9 @@ def fetch(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
 
 def multiply(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
     """This program's units, each as its row and the pieces of its weight are there."""
+    if plan.early:
+        let_next_start()
+        await_previous()
     turn = grid.turn_of(memory.board)
     plgpu.barrier_arrive(smem["turn_read"])
     for number in range(len(plan.products)):
@@ -353,6 +359,8 @@ def _multiply_unit(
 
 def prepare(memory: Memory, plan: Plan, smem: dict[str, Any]) -> None:
     """The row that each unit multiplies with, into shared memory, as soon as all of it was written."""
+    if plan.early:
+        await_previous()
     me, turn = lax.axis_index("program"), grid.turn_of(memory.board)
     plgpu.barrier_arrive(smem["turn_read"])
 
@@ -466,8 +474,9 @@ def _rounded(x: Any) -> Any:
 
 
 def plan_of(
-    weights: Sequence[Any], config: LayerStreamConfig, *, programs: int, gate: str = "silu", eps: float = 1e-6
-) -> Plan | None:
+    weights: Sequence[Any], config: LayerStreamConfig, *, programs: int, gate: str = "silu", eps: float = 1e-6,
+    early: bool = False,
+) -> Plan | None:  # fmt: skip
     """Of weights in their order; None where one of them is in no way cut into pieces."""
     int8 = jnp.dtype(weights[0].dtype) == jnp.int8
     products = [
@@ -475,7 +484,7 @@ def plan_of(
         for number, weight in enumerate(weights)
     ]
     known = tuple(product for product in products if product is not None)
-    return Plan(known, programs, config, int8, gate, eps) if len(known) == len(products) else None
+    return Plan(known, programs, config, int8, gate, eps, early) if len(known) == len(products) else None
 
 
 def _weights(call: Call) -> list[Any]:
@@ -549,7 +558,7 @@ def between_attentions_hopper(
     weight_scales = [
         s for s in (out_weight_scale, up_weight_scale, down_weight_scale, next_weight_scale) if s is not None
     ]
-    plan = plan_of(weights, config, programs=programs, gate=gate, eps=eps)
+    plan = plan_of(weights, config, programs=programs, gate=gate, eps=eps, early=overlaps())
     if plan is None or smem_bytes(scratch(plan, dtype)) > SMEM_BYTES:
         raise rule_error("A ring fits beside the row in shared memory", config, "leave the config out")
     given = board

@@ -47,6 +47,7 @@ from capibara.kernels.pallas.hopper import (
     sum_of,
     swizzled,
 )
+from capibara.kernels.pallas.overlap import await_previous, let_next_start, overlaps
 
 MOST_ROWS = 64
 EIGHT = 8  # rows of a swizzled tile, and what a product's columns are counted in
@@ -56,6 +57,7 @@ THREADS = 128  # of a warpgroup
 WARPS = 4
 REGISTERS = 1 << 16  # of a multiprocessor
 LARGE = 1 << 24  # numbers of a weight
+AHEAD = 4  # pieces that are fetched before the kernel before is done: more are in the way of the rows
 HEAD_START = 2  # pieces of an 8-bit weight that are fetched before a row is added up
 RESERVED = 1024  # bytes of shared memory that the chip takes for each program
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -291,7 +293,7 @@ def few_rows_hopper(
     outputs = weight.shape[0] // (1 if gate is None else 2)
     whole = config.splits == 1 and residual is None and out_parts is None
     kernel = plgpu.kernel(
-        named("few_rows", _program, config=config, gate=gate),
+        named("few_rows", _program, config=config, gate=gate, early=overlaps()),
         out_type=[out_struct((config.splits, rows, outputs), out if whole else jnp.float32, x)],
         grid=(outputs // config.outputs, config.splits),
         grid_names=("tile", "split"),
@@ -329,9 +331,11 @@ def check_cut(
         raise rule_error("Warpgroups share the widening of an 8-bit weight alone", config, "use sharers=1")
 
 
-def _program(x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStreamConfig, gate: str | None) -> None:
+def _program(
+    x_hbm: Any, weight_hbm: Any, *scale_and_out: Any, config: WeightStreamConfig, gate: str | None, early: bool
+) -> None:
     *weight_scale, out_hbm = scale_and_out
-    stream(x_hbm, weight_hbm, weight_scale, out_hbm, config=config, gate=gate)
+    stream(x_hbm, weight_hbm, weight_scale, out_hbm, config=config, gate=gate, early=early)
 
 
 class Summed(NamedTuple):
@@ -349,9 +353,12 @@ class Summed(NamedTuple):
 
 def stream(
     x_hbm: Any, weight_hbm: Any, weight_scale: Any, out_hbm: Any, *, config: WeightStreamConfig, gate: str | None,
-    summed: Summed | None = None,
+    early: bool, summed: Summed | None = None,
 ) -> None:  # fmt: skip
-    """A program's part of the product; of rows x_hbm, or of one that it adds up itself while the weight is fetched."""
+    """A program's part of the product; of rows x_hbm, or of one that it adds up itself while the weight is fetched.
+
+    `early` it is started before the rows are there (pallas/overlap.py).
+    """
     outputs, depth, stages, splits = config.outputs, config.depth, config.stages, config.splits
     rows, inner = out_hbm.shape[1], weight_hbm.shape[1]
     halves = 1 if gate is None else 2
@@ -375,28 +382,15 @@ def stream(
 
         @pl.when(warpgroup == sharers)
         def _fetch() -> None:
-            @pl.loop(0, count)
-            def _step(step: Any) -> None:
-                slot = lax.rem(step, stages)
-
-                @pl.when(step >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(smem["drained"].at[slot])
-
-                if summed is not None and weight_scale:
-                    # What is on its way already is in the way of what the row is made of. Widening takes as long as the
-                    # memory does: the weight can wait. Of 16 bits it cannot: 0.8 us of 46 in a layer of a 1.1B model.
-                    @pl.when(step == HEAD_START)
-                    def _added_up() -> None:
-                        plgpu.barrier_wait(smem["prepared"])
-
-                start = (first + step) * depth
-                filled = smem["filled"].at[slot]
+            def fetch_weight(step: Any) -> None:
+                slot, inner = lax.rem(step, stages), pl.ds((first + step) * depth, depth)
                 for half in range(halves):
                     target = smem["weight"].at[slot, pl.ds(half * outputs, outputs)]
-                    plgpu.copy_gmem_to_smem(weight_hbm.at[held(half), pl.ds(start, depth)], target, filled)
-                if summed is not None:
-                    return
+                    plgpu.copy_gmem_to_smem(weight_hbm.at[held(half), inner], target, smem["filled"].at[slot])
+
+            def fetch_rows(step: Any) -> None:
+                slot, start = lax.rem(step, stages), (first + step) * depth
+                filled = smem["filled"].at[slot]
                 if x_tiles is None:
                     plgpu.copy_gmem_to_smem(x_hbm.at[:, pl.ds(start, depth)], x_smem.at[slot], filled)
                     return
@@ -409,6 +403,30 @@ def stream(
                     some = min(EIGHT, rows - eight * EIGHT)
                     source = x_hbm.at[pl.ds(eight * EIGHT, some), pl.ds(start + atom * ATOM, ATOM)]
                     plgpu.copy_gmem_to_smem(source, x_tiles.at[slot, eight, atom, pl.ds(0, some)], filled)
+
+            ahead: Any = 0
+            if early and summed is None:
+                ahead = lax.min(count, min(stages, AHEAD))
+                pl.loop(0, ahead)(fetch_weight)
+                await_previous()
+                pl.loop(0, ahead)(fetch_rows)
+
+            @pl.loop(ahead, count)
+            def _step(step: Any) -> None:
+                @pl.when(step >= stages)
+                def _() -> None:
+                    plgpu.barrier_wait(smem["drained"].at[lax.rem(step, stages)])
+
+                if summed is not None and weight_scale:
+                    # What is on its way already is in the way of what the row is made of. Widening takes as long as the
+                    # memory does: the weight can wait. Of 16 bits it cannot: 0.8 us of 46 in a layer of a 1.1B model.
+                    @pl.when(step == HEAD_START)
+                    def _added_up() -> None:
+                        plgpu.barrier_wait(smem["prepared"])
+
+                fetch_weight(step)
+                if summed is None:
+                    fetch_rows(step)
 
         def multiply(sharer: int) -> None:
             half, part = divmod(sharer, along)
@@ -450,11 +468,16 @@ def stream(
             ]
             if summed is not None:
                 if sharer == 0:
+                    if early:
+                        await_previous()
                     prepare(summed, x_tiles, smem["squares"], writes=(tile == 0) & (split == 0))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(smem["prepared"])
                 plgpu.barrier_wait(smem["prepared"])
             z = pl.run_scoped(contract, plgpu.WGMMAAccumulatorRef((held_here, columns), jnp.float32))
+            if early and sharer == 0:
+                # Not sooner: programs of a kernel that joins parts would be there all along, and 2 % slower.
+                let_next_start()
             if sharer > 0:
                 store_to_memory(smem["others"].at[sharer - 1], z)
                 plgpu.barrier_arrive(smem["added"])

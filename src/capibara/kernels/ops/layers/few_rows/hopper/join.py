@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.norm.reference import shrink_of
 from capibara.kernels.pallas.hopper import load, named
+from capibara.kernels.pallas.overlap import await_previous, let_next_start, overlaps
 
 THREADS = 128  # of a warpgroup
 MOST_COLUMNS = 16384  # 128 numbers a thread
@@ -34,7 +35,7 @@ def join(parts: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float)
     rows, columns = residual.shape
     out = out_struct((rows, columns), residual.dtype, residual)
     total, normal = plgpu.kernel(
-        named("few_rows_join", _program, eps=eps),
+        named("few_rows_join", _program, eps=eps, early=overlaps()),
         out_type=[out, out],
         grid=(rows,),
         grid_names=("row",),
@@ -43,7 +44,12 @@ def join(parts: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float)
     return total, normal
 
 
-def _program(parts_hbm: Any, residual_hbm: Any, scale_hbm: Any, total_hbm: Any, normal_hbm: Any, *, eps: float) -> None:
+def _program(
+    parts_hbm: Any, residual_hbm: Any, scale_hbm: Any, total_hbm: Any, normal_hbm: Any, *, eps: float, early: bool
+) -> None:
+    if early:
+        let_next_start()
+        await_previous()
     row = lax.axis_index("row")
     splits, _, columns = parts_hbm.shape
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=math.gcd(columns // THREADS, 4))

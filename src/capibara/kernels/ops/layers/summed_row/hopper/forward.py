@@ -33,6 +33,7 @@ from capibara.kernels.ops.layers.few_rows.hopper.forward import parts_that_fill 
 from capibara.kernels.ops.layers.few_rows.rules import is_quantized
 from capibara.kernels.ops.layers.summed_row.rules import sizes
 from capibara.kernels.pallas.hopper import multiprocessors, named, refuses_chip
+from capibara.kernels.pallas.overlap import overlaps
 
 MOST_COLUMNS = 8192  # 64 numbers a thread, of each part
 MOST_PARTS = 8
@@ -89,7 +90,7 @@ def summed_row_hopper(
     inner, outputs = weight.shape[1], weight.shape[0] // (1 if gate is None else 2)
     dtype = residual.dtype if out_parts is None else jnp.float32
     kernel = plgpu.kernel(
-        named("summed_row", _program, config=config, gate=gate, eps=eps),
+        named("summed_row", _program, config=config, gate=gate, eps=eps, early=overlaps()),
         out_type=[
             out_struct((config.splits, 1, outputs), dtype, residual),
             out_struct((inner // ATOM, ATOM), residual.dtype, residual),
@@ -109,11 +110,11 @@ def summed_row_hopper(
 
 def _program(
     parts_hbm: Any, residual_hbm: Any, scale_hbm: Any, weight_hbm: Any, *others: Any, config: WeightStreamConfig,
-    gate: str | None, eps: float,
+    gate: str | None, eps: float, early: bool,
 ) -> None:  # fmt: skip
     *weight_scale, out_hbm, total_hbm = others
     summed = Summed(parts_hbm, residual_hbm, scale_hbm, total_hbm, eps)
-    stream(None, weight_hbm, weight_scale, out_hbm, config=config, gate=gate, summed=summed)
+    stream(None, weight_hbm, weight_scale, out_hbm, config=config, gate=gate, early=early, summed=summed)
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:

@@ -1,0 +1,58 @@
+"""Which of an engine's programs are launched kernel by kernel, so that kernels overlap (kernels/pallas/overlap.py).
+
+XLA puts a program's kernels into a command buffer, which starts them without the host and one after the end of another.
+Launched one by one they can overlap, and the host has to be faster than the device: by the rule here a layer's kernels
+take the device longer than the host takes to launch them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from capibara import hardware
+from capibara.kernels.pallas.hopper import refuses_chip
+from capibara.kernels.pallas.overlap import LAUNCH_SECONDS, can_overlap
+from capibara.models.blocks import Attention, Mlp
+
+if TYPE_CHECKING:
+    from capibara.models.config import ModularModelConfig
+    from capibara.serve.config import EngineConfig
+    from capibara.serve.programs import Shape
+
+__all__ = ["launched_one_by_one"]
+
+_MOST_ROWS = 64
+"""Of `few_rows`; products of more rows are the compiler's, and do not overlap."""
+_KERNELS_OF_ONE_ROW, _KERNELS = 4, 8
+"""Of a layer."""
+_KEYS = 512
+"""Of a sequence, that are counted on, or half of what its table has room for."""
+
+
+def launched_one_by_one(
+    model: ModularModelConfig, config: EngineConfig, shape: Shape, device_kind: str, *, layer_bytes: float,
+    page_bytes: float,
+) -> bool:  # fmt: skip
+    """Whether a step's kernels are to overlap.
+
+    Args:
+      model: attention and an mlp in every layer, or its kernels are others.
+      config: of the engine.
+      shape: several tokens in a row; a lone step is too short to be worth a host that does nothing else.
+      device_kind: of the chip.
+      layer_bytes: of a layer's weights.
+      page_bytes: of one page of a layer's cache.
+    """
+    blocks = [model.blocks[name] for names in model.period for name in names]
+    if not can_overlap() or refuses_chip(device_kind) or not all(isinstance(b, Attention | Mlp) for b in blocks):
+        return False
+    if config.mesh is not None or config.adapters or shape.steps == 1 or shape.sequences > _MOST_ROWS:
+        return False
+    chip = hardware.chip_for(device_kind)
+    if chip is None:
+        return False
+    filled = min(shape.pages / 2, _KEYS / config.page_size)
+    read = layer_bytes + shape.sequences * filled * page_bytes
+    kernels = _KERNELS_OF_ONE_ROW if shape.sequences == 1 else _KERNELS
+    # As slow as memory is at its slowest: a layer of 32 sequences read 201 MB in 66 us on an H200, 0.63 of its peak.
+    return read / (chip.efficiency.memory.low * chip.hbm_bandwidth) >= kernels * LAUNCH_SECONDS
