@@ -163,11 +163,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--growth-mib", type=float, default=64.0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("serve", nargs="*", help="options of capibara serve, after --")
-    asked = parser.parse_args()
+    # What stands after -- is cut off here: argparse of Python 3.12 takes it for its own options.
+    given = sys.argv[1:]
+    own = given.index("--") if "--" in given else len(given)
+    asked, serve = parser.parse_args(given[:own]), given[own + 1 :]
     command = [sys.executable, "-m", "capibara", "serve", asked.model, "--port", "0", "--json", "--batch-invariant"]
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process, after the server's end)
-    server = subprocess.Popen([*command, *asked.serve], stdout=subprocess.PIPE, stderr=log, text=True)
+    server = subprocess.Popen([*command, *serve], stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert server.stdout is not None
         begin = time.perf_counter()

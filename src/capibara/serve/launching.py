@@ -1,8 +1,8 @@
 """Which of an engine's programs are launched kernel by kernel, so that kernels overlap (kernels/pallas/overlap.py).
 
 XLA puts a program's kernels into a command buffer, which starts them without the host and one after the end of another.
-Launched one by one they can overlap, and the host has to be faster than the device: by the rule here a layer's kernels
-take the device longer than the host takes to launch them.
+Launched one by one they can overlap, and the host has to be faster than the device: by the rule here a program takes
+the device longer, kernels not overlapping, than it takes the host to launch it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _MOST_ROWS = 64
 """Of `few_rows`; products of more rows are the compiler's, and do not overlap."""
 _KERNELS_OF_ONE_ROW, _KERNELS = 4, 8
 """Of a layer."""
+_IDLE_SECONDS = 2e-6
+"""Of the memory, between a kernel and the next that starts after its end."""
+_PROGRAM_SECONDS = 1e-3
+"""Of the host, for a program beside its launches: planning it, and what it brings."""
 _KEYS = 512
 """Of a sequence, that are counted on, or half of what its table has room for."""
 
@@ -38,7 +42,7 @@ def launched_one_by_one(
     Args:
       model: attention and an mlp in every layer, or its kernels are others.
       config: of the engine.
-      shape: several tokens in a row; a lone step is too short to be worth a host that does nothing else.
+      shape: several tokens in a row; a lone step is not worth a host that does nothing else.
       device_kind: of the chip.
       layer_bytes: of a layer's weights.
       page_bytes: of one page of a layer's cache.
@@ -54,5 +58,5 @@ def launched_one_by_one(
     filled = min(shape.pages / 2, _KEYS / config.page_size)
     read = layer_bytes + shape.sequences * filled * page_bytes
     kernels = _KERNELS_OF_ONE_ROW if shape.sequences == 1 else _KERNELS
-    # As slow as memory is at its slowest: a layer of 32 sequences read 201 MB in 66 us on an H200, 0.63 of its peak.
-    return read / (chip.efficiency.memory.low * chip.hbm_bandwidth) >= kernels * LAUNCH_SECONDS
+    layer = read / (chip.efficiency.memory.mid * chip.hbm_bandwidth) + kernels * _IDLE_SECONDS
+    return shape.steps * model.layers * (layer - kernels * LAUNCH_SECONDS) >= _PROGRAM_SECONDS

@@ -635,8 +635,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
     )  # fmt: skip
     cpu_jnp = _Shim(np, bfloat16=jnp.bfloat16)
     shims = {
-        # JAX before 0.11 has no such thing to ask for.
-        "plgpu": _Divided(gpu, _Shim(plgpu, kernel=_kernel, griddepcontrol_wait=None)),
+        "plgpu": _Divided(gpu, _Shim(plgpu, kernel=_kernel)),
         "pl": _Divided(cpu_pl, _Shim(pl, kernel=functools.partial(_mesh_kernel, at_once=at_once))),
         "lax": _Divided(cpu_lax, lax),
         "jnp": _Divided(cpu_jnp, jnp),
@@ -647,6 +646,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
     changes += [
         (hopper, "plgpu", shims["plgpu"]),
         (overlap, "plgpu", shims["plgpu"]),
+        (overlap, "can_overlap", lambda: True),
         (hopper, "give_turn", lambda: _here.program.turns[1 - _here.warpgroup].arrive()),
         (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
         (hopper, "hidden_zero", lambda step, stage: np.int32(0)),
