@@ -37,10 +37,13 @@ PREDICTED = {"capibara": None, "capibara_int8": "int8"}
 """The engine's forms, and how each holds its weights."""
 
 
-def _best(run: Any, repeats: int) -> dict[str, float]:
-    run()
-    rows = [run() for _ in range(repeats)]
-    return max(rows, key=lambda row: row["tokens_per_second"])
+def _best(run: Any, batch: int, repeats: int) -> dict[str, float]:
+    """Of so many runs after one that warms up; told at once, so that a form that is cut off has what it had."""
+    run(batch)
+    rows = [run(batch) for _ in range(repeats)]
+    best = max(rows, key=lambda row: row["tokens_per_second"])
+    print(json.dumps({"batch": batch, "row": best}), flush=True)
+    return best
 
 
 def _engine(asked: argparse.Namespace, **changes: Any) -> Any:
@@ -120,7 +123,7 @@ def _capibara(asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
             row["decode_tokens_per_second"] = (seen - at_first) / (end - first)
         return row
 
-    rows = {str(batch): _best(lambda batch=batch: run(batch), asked.repeats) for batch in asked.batches}
+    rows = {str(batch): _best(run, batch, asked.repeats) for batch in asked.batches}
     return {
         "batches": rows,
         "ready_seconds": ready,
@@ -222,7 +225,7 @@ def _hf_static(asked: argparse.Namespace) -> dict[str, Any]:
         assert out.shape[1] == asked.prompt + asked.new
         return {"tokens_per_second": batch * asked.new / seconds, "seconds": seconds}
 
-    return {"batches": {str(b): _best(lambda b=b: run(b), asked.repeats) for b in asked.batches}}
+    return {"batches": {str(batch): _best(run, batch, asked.repeats) for batch in asked.batches}}
 
 
 def _hf_batch(asked: argparse.Namespace) -> dict[str, Any]:
@@ -249,7 +252,7 @@ def _hf_batch(asked: argparse.Namespace) -> dict[str, Any]:
 
     rows = {}
     for batch in asked.batches:
-        rows[str(batch)] = _best(lambda batch=batch: run(batch), asked.repeats)
+        rows[str(batch)] = _best(run, batch, asked.repeats)
         model.destroy_cached_continuous_batching_manager()  # the next batch's cache is of another size
     return {"batches": rows}
 
@@ -400,9 +403,10 @@ def _in_a_process(form: str, seconds: float | None, **environment: str) -> dict[
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **environment}, check=False, timeout=seconds
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
         print(f"{form}: had not ended after {seconds:g} s", flush=True)
-        return None
+        told = [json.loads(line) for line in (late.output or b"").decode().splitlines() if line.startswith('{"batch"')]
+        return {"batches": {str(one["batch"]): one["row"] for one in told}, "cut_off": True} if told else None
     if done.returncode:
         print(f"{form}: failed\n{done.stderr[-1500:]}", flush=True)
         return None
@@ -447,7 +451,7 @@ def main() -> None:
     parser.add_argument(
         "--no-fixed", dest="fixed", action="store_false", help="of latency: no fixed settings beside it"
     )
-    parser.add_argument("--form-seconds", type=float, help="a form that takes longer is left out; by default none is")
+    parser.add_argument("--form-seconds", type=float, help="a form that takes longer is cut off; by default none is")
     parser.add_argument("--out", type=Path, help="write the rows as JSON, after every form anew")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -472,7 +476,7 @@ def main() -> None:
         if asked.out is not None:
             document = {
                 "date": time.strftime("%Y-%m-%d"),
-                "device": found["device"],
+                "device": next((form["device"] for form in rows.values() if "device" in form), None),
                 "versions": {"jax": importlib.metadata.version("jax"), "python": platform.python_version()},
                 "command": " ".join(["python", *sys.argv]),
                 "prompt": asked.prompt,
