@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from capibara.models import load_preset
-from capibara.serve import EngineConfig, launching
+from capibara.models import ModularCapibaraModel, load_preset
+from capibara.serve import Engine, EngineConfig, launching
 from capibara.serve.launching import launched_one_by_one
 from capibara.serve.programs import Shape
 
@@ -58,3 +58,21 @@ def test_other_programs_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not _asked(32, device_kind=kind)
     monkeypatch.setattr(launching, "can_overlap", lambda: False)
     assert not _asked(32)
+
+
+def test_who_says_so_goes_before_the_rule() -> None:
+    """But not where there are no such kernels."""
+    on, off = (dataclasses.replace(EngineConfig(), overlap=overlap) for overlap in (True, False))
+    assert not _asked(32, config=off)
+    assert _asked(1, megabytes=63, config=on)
+    assert _asked(32, config=on, device_kind="NVIDIA H100 of an unknown make")
+    assert not _asked(32, device_kind="NVIDIA H100 of an unknown make")
+    assert not _asked(32, config=on, steps=1)
+    assert not _asked(32, config=on, device_kind="TPU v4")
+
+
+def test_an_engine_says_where_it_means_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = ModularCapibaraModel(load_preset("dev").model, precision="float32")
+    config = EngineConfig(max_sequences=2, max_batch_tokens=16, max_length=32, page_size=16, overlap=True)
+    Engine(model, config=config).close()
+    assert "overlap=True means nothing here" in caplog.text

@@ -52,6 +52,9 @@ class EngineConfig:
     """Full pages of a prompt whose tokens were seen before are used again."""
     decode_steps: int = 8
     """Steps that one program takes when nothing waits and no running request needs the host between them."""
+    overlap: bool | None = None
+    """Launch the kernels of such a program one by one, each before the one before it is done (Hopper): where the host
+    is fast enough when None, by a rule; True and False say so. It changes no token."""
     asynchronous: bool = True
     """Send the next step before the last one's tokens are here; a request's end is then seen a step late."""
     speculative_tokens: int = 0

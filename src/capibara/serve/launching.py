@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from capibara.serve.config import EngineConfig
     from capibara.serve.programs import Shape
 
-__all__ = ["launched_one_by_one"]
+__all__ = ["cannot_overlap", "launched_one_by_one"]
 
 _MOST_ROWS = 64
 """Of `few_rows`; products of more rows are the compiler's, and do not overlap."""
@@ -33,6 +33,19 @@ _KEYS = 512
 """Of a sequence, that are counted on, or half of what its table has room for."""
 
 
+def cannot_overlap(model: ModularModelConfig, config: EngineConfig, device_kind: str) -> str | None:
+    """Why no program of an engine has kernels that overlap; None where some may."""
+    if not can_overlap():
+        return "JAX launches kernels so from 0.11 on"
+    if (chip := refuses_chip(device_kind)) is not None:
+        return chip
+    if not all(isinstance(model.blocks[name], Attention | Mlp) for names in model.period for name in names):
+        return "it is for layers of attention and an mlp"
+    if config.mesh is not None or config.adapters:
+        return "it is for one device, without adapters"
+    return None
+
+
 def launched_one_by_one(
     model: ModularModelConfig, config: EngineConfig, shape: Shape, device_kind: str, *, layer_bytes: float,
     page_bytes: float,
@@ -40,21 +53,20 @@ def launched_one_by_one(
     """Whether a step's kernels are to overlap.
 
     Args:
-      model: attention and an mlp in every layer, or its kernels are others.
-      config: of the engine.
+      model: of the engine.
+      config: of the engine, whose `overlap` goes before the rule.
       shape: several tokens in a row; a lone step is not worth a host that does nothing else.
       device_kind: of the chip.
       layer_bytes: of a layer's weights.
       page_bytes: of one page of a layer's cache.
     """
-    blocks = [model.blocks[name] for names in model.period for name in names]
-    if not can_overlap() or refuses_chip(device_kind) or not all(isinstance(b, Attention | Mlp) for b in blocks):
+    if config.overlap is False or cannot_overlap(model, config, device_kind) is not None:
         return False
-    if config.mesh is not None or config.adapters or shape.steps == 1 or shape.sequences > _MOST_ROWS:
+    if shape.steps == 1 or shape.sequences > _MOST_ROWS:
         return False
     chip = hardware.chip_for(device_kind)
-    if chip is None:
-        return False
+    if config.overlap or chip is None:
+        return bool(config.overlap)
     filled = min(shape.pages / 2, _KEYS / config.page_size)
     read = layer_bytes + shape.sequences * filled * page_bytes
     kernels = _KERNELS_OF_ONE_ROW if shape.sequences == 1 else _KERNELS

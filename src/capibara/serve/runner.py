@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from capibara.compile.cache import ExecutableCache
 from capibara.compile.warmup import Program, WarmupReport, make_program, warm_up
+from capibara.errors import say_once
 from capibara.kernels.core.trusting import trusted
 from capibara.kernels.pallas.overlap import ONE_BY_ONE
 from capibara.mesh import current_rules, shard_params
@@ -24,7 +26,7 @@ from capibara.serve.adapters import with_adapters
 from capibara.serve.cache_size import cache_size
 from capibara.serve.config import EngineConfig
 from capibara.serve.invariance import attention_implementation
-from capibara.serve.launching import launched_one_by_one
+from capibara.serve.launching import cannot_overlap, launched_one_by_one
 from capibara.serve.programs import DeviceState, Shape, StepPrograms
 from capibara.serve.scheduler import Chunk, Sequence, StepPlan
 from capibara.serve.shapes import StepShapes
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SEVERAL_FORMS", "Runner", "Sent", "form_of"]
 
+_log = logging.getLogger(__name__)
 _COPIES = 8
 """Pages that one program copies."""
 _IN_A_ROW = 8
@@ -120,6 +123,9 @@ class Runner:
             adapters=bool(config.adapters),
             overlaps=self._overlaps,
         )
+        why_not = cannot_overlap(self.model, config, self.devices[0].device_kind)
+        if config.overlap and why_not is not None:
+            say_once(_log, why_not, "overlap=True means nothing here: %s", why_not)
         self._layer_bytes = nbytes_on_one(self.params["layers"]) / self.model.layers
         self._page_bytes = nbytes_on_one(self.state.cache) / self.model.layers / pages
         self._executables: dict[tuple[Any, ...], Any] = {}
