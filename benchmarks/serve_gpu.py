@@ -441,9 +441,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="of one step of the engine")
     parser.add_argument("--trust", choices=("measured", "predicted"), help="which evidence the engine's kernels go by")
-    parser.add_argument(
-        "--overlap", choices=("on", "off"), help="of kernels; by the engine's own rule if left out"
-    )
+    parser.add_argument("--overlap", choices=("on", "off"), help="of kernels; by the engine's own rule if left out")
     parser.add_argument("--predict-on", default="h200", help="the chip that is predicted for; empty predicts nothing")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--preset", default="llama-1b")
