@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtyping import jaxtyped
 
 from capibara.errors import ImplementationRefused, UnknownNameError
 from capibara.kernels import explain, gemm, interpret, target
+from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.linalg.gemm.api import GEMM
 from capibara.kernels.ops.linalg.gemm.hopper.forward import HopperConfig
 from capibara.kernels.ops.linalg.gemm.tpu.forward import TileConfig, tile_bytes
@@ -154,6 +156,30 @@ def test_the_gradient_of_an_epilogue_multiplies_in_the_operands_type(extra: str)
     back = jax.grad(loss, argnums=(0, 1))(a, b)
     wanted = sum(jnp.vdot(x.astype(jnp.float32), g.astype(jnp.float32)) for x, g in zip((a, b), back, strict=True))
     np.testing.assert_allclose(float(along), float(wanted), rtol=2.0**-6, atol=0.5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shapes", [((24, 16), (16, 32)), ((3, 24, 16), (3, 16, 32)), ((24, 16), (3, 16, 32))], ids=str)
+def test_on_a_gpu_a_residual_alone_is_left_to_the_products_own_sums(shapes: Any) -> None:
+    """A product in the residual's type and a sum are what XLA hands cuBLAS as one call; elsewhere sums are float32."""
+    a, b = (_normal(n, *shape, dtype="bfloat16") for n, shape in enumerate(shapes))
+    residual = _normal(2, *gemm(a, b).shape, dtype="bfloat16")
+
+    def added(a: Any, b: Any, residual: Any, **more: Any) -> Any:
+        return gemm(a, b, residual=residual, implementation="xla", **more)
+
+    def made(**more: Any) -> set[str]:
+        jaxpr = jax.make_jaxpr(functools.partial(added, **more))(a, b, residual).jaxpr
+        return {x.aval.dtype.name for e in _equations(jaxpr) for x in e.outvars}
+
+    assert "float32" in made()
+    with target("gpu", "NVIDIA H200"):
+        assert made() == {"bfloat16"}
+        assert "float32" in made(activation="gelu")
+        assert "float32" in made(out_dtype="float32")
+        found = jax.jit(added)(a, b, residual)
+        result = check_output(found, expected(GEMM, (a, b, None, residual), {}))
+    assert result.ok, result.why
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
