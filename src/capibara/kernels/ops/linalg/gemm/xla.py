@@ -37,7 +37,8 @@ def xla(
     contract_a = a.ndim - 2 if transpose_a else a.ndim - 1
     contract_b = b.ndim - 1 if transpose_b else b.ndim - 2
     dims = (((contract_a,), (contract_b,)), batch)
-    if added_by_the_product(bias, residual, activation, operands, out, current_target().platform):
+    alone = added_by_the_product(bias, residual, activation, operands, out, current_target().platform)
+    if residual is not None and alone:
         # cuBLAS adds it to its float32 sums and rounds once, where it is asked for a product in the residual's type. Of
         # a float32 product XLA makes three passes: on an H200 452 us for 406 at 30720x4096x1024, 213 for 193 at
         # 4096x4096x3584.
