@@ -28,8 +28,8 @@ CASES = [
     (case("stretches", (2, 29, 768), 4, NONE, activation="silu"), WalkConfig(4, 4, 2, 3)),
     # More tiles than a ring holds, in one stretch.
     (case("ring", (1, 21, 512), 3, NONE, weights="float32"), WalkConfig(2, 4, 3, 1)),
-    # A filter that reaches past a whole tile, and past the tile after a stretch; lines of 64 channels.
-    (case("far", (1, 11, 320), 8, NONE, activation="silu", bias=False), WalkConfig(2, 2, 2, 4)),
+    # A filter that reaches past tiles and past the one after a stretch, and fills the ring; lines of 64 channels.
+    (case("far", (1, 17, 320), 8, NONE, activation="silu", bias=False), WalkConfig(2, 2, 7, 2)),
     (case("half", (2, 5, 256), 2, NONE, dtype="float16"), WalkConfig(4, 2, 4, 2)),
     (case("wide", (1, 6, 128), 4, NONE, dtype="float32", bias=False, return_final_state=True), WalkConfig(4, 1, 2, 2)),
     # A time shorter than the filter, whose last inputs begin with zeros.
@@ -136,5 +136,11 @@ def test_it_says_why_not() -> None:
     assert "written for Hopper" in reason((1, 4, 256), jnp.bfloat16, device="NVIDIA A100")
     with pytest.raises(ValueError, match="stages 2 or more"):
         WalkConfig(8, 4, 1, 1)
+    x, w = jnp.ones((1, 4, 256)), jnp.ones((4, 256))
+    params: dict[str, Any] = {"activation": None, "return_final_state": False}
+    with pytest.raises(ValueError, match="whole lines"):
+        forward.conv_forward(x, w, config=WalkConfig(8, 4, 2, 1), **params)
+    with pytest.raises(ValueError, match="A ring holds the 6 rows"):
+        backward.conv_backward(x, w, None, None, x, config=WalkConfig(2, 2, 2, 1), activation=None)
     with pytest.raises(ValueError, match="hopper"):
         causal_conv1d(jnp.ones((1, 4, 256)), jnp.ones((4, 256)), implementation="hopper")

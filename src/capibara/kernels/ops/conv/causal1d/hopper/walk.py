@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -29,6 +30,7 @@ VECTOR_BYTES = 16  # at most, of one load
 LINES = (256, 128, 64)  # channels of a line: what the copy engine takes along one axis is 256 at most
 FEWEST_TAPS, MOST_TAPS = 2, 8  # no ring for less, no registers for more
 FLOATS = ("bfloat16", "float16", "float32")
+REGISTERS = 1 << 16  # of a multiprocessor
 RESERVED = 1024  # bytes of shared memory that each program of a multiprocessor takes besides its own
 START_TILES = 1.5  # what it takes a program to begin and to end, in tiles that pass meanwhile
 
@@ -93,6 +95,16 @@ def cut_channels(channels: int, vector: int) -> Cut | None:
     return None
 
 
+def cut_for(channels: int, config: WalkConfig, tail: int) -> Cut:
+    """The cut of a config that was asked for, whose ring must have room for a tail of so many rows."""
+    cut = cut_channels(channels, config.vector)
+    if cut is None:
+        raise rule_error(f"128 threads share {channels} channels in whole lines", config, "use a smaller vector")
+    if config.rows * config.stages < tail:
+        raise rule_error(f"A ring holds the {tail} rows that a program begins with", config, "use more stages")
+    return cut
+
+
 class Stretch(NamedTuple):
     """What a program walks along: a piece of the channels of one sequence, `count` tiles from `first` on."""
 
@@ -115,6 +127,36 @@ def stretch(cut: Cut, tiles: int, splits: int) -> Stretch:
 def lined(x: Any, cut: Cut) -> Any:
     """An array with its channels, which are its last axis, as lines."""
     return x.reshape(*x.shape[:-1], cut.lines, cut.width)
+
+
+class Ring:
+    """Tiles in shared memory, of `rows` inputs each, one after another.
+
+    A loop hands its slot on: the rest of a division by three stages would be taken in 64 bits, and cost registers.
+    """
+
+    def __init__(self, ref: Any, rows: int) -> None:
+        self.ref, self.rows, self.stages = ref, rows, ref.shape[0] // rows
+
+    def tile(self, slot: Any) -> Any:
+        return self.ref.at[pl.ds(slot * self.rows, self.rows)]
+
+    def row(self, slot: Any, row: int) -> Any:
+        return self.ref.at[slot * self.rows + row]
+
+    def slot_after(self, slot: Any) -> Any:
+        return jnp.where(slot == self.stages - 1, 0, slot + 1)
+
+    def slot_before(self, slot: Any) -> Any:
+        return jnp.where(slot == 0, self.stages - 1, slot - 1)
+
+    def tail(self, rows: int) -> Any:
+        """Its last rows, for what is read once, before the tiles that have their place there are fetched."""
+        return self.ref.at[pl.ds(self.ref.shape[0] - rows, rows)]
+
+    def before_tail(self, rows: int) -> int:
+        """Tiles whose place is not in that."""
+        return (self.ref.shape[0] - rows) // self.rows
 
 
 def dot(taps: Sequence[Any], numbers: Sequence[Any], start: Any = None) -> Any:
@@ -177,23 +219,26 @@ def vectors_for(call: Call) -> list[int]:
 
 
 def configs_for(
-    call: Call, shapes: Sequence[tuple[int, int, int]], scratch: Any, most_programs: int
+    call: Call,
+    shapes: Sequence[tuple[int, int]],
+    scratch: Callable[[Cut, int, int], Any],
+    registers: Callable[[int], int],
 ) -> list[WalkConfig]:
-    """Configs of these (rows, stages, programs of a multiprocessor), each for every vector, cut to fill the chip.
+    """Configs of these (rows, stages), each for every vector, with as many splits as fill the chip.
 
-    `scratch(cut, rows, stages)` is what a program allocates; of a multiprocessor's memory no more programs run than it
-    has room for, and no more than `most_programs` for its registers.
+    `scratch(cut, rows, stages)` is what a program allocates, `registers(vector)` what a thread takes: so many programs
+    as have room for both run on a multiprocessor.
     """
-    (batch, time, _), cores = call.need("x").shape, multiprocessors(call.target.device_kind)
+    (batch, time, channels), cores = call.need("x").shape, multiprocessors(call.target.device_kind)
     configs = []
     for vector in vectors_for(call):
-        for rows, stages, programs in shapes:
-            cut = cut_channels(call.need("x").shape[2], vector)
-            assert cut is not None  # vectors_for has seen to it
+        cut = cut_channels(channels, vector)
+        assert cut is not None  # vectors_for has seen to it
+        most = REGISTERS // (THREADS * math.ceil(registers(vector) / 8) * 8)
+        for rows, stages in shapes:
             used = smem_bytes(scratch(cut, rows, stages))
-            if used > SMEM_BYTES:
-                continue
-            together = max(1, min(programs, most_programs, (SMEM_BYTES + RESERVED) // (used + RESERVED)))
-            splits = splits_for(batch * cut.pieces, -(-time // rows), together * cores)
-            configs.append(WalkConfig(rows, vector, stages, splits))
+            together = min(most, (SMEM_BYTES + RESERVED) // (used + RESERVED))
+            if together:
+                splits = splits_for(batch * cut.pieces, -(-time // rows), together * cores)
+                configs.append(WalkConfig(rows, vector, stages, splits))
     return list(dict.fromkeys(configs))
