@@ -116,6 +116,8 @@ def test_it_is_the_default_of_both_passes_on_a_hopper() -> None:
     with target("gpu", H200):
         assert explain("causal_conv1d", x, w, activation="silu").implementation == "hopper"
         assert explain("causal_conv1d_grad", x, w, None, None, x, activation="silu").implementation == "hopper"
+        small = jax.ShapeDtypeStruct((2, 16, 1536), jnp.bfloat16)
+        assert explain("causal_conv1d", small, w, activation="silu").implementation == "xla"
 
 
 @pytest.mark.quick

@@ -70,7 +70,8 @@ def cost_grad(call: Call) -> Cost:
 
 
 def tolerance(call: Call) -> float:
-    """Rounding y: a unit of x's type. The initial state, where it is wider than x, is rounded to x's type: one more.
+    """Rounding y: a unit of x's type. The initial state, where it is wider than x, is rounded to x's type: one more,
+    by which a kernel that begins without one may take a short formula for the activation (2^-11, in bfloat16).
     In float32: a sum of a few taps, four units for an unlucky draw of each, and the activation's eight roundings.
 
     The filters' gradient sums over batch and time, and grows with the root of their number.
