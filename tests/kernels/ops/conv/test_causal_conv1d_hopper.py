@@ -92,6 +92,16 @@ def test_splits_fill_the_chip_once_or_often() -> None:
     assert splits_for(10_000, 1, slots) == 1
 
 
+@pytest.mark.quick
+def test_long_filters_have_fewer_channels_a_thread() -> None:
+    """The gradient of eight taps would take 322 registers for eight channels, and there are 255."""
+    x, w = jax.ShapeDtypeStruct((2, 100, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8, 2048), jnp.bfloat16)
+    with target("gpu", H200):
+        call = CAUSAL_CONV1D_GRAD.call(x, w, None, None, x, activation="silu")
+        assert {config.vector for config in backward.candidates(call)} == {2, 4}
+        assert CAUSAL_CONV1D_GRAD.implementations["hopper"].refusal(call) is None
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_every_config_lowers_for_cuda(activation: str | None) -> None:
     x, w, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 100, 1536), (4, 1536), (1536,)))

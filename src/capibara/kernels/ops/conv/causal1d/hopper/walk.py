@@ -31,6 +31,7 @@ LINES = (256, 128, 64)  # channels of a line: what the copy engine takes along o
 FEWEST_TAPS, MOST_TAPS = 2, 8  # no ring for less, no registers for more
 FLOATS = ("bfloat16", "float16", "float32")
 REGISTERS = 1 << 16  # of a multiprocessor
+THREAD_REGISTERS = 255  # of a thread, at most
 RESERVED = 1024  # bytes of shared memory that each program of a multiprocessor takes besides its own
 START_TILES = 1.5  # what it takes a program to begin and to end, in tiles that pass meanwhile
 
@@ -234,6 +235,8 @@ def configs_for(
     for vector in vectors_for(call):
         cut = cut_channels(channels, vector)
         assert cut is not None  # vectors_for has seen to it
+        if registers(vector) > THREAD_REGISTERS:
+            continue
         most = REGISTERS // (THREADS * math.ceil(registers(vector) / 8) * 8)
         for rows, stages in shapes:
             used = smem_bytes(scratch(cut, rows, stages))
