@@ -10,6 +10,7 @@ of the tile before stays in registers, so that every number is read once and wri
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -168,6 +169,7 @@ def dot(taps: Sequence[Any], numbers: Sequence[Any], start: Any = None) -> Any:
     return total
 
 
+@functools.lru_cache(maxsize=1024)
 def splits_for(groups: int, tiles: int, slots: int) -> int:
     """Into how many stretches a sequence is cut, with `groups` of pieces and sequences and so many programs at a time.
 
