@@ -199,6 +199,12 @@ OTHERWISE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], Callable[[Call]
         {},
         lambda call: _counted(lambda rows, codes: rows @ codes.T, *call.args),
     ),
+    "causal_conv1d_grad": (
+        "XLA counts a sum for each tap's lone product; the inputs' share and the filters' are a forward pass each",
+        (f32(4, 1024, 64), f32(4, 64), None, None, f32(4, 1024, 64)),
+        {},
+        lambda call: 2 * _xla_flops(lookup("causal_conv1d").call(*call.args[:2], target=CPU)),
+    ),
     "ssd": (
         "the reference walks through time; the work is that of chunks",
         CHUNKS,

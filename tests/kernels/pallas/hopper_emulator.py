@@ -70,8 +70,10 @@ class Ref:
     Reads and writes may run past the ends of the array when they `clip`: by "rows" or by "tiles", as TMA copies them.
     """
 
-    def __init__(self, array: np.ndarray, part: tuple[Any, ...] | None = None, tiled: bool = True) -> None:
-        self.array, self.tiled = array, tiled
+    def __init__(
+        self, array: np.ndarray, part: tuple[Any, ...] | None = None, tiled: bool = True, swizzled: bool = True
+    ) -> None:
+        self.array, self.tiled, self.swizzled = array, tiled, swizzled
         self.part = part if part is not None else tuple((0, n) for n in array.shape)
 
     @property
@@ -92,10 +94,11 @@ class Ref:
     def begins_a_swizzle(self) -> bool:
         """Whether it is no matrix in shared memory, or begins where the pattern of the widest swizzle does.
 
-        What is not tiled is swizzled too: as it says, or as layout inference takes it (JAX from 0.11 on). Registers
-        are stored and loaded in a pattern that begins with the part; TMA's is of the address, from any row on.
+        What is not tiled is swizzled too: as it says, or as layout inference takes it (JAX from 0.11 on), but for
+        kernels that are lowered without inference. Registers are stored and loaded in a pattern that begins with the
+        part; TMA's is of the address, from any row on.
         """
-        return self.tiled or len(self.shape) < 2 or self.first_byte % hopper.SMEM_ALIGNMENT == 0
+        return self.tiled or not self.swizzled or len(self.shape) < 2 or self.first_byte % hopper.SMEM_ALIGNMENT == 0
 
     @property
     def at(self) -> Any:
@@ -119,7 +122,7 @@ class Ref:
             else:
                 assert 0 <= int(i) < p[1], f"index {int(i)} of {p[1]}"
                 part.append(p[0] + int(i))
-        return Ref(self.array, tuple(part), self.tiled)
+        return Ref(self.array, tuple(part), self.tiled, self.swizzled)
 
     def _inside(self, clip: str | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The index into the array, and into the part, of what lies inside the array."""
@@ -199,7 +202,7 @@ class _Transposed(Ref):
     """A part of an array with its axes in another order: read and written as a whole."""
 
     def __init__(self, ref: Ref, axes: tuple[int, ...]) -> None:
-        super().__init__(ref.array, ref.part, ref.tiled)
+        super().__init__(ref.array, ref.part, ref.tiled, ref.swizzled)
         self.ref, self.axes = ref, axes
 
     def read(self, clip: str | None = None) -> np.ndarray:
@@ -309,9 +312,10 @@ class _AccumulatorPart:
 
 
 class _Grid:
-    """What programs share that run at the same time."""
+    """What programs share that run at the same time. `swizzles`: layouts are inferred, those of shared memory too."""
 
-    def __init__(self) -> None:
+    def __init__(self, swizzles: bool = True) -> None:
+        self.swizzles = swizzles
         self.failed: list[Exception] = []
         self.lock = threading.Lock()
         self.draw = random.Random(0)
@@ -364,7 +368,7 @@ class _Smem:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, transforms: Any = ()) -> None:
         self.shape, self.dtype = shape, jnp.dtype(dtype)
-        self.tiled = any(isinstance(t, plgpu.TilingTransform) for t in transforms)
+        self.tiled, self.transformed = any(isinstance(t, plgpu.TilingTransform) for t in transforms), bool(transforms)
 
     @property
     def size(self) -> int:
@@ -373,7 +377,8 @@ class _Smem:
 
     def __call__(self) -> Ref:
         floating = jnp.issubdtype(self.dtype, jnp.floating)
-        return Ref(np.full(self.shape, np.nan if floating else 77, self.dtype), tiled=self.tiled)
+        made = np.full(self.shape, np.nan if floating else 77, self.dtype)
+        return Ref(made, tiled=self.tiled, swizzled=self.transformed or _here.program.grid.swizzles)
 
     def inside(self, memory: np.ndarray, first: int) -> Ref:
         held = memory[first : first + math.prod(self.shape) * self.dtype.itemsize]
@@ -406,7 +411,8 @@ def _barrier(num_arrivals: int = 1, num_barriers: int = 1) -> Callable[[], Any]:
 
 def _run_scoped(body: Callable[..., Any], *specs: Any, collective_axes: Any = None, **named: Any) -> Any:
     program = _here.program
-    if collective_axes is None:
+    # What a program of one warpgroup has in shared memory is named here, and accumulators are not.
+    if collective_axes is None and not named:
         return body(*(_Accumulator(spec.value) for spec in specs))
     with program.lock:
         if program.scratch is None:
@@ -521,16 +527,19 @@ def as_program(**place: int) -> Iterator[None]:
 
 
 def _run_grid(
-    body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_threads: int, at_once: bool = False
+    body: Any, refs: list[Ref], grid: Any, grid_names: Any, num_threads: int, at_once: bool = False,
+    swizzles: bool = True,
 ) -> None:  # fmt: skip
     places = [dict(zip(grid_names, place, strict=True)) for place in itertools.product(*map(range, grid))]
     for some in [places] if at_once else [[place] for place in places]:
-        _run_programs(body, refs, some, num_threads, LATE if at_once else 0.0)
+        _run_programs(body, refs, some, num_threads, LATE if at_once else 0.0, swizzles)
 
 
-def _run_programs(body: Any, refs: list[Ref], places: list[dict[str, int]], num_threads: int, late: float) -> None:
+def _run_programs(
+    body: Any, refs: list[Ref], places: list[dict[str, int]], num_threads: int, late: float, swizzles: bool
+) -> None:
     """At the same time, in no order."""
-    grid = _Grid()
+    grid = _Grid(swizzles)
     if _held is not None:
         grid.of_before = {id(ref.array) for ref in refs if ref.array.shape not in _held}
     programs = [_Program(place, grid) for place in places]
@@ -565,13 +574,16 @@ def _run_programs(body: Any, refs: list[Ref], places: list[dict[str, int]], num_
 
 
 def _kernel(
-    body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int = 1, **_: Any
+    body: Any, *, out_type: Any, grid: Any, grid_names: Any, num_threads: int = 1, compiler_params: Any = None,
+    **_: Any,
 ) -> Callable[..., Any]:  # fmt: skip
+    swizzles = getattr(compiler_params, "lowering_semantics", None) != hopper.LANE
+
     def host(*arrays: Any) -> list[np.ndarray]:
         inputs = [Ref(np.asarray(x)) for x in arrays]
         # What the kernel does not write must not look like a result.
         outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_type]
-        _run_grid(body, [*inputs, *outs], grid, grid_names, num_threads)
+        _run_grid(body, [*inputs, *outs], grid, grid_names, num_threads, swizzles=swizzles)
         return [ref.array for ref in outs]
 
     # A call of its own, so that the work around the kernel may be compiled as a whole.

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from capibara.kernels import causal_conv1d, causal_conv1d_step
+from capibara.kernels.ops.conv import CAUSAL_CONV1D_GRAD
+from capibara.kernels.ops.conv.causal1d.gradient import local_grad
+from capibara.kernels.ops.conv.causal1d.reference import reference_grad
 
 
 def _normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:
@@ -64,6 +67,26 @@ def test_a_bfloat16_gradient_is_rounded_once() -> None:
 
 
 @pytest.mark.quick
+def test_a_device_s_gradients_of_the_filters_are_summed_over_the_others() -> None:
+    """What a kernel runs on a mesh: the sequences split in two, the filters whole."""
+    d_out, spec = _normal(2, 9, 6, seed=4), jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+
+    def part(x: Any, w: Any, bias: Any, d_out: Any) -> Any:
+        arrays = (x, w, bias, None, d_out, None)
+        return local_grad(CAUSAL_CONV1D_GRAD, arrays, {"activation": "silu"}, {"b": ("data",)}, None)[:3]
+
+    split, whole = spec("data"), spec()
+    run = jax.shard_map(
+        part, mesh=mesh, in_specs=(split, whole, whole, split), out_specs=(split, whole, whole), check_vma=False
+    )
+    wanted = reference_grad(X, W, BIAS, None, d_out, activation="silu")[:3]
+    for got, right in zip(jax.jit(run)(X, W, BIAS, d_out), wanted, strict=True):
+        # Float32: sums of 18 products of numbers up to about 10.
+        np.testing.assert_allclose(got, right, atol=2e-5)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -74,6 +97,8 @@ def test_a_bfloat16_gradient_is_rounded_once() -> None:
         (lambda: causal_conv1d(X, W, activation="relu"), "activation of causal_conv1d"),
         (lambda: causal_conv1d(X, W, activation=["silu"]), r"activation=\['silu'\]"),
         (lambda: causal_conv1d(X.astype("int32"), W), "causal_conv1d takes"),
+        (lambda: CAUSAL_CONV1D_GRAD(X, W, BIAS, None, X[:1]), "The result's cotangent has x's shape"),
+        (lambda: CAUSAL_CONV1D_GRAD(X, W, BIAS, None, X, X), "The last inputs' cotangent is"),
         (lambda: causal_conv1d_step(STATE, X, W), "One step takes"),
         (lambda: causal_conv1d_step(STATE[:, 1:], X[:, 0], W), "the last inputs"),
         (lambda: causal_conv1d_step(STATE, X[:, 0], W, activation="gelu"), "activation"),

@@ -13,11 +13,25 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation, describe
-from capibara.kernels.ops.conv.causal1d import gradient, peers, rules, xla
-from capibara.kernels.ops.conv.causal1d.cases import CASES
-from capibara.kernels.ops.conv.causal1d.reference import finished, reference, wide_type
+from capibara.kernels.ops.conv.causal1d import gradient, hopper, peers, rules, xla
+from capibara.kernels.ops.conv.causal1d.cases import CASES, GRAD_CASES
+from capibara.kernels.ops.conv.causal1d.reference import finished, reference, reference_grad, wide_type
 
-CAUSAL_CONV1D: Op = Op(
+CAUSAL_CONV1D_GRAD = Op(
+    "causal_conv1d_grad",
+    family="conv",
+    reference=reference_grad,
+    operands=("x", "w", "bias", "initial_state", "d_out", "d_state"),
+    params={"activation": None},
+    check=rules.check_grad,
+    cost=rules.cost_grad,
+    tolerance=rules.tolerance,
+    batch=gradient.batch_grad,
+    partition=gradient.PARTITION_GRAD,
+    cases=GRAD_CASES,
+)
+
+CAUSAL_CONV1D = Op(
     "causal_conv1d",
     family="conv",
     reference=reference,
@@ -27,7 +41,7 @@ CAUSAL_CONV1D: Op = Op(
     check=rules.check,
     cost=rules.cost,
     tolerance=rules.tolerance,
-    gradient=Gradient(gradient.forward, lambda *args: gradient.backward(CAUSAL_CONV1D, *args)),
+    gradient=Gradient(gradient.forward, lambda *args: gradient.backward(CAUSAL_CONV1D_GRAD, *args)),
     batch=gradient.batch,
     partition=gradient.PARTITION,
     cases=CASES,
@@ -35,7 +49,13 @@ CAUSAL_CONV1D: Op = Op(
 )
 CAUSAL_CONV1D.implement(
     xla.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
     Implementation("reference", reference),
+)
+CAUSAL_CONV1D_GRAD.implement(
+    xla.GRAD_IMPLEMENTATION,
+    hopper.GRAD_IMPLEMENTATION,
+    Implementation("reference", reference_grad),
 )
 
 
@@ -80,7 +100,7 @@ def causal_conv1d(
       activation: None or "silu", of the sum and the bias.
       initial_state: the width - 1 inputs before x, [batch, width - 1, channels]; zeros by default.
       return_state: return (y, the last width - 1 inputs), what `causal_conv1d_step` and the next call start from.
-      implementation: force one by name ("xla", "reference"); a refusal is an error.
+      implementation: force one by name ("xla", "hopper", "reference"); a refusal is an error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
     Forward-mode derivatives need implementation="reference".
@@ -131,4 +151,5 @@ def causal_conv1d_step(
 
 
 CAUSAL_CONV1D.public = causal_conv1d
+register(CAUSAL_CONV1D_GRAD)
 register(CAUSAL_CONV1D)

@@ -7,6 +7,7 @@ from typing import Any
 from capibara.kernels.core.spec import Case
 
 REAL = frozenset({"bench", "tpu", "gpu", "tune"})
+HOPPER = frozenset({"gpu"})
 HOSTILE = frozenset({"test", "tpu"})
 
 
@@ -23,6 +24,9 @@ def case(
 CASES = (
     case("mamba", (8, 4096, 2048), 4, REAL, activation="silu"),
     case("plain-f32", (8, 4096, 2048), 4, REAL, bias=False, dtype="float32"),
+    # What Hopper's kernels meet besides: channels past whole pieces, few of them, a time of no whole tiles.
+    case("edges", (2, 21, 1344), 4, HOPPER, activation="silu", weights="float32"),
+    case("plain-256", (1, 37, 256), 3, HOPPER, return_final_state=True),
     # Hostile: odd, past a lane, several blocks, time shorter than the filter, every operand and both outputs.
     case("odd", (3, 7, 5), 4, HOSTILE, dtype="float32", activation="silu", state=True, return_final_state=True),
     case("shorter", (2, 2, 9), 8, HOSTILE, state=True, return_final_state=True, weights="float32"),
@@ -33,3 +37,20 @@ CASES = (
         return_final_state=True,
     ),
 )  # fmt: skip
+
+GRAD_TESTED = ("odd", "shorter", "several-blocks")
+
+
+def grad_case(case: Case) -> Case:
+    """The backward pass of a forward case."""
+    x, w = case.shapes[:2]
+    assert x is not None
+    assert w is not None
+    params = {name: value for name, value in case.params.items() if name != "return_final_state"}
+    d_state = (x[0], w[0] - 1, x[2]) if case.params.get("return_final_state") and "gpu" not in case.tags else None
+    # The forward op's cases are tested and timed with their gradients, on meshes too, and those run these programs.
+    tags = case.tags - {"bench", "shard"} - (frozenset() if case.name in GRAD_TESTED else {"test"})
+    return Case(case.name, (*case.shapes, x, d_state), case.dtype, params, tags, case.dtypes)
+
+
+GRAD_CASES = tuple(map(grad_case, CASES))

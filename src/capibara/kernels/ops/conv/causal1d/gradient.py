@@ -11,8 +11,7 @@ from capibara.kernels.core.batching import one_by_one
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Call, Partition, Prefer
-from capibara.kernels.ops.conv.causal1d.reference import finished, wide_type
-from capibara.kernels.ops.conv.causal1d.xla import summed
+from capibara.kernels.ops.conv.causal1d.reference import wide_type
 
 Params = dict[str, Any]
 
@@ -22,27 +21,10 @@ def forward(op: Op, arrays: tuple[Any, ...], params: Params, prefer: Prefer) -> 
     return run(op, arrays, params, prefer=prefer), arrays
 
 
-def backward(op: Op, arrays: Any, cotangent: Any, params: Params, prefer: Prefer) -> tuple[Any, ...]:
-    """The cotangents of the operands, by XLA; what the activation was given is computed again by the op."""
-    flow, *rest = cotangent if isinstance(cotangent, tuple) else (cotangent,)
-    wide = wide_type(arrays[0])
-    flow = flow.astype(wide)
-    if params["activation"] is not None:
-        before = run(op, arrays, {"activation": None, "return_final_state": False}, prefer=prefer).astype(wide)
-        _, through = jax.vjp(lambda z: finished(z, None, params["activation"]), before)
-        (flow,) = through(flow)
-    present = [i for i, x in enumerate(arrays) if x is not None]
-
-    def of_present(*given: Any) -> Any:
-        full = list(arrays)
-        for i, x in zip(present, given, strict=True):
-            full[i] = x
-        total, state = summed(*full)
-        return (total, state) if rest else total
-
-    _, pull = jax.vjp(of_present, *(arrays[i] for i in present))
-    made = dict(zip(present, pull((flow, *rest) if rest else flow), strict=True))
-    return tuple(made.get(i) for i in range(len(arrays)))
+def backward(grad_op: Op, arrays: Any, cotangent: Any, params: Params, prefer: Prefer) -> tuple[Any, ...]:
+    """The cotangents of the operands: one call of causal_conv1d_grad."""
+    d_out, d_state = cotangent if params["return_final_state"] else (cotangent, None)
+    return run(grad_op, (*arrays, d_out, d_state), {"activation": params["activation"]}, prefer=prefer)
 
 
 def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...], params: Params, prefer: Prefer) -> Any:
@@ -62,12 +44,46 @@ def batch(op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...],
     return jax.tree.map(lambda y: y.reshape(size, count, *y.shape[1:]), made)
 
 
+def batch_grad(
+    op: Op, size: int, batched: tuple[bool, ...], arrays: tuple[Any, ...], params: Params, prefer: Prefer
+) -> Any:
+    """vmap: one element after another, since each has a gradient of the filters to itself."""
+    return one_by_one(op, batched, arrays, params, prefer)
+
+
+TERMS = {"x": "b t c", "w": "k c", "bias": "c", "initial_state": "b s c", "d_out": "b t c", "d_state": "b s c"}
+
+
+def _given(call: Call) -> list[str]:
+    return [name for name, x in zip(call.op.operands, call.args, strict=True) if x is not None]
+
+
 def rule(call: Call) -> str:
     """Batch and channels are split freely; time and taps are whole on every device."""
-    terms = {"x": "b t c", "w": "k c", "bias": "c", "initial_state": "b s c"}
-    given = [terms[name] for name, x in zip(call.op.operands, call.args, strict=True) if x is not None]
     made = ["b t c", "b s c"] if call.params["return_final_state"] else ["b t c"]
-    return f"{', '.join(given)} -> {', '.join(made)}"
+    return f"{', '.join(TERMS[name] for name in _given(call))} -> {', '.join(made)}"
 
 
-PARTITION = Partition(rule, replicated=lambda call: ("t", "k", "s"), logical={"b": "batch", "c": "mlp"})
+def rule_grad(call: Call) -> str:
+    """A gradient lies as its operand does."""
+    given = _given(call)
+    made = [name for name in given if name in ("x", "w", "bias", "initial_state")]
+    return f"{', '.join(TERMS[name] for name in given)} -> {', '.join(TERMS[name] for name in made)}"
+
+
+def local_grad(
+    op: Op, arrays: tuple[Any, ...], params: Params, axes: dict[str, tuple[str, ...]], prefer: Prefer
+) -> tuple[Any, ...]:
+    """One device's sequences and channels; the filters' gradients are then summed over the sequences of others."""
+    dx, dw, dbias, d_initial = run(op, arrays, params, prefer=prefer, local=True)
+
+    def summed(x: Any) -> Any:
+        over = axes.get("b", ())
+        return x if x is None or not over else jax.lax.psum(x.astype(wide_type(x)), over).astype(x.dtype)
+
+    return dx, summed(dw), summed(dbias), d_initial
+
+
+WHOLE, LOGICAL = ("t", "k", "s"), {"b": "batch", "c": "mlp"}
+PARTITION = Partition(rule, replicated=lambda call: WHOLE, logical=LOGICAL)
+PARTITION_GRAD = Partition(rule_grad, replicated=lambda call: WHOLE, local=local_grad, logical=LOGICAL)

@@ -20,6 +20,12 @@ def history(x: jax.Array, width: int, initial_state: jax.Array | None) -> jax.Ar
     return jnp.concatenate([initial_state.astype(x.dtype), x], 1)
 
 
+def last_inputs(x: jax.Array, width: int) -> jax.Array:
+    """The last width - 1 of x, behind zeros where it has fewer."""
+    short = max(0, width - 1 - x.shape[1])
+    return jnp.pad(x[:, max(0, x.shape[1] - (width - 1)) :], ((0, 0), (short, 0), (0, 0)))
+
+
 def finished(total: jax.Array, bias: jax.Array | None, activation: str | None) -> jax.Array:
     """activation(total + bias), in total's type."""
     if bias is not None:
@@ -48,3 +54,30 @@ def reference(
     y = finished(jnp.einsum("kbtc,kc->btc", taps, w.astype(wide), precision="highest"), bias, activation)
     y = y.astype(x.dtype)
     return (y, seen[:, time:]) if return_final_state else y
+
+
+def reference_grad(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    initial_state: jax.Array | None,
+    d_out: jax.Array,
+    d_state: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """The cotangents of (x, w, bias, initial_state) by those of y and of the last inputs, where these were returned;
+    each rounded once, to its operand's type, and None for an absent operand."""
+    wide = wide_type(x)
+    operands = (x, w, bias, initial_state)
+
+    def outputs(*given: Any) -> Any:
+        return reference(*given, activation=activation, return_final_state=d_state is not None)
+
+    # The initial state is rounded to x's type, whatever its own is.
+    rounded = None if initial_state is None else initial_state.astype(x.dtype)
+    widened = [None if v is None else v.astype(wide) for v in (x, w, bias, rounded)]
+    _, pull = jax.vjp(outputs, *widened)
+    flow = d_out.astype(wide)
+    made = pull(flow if d_state is None else (flow, d_state.astype(wide)))
+    return tuple(None if like is None else d.astype(like.dtype) for d, like in zip(made, operands, strict=True))  # type: ignore[return-value]

@@ -16,7 +16,7 @@ ACTIVATIONS = ("silu",)
 
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
-    x, w, bias, state = call.args
+    x, w, bias, state = call.args[:4]
     for name, given in zip(call.op.operands, call.args, strict=True):
         if given is not None and np.dtype(given.dtype).name not in FLOATS:
             raise rule_error(
@@ -40,6 +40,16 @@ def check(call: Call) -> None:
         raise unknown_name("activation of causal_conv1d", activation, ACTIVATIONS)
 
 
+def check_grad(call: Call) -> None:
+    check(call)
+    x, d_out, d_state = call.need("x"), call["d_out"], call["d_state"]
+    if d_out is None or d_out.shape != x.shape:
+        raise rule_error(f"The result's cotangent has x's shape, {x.shape}", describe(d_out), "pass the gradient of y")
+    wanted = (x.shape[0], call.need("w").shape[0] - 1, x.shape[2])
+    if d_state is not None and d_state.shape != wanted:
+        raise rule_error(f"The last inputs' cotangent is {wanted}", describe(d_state), "pass the gradient of the state")
+
+
 def cost(call: Call) -> Cost:
     """Each operand read once, y (and the state) written once; two operations a tap."""
     x, w = call.need("x"), call.need("w")
@@ -50,8 +60,18 @@ def cost(call: Call) -> Cost:
     return Cost(vector_flops=max(2.0 * w.shape[0] * numbers, 1.0), bytes=float(moved), dtype="float32")
 
 
+def cost_grad(call: Call) -> Cost:
+    """Each operand read once and its gradient written once; two operations a tap for the inputs and for the filters."""
+    x, w = call.need("x"), call.need("w")
+    moved = sum(map(nbytes, call.args)) + sum(map(nbytes, call.args[:4]))
+    return Cost(
+        vector_flops=max(4.0 * w.shape[0] * math.prod(x.shape), 1.0), bytes=float(moved), dtype="float32"
+    )  # fmt: skip
+
+
 def tolerance(call: Call) -> float:
-    """Rounding y: a unit of x's type. The initial state, where it is wider than x, is rounded to x's type: one more.
+    """Rounding y: a unit of x's type. The initial state, where it is wider than x, is rounded to x's type: one more,
+    by which a kernel that begins without one may take a short formula for the activation (2^-11, in bfloat16).
     In float32: a sum of a few taps, four units for an unlucky draw of each, and the activation's eight roundings.
 
     The filters' gradient sums over batch and time, and grows with the root of their number.
