@@ -180,6 +180,7 @@ def _is_of_before(array: np.ndarray) -> bool:
 
 
 def _await_previous() -> None:
+    time.sleep(LATE)  # so that who does not wait is sooner
     _here.awaited = _here.program.awaited = True
 
 

@@ -478,6 +478,9 @@ def stream(
             if early and sharer == 0:
                 # Not sooner: programs of a kernel that joins parts would be there all along, and 2 % slower.
                 let_next_start()
+                if each * (splits - 1) >= steps:
+                    # A part of the inner axis that has nothing was waited for by nobody: its zeros are written at once.
+                    await_previous()
             if sharer > 0:
                 store_to_memory(smem["others"].at[sharer - 1], z)
                 plgpu.barrier_arrive(smem["added"])
