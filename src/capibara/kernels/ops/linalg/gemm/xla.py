@@ -11,8 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from capibara.kernels.core.context import current_target
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
-from capibara.kernels.ops.linalg.gemm.rules import added_by_the_product
 
+_LARGE = 1 << 23  # numbers; from 9.1 million on cuBLAS was seen to add
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -37,11 +37,7 @@ def xla(
     contract_a = a.ndim - 2 if transpose_a else a.ndim - 1
     contract_b = b.ndim - 1 if transpose_b else b.ndim - 2
     dims = (((contract_a,), (contract_b,)), batch)
-    alone = added_by_the_product(bias, residual, activation, operands, out, current_target().platform)
-    if residual is not None and alone:
-        # cuBLAS adds it to its float32 sums and rounds once, where it is asked for a product in the residual's type. Of
-        # a float32 product XLA makes three passes: on an H200 452 us for 406 at 30720x4096x1024, 213 for 193 at
-        # 4096x4096x3584.
+    if residual is not None and bias is None and activation is None and _is_added_by_cublas(residual, operands, out):
         z = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
         return (jnp.moveaxis(z, 1, 0) if a.ndim == 2 and b.ndim == 3 else z) + residual
     if bare or operands == wide:
@@ -52,6 +48,17 @@ def xla(
     if a.ndim == 2 and b.ndim == 3:  # dot_general puts the free axes of `a` first: [M, B, N]
         z = jnp.moveaxis(z, 1, 0)
     return z if bare else epilogue(z, bias, residual, activation).astype(out)
+
+
+def _is_added_by_cublas(residual: jax.Array, operands: Any, out: Any) -> bool:
+    """Whether a product is asked for in the residual's own 16-bit type, so that XLA hands cuBLAS the sum with it.
+
+    cuBLAS adds to its float32 sums and rounds once; of a float32 product XLA makes three passes: on an H200 452 us for
+    406 at 30720x4096x1024, 213 for 193 at 4096x4096x3584. For few numbers the compiler takes a kernel of its own, which
+    rounds the product first (seen at 392x2048): not there.
+    """
+    large = residual.size >= _LARGE
+    return large and operands == out == residual.dtype and out.itemsize == 2 and current_target().platform == "gpu"
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
