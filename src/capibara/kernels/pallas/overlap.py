@@ -1,7 +1,7 @@
 """Kernels that start before the one before them is done (Hopper's programmatic dependent launch).
 
 Between two kernels the memory has nothing to do: the last programs of one end, the next is started, finds out what it
-is to do and asks for its first bytes, two to three microseconds in all. Inside `overlapping` kernels that take part are
+is to do and asks for its first bytes, about two microseconds in all. Inside `overlapping` kernels that take part are
 started early: each asks for its weights, which were there before, and only then waits for the kernel before it.
 
 The rules that they keep. Before `await_previous` a program reads weights alone and writes nothing; and every program of

@@ -40,21 +40,9 @@ from capibara.kernels.pallas.hopper import load, named, store_to_memory
 SHAPES = ((8, 3), (8, 2), (4, 4), (4, 6), (16, 2))  # rows of a tile, and tiles of a ring
 
 
-def _scratch(x: Any, w: Any, bias: Any, cut: Cut, rows: int, stages: int) -> dict[str, Any]:
-    """What a program allocates: rings of both sources' tiles, its filters and its bias."""
-    piece = (cut.depth, cut.width)
-    scratch = {
-        "buffers": [plgpu.SMEM((stages * rows, *piece), x.dtype) for _ in range(2)],
-        "taps": plgpu.SMEM((w.shape[0], *piece), w.dtype),
-        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "begun": plgpu.Barrier(num_arrivals=3 if bias is None else 4),
-    }
-    return scratch if bias is None else scratch | {"bias": plgpu.SMEM(piece, bias.dtype)}
-
-
 def candidates(call: Call) -> Sequence[WalkConfig]:
     width = call.need("w").shape[0]
-    scratch = functools.partial(_scratch, call.need("x"), call.need("w"), call["bias"])
+    scratch = functools.partial(walk.scratch, 2, call.need("x"), call.need("w"), call["bias"])
     # As compiled: 79, 110 and 192 of a thread for vectors of 2, 4 and 8 channels and four taps.
     return configs_for(call, SHAPES, scratch, lambda vector: 42 + vector * (4 * width + 3))
 
@@ -156,7 +144,7 @@ def _program(*refs: Any, cut: Cut, config: WalkConfig, tiles: int, activation: s
             store_to_memory(place, total)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    pl.run_scoped(_scoped, **_scratch(x_hbm, w_hbm, bias_hbm, cut, rows, stages))
+    pl.run_scoped(_scoped, **walk.scratch(2, x_hbm, w_hbm, bias_hbm, cut, rows, stages))
 
 
 def conv_backward(

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
+from capibara.kernels.ops.conv.causal1d.hopper import walk
 from capibara.kernels.ops.conv.causal1d.hopper.walk import (
     COMPILER_PARAMS,
     Cut,
@@ -39,21 +40,9 @@ LARGE = 1 << 20  # numbers of x, from which on it goes before XLA's form
 SHAPES = ((8, 4), (8, 3), (16, 3), (4, 6))  # rows of a tile, and tiles of a ring
 
 
-def _scratch(x: Any, w: Any, bias: Any, cut: Cut, rows: int, stages: int) -> dict[str, Any]:
-    """What a program allocates: a ring of tiles, its filters and its bias."""
-    piece = (cut.depth, cut.width)
-    scratch = {
-        "buffer": plgpu.SMEM((stages * rows, *piece), x.dtype),
-        "taps": plgpu.SMEM((w.shape[0], *piece), w.dtype),
-        "arrived": plgpu.Barrier(num_barriers=stages),
-        "begun": plgpu.Barrier(num_arrivals=2 if bias is None else 3),
-    }
-    return scratch if bias is None else scratch | {"bias": plgpu.SMEM(piece, bias.dtype)}
-
-
 def candidates(call: Call) -> Sequence[WalkConfig]:
     width = call.need("w").shape[0]
-    scratch = functools.partial(_scratch, call.need("x"), call.need("w"), call["bias"])
+    scratch = functools.partial(walk.scratch, 1, call.need("x"), call.need("w"), call["bias"])
     # As compiled: 54, 80 and 126 of a thread for vectors of 2, 4 and 8 channels and four taps.
     return configs_for(call, SHAPES, scratch, lambda vector: 28 + vector * (2 * width + 4))
 
@@ -64,8 +53,8 @@ def _program(*refs: Any, cut: Cut, config: WalkConfig, tiles: int, activation: s
     width, rows, stages = w_hbm.shape[0], config.rows, config.stages
     reach = width - 1
 
-    def _scoped(buffer: Any, taps: Any, arrived: Any, begun: Any, bias: Any = None) -> None:
-        own, ring = stretch(cut, tiles, config.splits), Ring(buffer, rows)
+    def _scoped(buffers: Any, taps: Any, arrived: Any, begun: Any, bias: Any = None) -> None:
+        own, ring = stretch(cut, tiles, config.splits), Ring(buffers[0], rows)
         lines = cut.at(own.piece)
 
         def place(turn: Any) -> Any:
@@ -114,7 +103,7 @@ def _program(*refs: Any, cut: Cut, config: WalkConfig, tiles: int, activation: s
         lax.fori_loop(0, own.count, step, (jnp.int32(0), reached))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    pl.run_scoped(_scoped, **_scratch(x_hbm, w_hbm, bias_hbm, cut, rows, stages))
+    pl.run_scoped(_scoped, **walk.scratch(1, x_hbm, w_hbm, bias_hbm, cut, rows, stages))
 
 
 def conv_forward(

@@ -161,6 +161,19 @@ class Ring:
         return (self.ref.shape[0] - rows) // self.rows
 
 
+def scratch(rings: int, x: Any, w: Any, bias: Any, cut: Cut, rows: int, stages: int) -> dict[str, Any]:
+    """What a program allocates: a ring for the tiles of each of its sources, its filters and its bias."""
+    piece = (cut.depth, cut.width)
+    begins_with = rings + (1 if bias is None else 2)  # a tail of each ring, the filters and the bias
+    allocated = {
+        "buffers": [plgpu.SMEM((stages * rows, *piece), x.dtype) for _ in range(rings)],
+        "taps": plgpu.SMEM((w.shape[0], *piece), w.dtype),
+        "arrived": plgpu.Barrier(num_arrivals=rings, num_barriers=stages),
+        "begun": plgpu.Barrier(num_arrivals=begins_with),
+    }
+    return allocated if bias is None else allocated | {"bias": plgpu.SMEM(piece, bias.dtype)}
+
+
 def dot(taps: Sequence[Any], numbers: Sequence[Any], start: Any = None) -> Any:
     """Σ taps · numbers, and `start` where there is one, in this order."""
     total = start
