@@ -129,6 +129,16 @@ def _norm(model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Arr
     return rms_norm(x, params["scale"], eps=model.norm_eps)
 
 
+def _normed_with(
+    model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, added: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(the norm of x with what is added, their sum), in one pass; backward what comes back to the sum is added in one
+    pass with the norm's own gradient, too."""
+    if model.norm == "layer":
+        return layer_norm(x, params["scale"], params["bias"], added, eps=model.norm_eps, return_residual=True)
+    return rms_norm(x, params["scale"], added, eps=model.norm_eps, return_residual=True)
+
+
 def _check_mesh() -> None:
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -183,16 +193,18 @@ def _layers(
     """One pass over the pattern: (x, the blocks' own losses, their metrics)."""
     extra = jnp.float32(0)
     metrics: dict[str, list[jax.Array]] = {}
+    added = None  # what the last block adds to x: the next one's norm does so
     for place, (names, layer) in enumerate(zip(model.period, params, strict=True)):
         for number, name in enumerate(names):
             own = dict(layer[slot_of(names, number)])
-            y = _norm(model, own.pop("norm_"), x)
+            y, x = _normed_with(model, own.pop("norm_"), x, added)
             out = model.blocks[name](model, own, y, sequences.of_block(place, number))
-            x = with_sharding_constraint(x + out.value, _RESIDUAL)
+            added = with_sharding_constraint(out.value, _RESIDUAL)
             if out.loss is not None:
                 extra = extra + out.loss
             for key, value in (out.metrics or {}).items():
                 metrics.setdefault(key, []).append(value)
+    x = x if added is None else with_sharding_constraint(x + added, _RESIDUAL)
     return x, extra, {key: jnp.stack(values) for key, values in metrics.items()}
 
 

@@ -198,10 +198,9 @@ def _norm(
                 "pass a float; under jit, make the argument static",
             )
     params = {name: value for name, value in given.items() if value != NORM.params[name]}
-    if return_residual and residual is not None:
+    if return_residual:
         params["return_residual"] = True
-    out = run(NORM, (x, scale, bias, residual), params, implementation=implementation, config=config)
-    return (out, x) if return_residual and residual is None else out
+    return run(NORM, (x, scale, bias, residual), params, implementation=implementation, config=config)
 
 
 NORM.functions = {"layer_norm": (layer_norm, {}), "rms_norm": (rms_norm, {"kind": "rms"})}

@@ -51,6 +51,7 @@ CASES = (
     _case("no-rows", (0,), 64, HOSTILE),
     _case("plain", (2, 3, 5), 48, HOSTILE, scale=False, residual=True, dtype="float32"),
     _case("bias-alone", (9,), 40, LOWERED, scale=False, bias=True),
+    _case("passed-on", (9,), 384, LOWERED, kind="rms", return_residual=True),
     _case("half", (17,), 256, LOWERED, dtype="float16", residual=True, return_residual=True),
     _case(
         "hopper-edges", (37,), 768, LOWERED, vectors="float32", residual=True, return_residual=True, return_stats=True

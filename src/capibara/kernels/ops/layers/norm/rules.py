@@ -36,6 +36,11 @@ def sizes_of(call: Call) -> Sizes:
     return sizes(call.need("x"), call["scale"], call["bias"])
 
 
+def writes_sum(call: Call) -> bool:
+    """Whether the sum of x and the residual is written; where there is no residual it is x, which is there."""
+    return bool(call.params["return_residual"]) and call["residual"] is not None
+
+
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
     x = _check_rows_and_vectors(call)
@@ -44,8 +49,6 @@ def check(call: Call) -> None:
         raise rule_error(
             f"The residual has x's shape {x.shape}", describe(residual), "broadcast it, or check which of the two it is"
         )
-    if call.params["return_residual"] and residual is None:
-        raise rule_error("return_residual returns x + residual", "no residual", "pass the residual")
 
 
 def check_grad(call: Call) -> None:
@@ -111,7 +114,7 @@ def _is_number(x: Any) -> bool:
 def cost(call: Call) -> Cost:
     """Each operand read once, y (and the sum, and the statistics) written once; the reference's operations."""
     x = call.need("x")
-    written = nbytes(x) * (2 if call.params["return_residual"] else 1)
+    written = nbytes(x) * (2 if writes_sum(call) else 1)
     if call.params["return_stats"]:
         written += 4 * math.prod(x.shape[:-1]) * (2 if call.params["kind"] == "layer" else 1)
     moved = sum(map(nbytes, call.args)) + written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capibara.kernels.core.spec import Call, TimeTerms, nbytes, short_dtype
-from capibara.kernels.ops.layers.norm.rules import sizes_of
+from capibara.kernels.ops.layers.norm.rules import sizes_of, writes_sum
 
 # Columns beyond which a row is more than XLA's fused program, and our backward pass, keep at hand.
 LONG_ROW = 8192
@@ -11,7 +11,7 @@ LONG_ROW = 8192
 
 def forward(call: Call, implementation: str) -> TimeTerms | None:
     x = call.need("x")
-    outputs = 2 if call.params["return_residual"] else 1
+    outputs = 2 if writes_sum(call) else 1
     words: tuple[str, ...] = ("statistics",) if call.params["return_stats"] else ()
     words += ("residual",) if call["residual"] is not None else ()
     return _terms(call, implementation, sum(map(nbytes, call.args)) + outputs * nbytes(x), words)

@@ -295,18 +295,19 @@ def norm_forward(
     if residual is not None:
         operands.append(residual.reshape(shape))
     stats = (2 if kind == "layer" else 1) if return_stats else 0
+    summed = return_residual and residual is not None
     stride = programs_of_a_group(config, n.groups, n.rows)
     y, *rest = plgpu.kernel(
         named("norm", _program, cut=cut, config=config, rows=n.rows, stride=stride, kind=kind, eps=eps, offset=offset,
-            has=(scale is not None, bias is not None, residual is not None), summed=return_residual, stats=stats,
+            has=(scale is not None, bias is not None, residual is not None), summed=summed, stats=stats,
         ),
-        out_type=[out_struct(shape, x.dtype, x)] * (2 if return_residual else 1)
+        out_type=[out_struct(shape, x.dtype, x)] * (2 if summed else 1)
         + [out_struct(shape[:1], jnp.float32, x)] * stats,
         grid=(n.groups, stride),
         grid_names=("group", "program"),
         compiler_params=COMPILER_PARAMS,
     )(*operands)  # fmt: skip
-    total = rest.pop(0).reshape(x.shape) if return_residual else None
+    total = rest.pop(0).reshape(x.shape) if summed else x
     numbers = [v.reshape(x.shape[:-1]) for v in rest]
     mean, rstd = numbers if len(numbers) == 2 else (None, *numbers) if numbers else (None, None)
     return outputs(y.reshape(x.shape), total, mean, rstd, kind, return_residual, return_stats)

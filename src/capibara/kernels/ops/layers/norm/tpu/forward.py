@@ -180,10 +180,11 @@ def norm_forward(
         specs.append(rows)
 
     stats = (2 if kind == "layer" else 1) if return_stats else 0
+    summed = return_residual and residual is not None
     # A block of statistics is [1, block] in lanes, which are whole registers or the whole array.
     as_lanes = stats > 0 and block % LANES == 0
     outs, out_specs = [out_struct(flat.shape, x.dtype, x)], [rows]
-    if return_residual:
+    if summed:
         outs.append(outs[0])
         out_specs.append(rows)
     for _ in range(stats):
@@ -197,7 +198,7 @@ def norm_forward(
     results = pl.pallas_call(
         functools.partial(
             _body, config=config, kind=kind, eps=eps, offset=offset,
-            has=(scale is not None, bias is not None, residual is not None), summed=return_residual, stats=stats,
+            has=(scale is not None, bias is not None, residual is not None), summed=summed, stats=stats,
             as_lanes=as_lanes,
         ),
         out_shape=outs,
@@ -216,7 +217,7 @@ def norm_forward(
         name="capibara_norm",
     )(*operands)  # fmt: skip
     y, *rest = results
-    total = rest.pop(0).reshape(x.shape) if return_residual else None
+    total = rest.pop(0).reshape(x.shape) if summed else x
     numbers = [v.reshape(lead) for v in rest]
     mean, rstd = numbers if len(numbers) == 2 else (None, *numbers) if numbers else (None, None)
     return outputs(y.reshape(x.shape), total, mean, rstd, kind, return_residual, return_stats)
