@@ -8,7 +8,8 @@ The peer is the decoder of benchmarks/plain_llama.py: float32 weights and AdamW,
 A form says which of its parts go by `capibara.kernels`; the others are jax.numpy, and attention then is cuDNN's by
 jax.nn. The form "models" is the library's own decoder of that shape, `capibara.models.decoder`, and the same optimizer.
 "fp8" has its products in fp8: where XLA chooses between cuBLASLt's kernels and Triton's by timing them, "cublas" leaves
-it the former alone, as the trainer does for fp8. `against_models` is the rate over that of "models".
+it the former alone, as the trainer does for fp8. "unmerged" keeps XLA from making one product of those of keys and
+values, whose halves are then copied apart. `against_models` is the rate over that of "models".
 Forms take turns, round after round, so that what the machine does beside them falls on all.
 """
 
@@ -53,10 +54,16 @@ FORMS: dict[str, tuple[str, ...]] = {
     "all": ("attention", "norm", "rope", "mlp", "loss"),
     "models": ("models",),
     "models cublas": ("models", "cublas"),
+    "models unmerged": ("models", "unmerged"),
     "models fp8": ("models", "fp8"),
     "models fp8 cublas": ("models", "fp8", "cublas"),
     "models fp8 delayed": ("models", "fp8", "delayed", "cublas"),
     "models fp8 block": ("models", "fp8", "block"),
+}
+
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "cublas": ("xla_gpu_enable_triton_gemm", False),
+    "unmerged": ("xla_gpu_dot_merger_threshold_mb", 0),
 }
 
 
@@ -148,7 +155,7 @@ def compiled_step(config: Any, ours: frozenset[str], batch: Any) -> Any:
 
     shapes = decoder.param_shapes(model_of(config)) if "models" in ours else llama.param_shapes(config)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state_shapes(config, ours, shapes), batch)
-    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if "cublas" in ours else None)
+    return lowered.compile(compiler_options=dict(option for word, option in OPTIONS.items() if word in ours))
 
 
 def fp8_calls(compiled: Any) -> int:

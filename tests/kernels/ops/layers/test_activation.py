@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from capibara.kernels import dropout, gated_activation, geglu, gelu, glu, interpret, silu, swiglu
+from capibara.compile import gpu_compiler
+from capibara.hardware import abstract_devices
+from capibara.kernels import dropout, gated_activation, geglu, gelu, glu, interpret, silu, swiglu, target
 from capibara.kernels.core.spec import Implementation
 from capibara.kernels.lab.check import check
 from capibara.kernels.ops.layers import ACTIVATION, ACTIVATION_GRAD, activation
@@ -187,6 +190,23 @@ def test_the_thin_functions() -> None:
     for name, (got, wanted) in right.items():
         np.testing.assert_allclose(got, wanted, atol=2e-6, err_msg=name)
     assert not np.allclose(right["gelu"][0], right["gelu_tanh"][0], atol=1e-5)
+
+
+def test_both_gradients_of_a_gated_layer_are_one_pass_between_products() -> None:
+    found = gpu_compiler()
+    if not found.available:
+        pytest.skip(f"needs the GPU compiler: {found}")
+    there = jax.sharding.SingleDeviceSharding(abstract_devices("h200")[0])
+    x, wide, back = (
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=there) for shape in ((2048, 512), (512, 1024), (1024, 512))
+    )
+
+    def mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return (gated_activation(x @ gate, x @ up, kind="silu", implementation="xla") @ down).astype("float32").sum()
+
+    with target("gpu", "NVIDIA H200"):
+        text = jax.jit(jax.grad(mlp, argnums=(0, 1, 2))).lower(x, wide, wide, back).compile().as_text()
+    assert re.search(r"= \(bf16\[2048,1024\]\S*, bf16\[2048,1024\]\S*\) fusion\(", text or "")
 
 
 def test_rate_0_needs_no_key_and_uses_none() -> None:
