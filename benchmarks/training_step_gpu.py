@@ -163,24 +163,44 @@ def fp8_calls(compiled: Any) -> int:
     return (compiled.as_text() or "").count('custom_call_target="__cublas$lt$matmul$f8"')
 
 
-def kernels_of(run: Callable[[], Any]) -> list[tuple[str, float, int]]:
-    """Name, milliseconds and launches of the device's kernels in one step, the dearest first."""
+def profiled(run: Callable[[], Any]) -> dict[str, Any]:
+    """One step's kernels: name, milliseconds, launches, and what of the time after them the device was idle.
+
+    The dearest come first. `window_ms` is from the first kernel's start to the last one's end, `idle_ms` what of it no
+    kernel of any stream ran in.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
         (file,) = Path(folder).rglob("*.xplane.pb")
-        spent: Counter[str] = Counter()
-        count: Counter[str] = Counter()
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            if "GPU" not in plane.name:
-                continue
-            for line in plane.lines:
-                if "Stream" not in line.name:
-                    continue
-                for event in line.events:
-                    spent[event.name] += event.duration_ns / 1e6
-                    count[event.name] += 1
-    return [(name, total, count[name]) for name, total in spent.most_common()]
+        events = [
+            (event.start_ns, event.start_ns + event.duration_ns, event.name)
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if "Stream" in line.name
+            for event in line.events
+        ]
+    spent: Counter[str] = Counter()
+    idle: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    reached, last = 0.0, ""
+    for start, end, name in sorted(events):
+        if last and start > reached:
+            idle[last] += (start - reached) / 1e6
+        if end > reached:
+            reached, last = end, name
+        spent[name] += (end - start) / 1e6
+        count[name] += 1
+    return {
+        "window_ms": (reached - min(start for start, _, _ in events)) / 1e6,
+        "idle_ms": idle.total(),
+        "launches": count.total(),
+        "kernels": [
+            {"name": name, "ms": total, "launches": count[name], "idle_after_ms": idle[name]}
+            for name, total in spent.most_common(60)
+        ],
+    }
 
 
 def main() -> None:
@@ -232,7 +252,7 @@ def main() -> None:
                 rows[form]["seconds"].append(time.perf_counter() - start)
             rows[form]["last_loss"] = float(value)
             if asked.profile and "kernels" not in rows[form]:
-                rows[form]["kernels"] = kernels_of(functools.partial(steps[form], params, state, batch))[:40]
+                rows[form] |= profiled(functools.partial(steps[form], params, state, batch))
             del params, state
     tokens = asked.batch * asked.sequence
     for row in rows.values():
