@@ -220,6 +220,13 @@ def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in _lowered(FORMS[name])
 
 
+def test_sums_of_dq_begin_with_what_the_compiler_does_not_know() -> None:
+    """Zeros that it knows it makes for all layers of a step at once, and keeps until each one's turn."""
+    text = _lowered(FORMS["plain"])
+    (zeros,) = [line for line in text.splitlines() if "stablehlo.popcnt" in line]
+    assert "tensor<ui16>" in zeros
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_lowers_inside_shard_map(name: str) -> None:

@@ -227,9 +227,12 @@ def _launch(loop: Loop, plan: Plan, arrays: dict[str, jax.Array]) -> tuple[Any, 
             dq_sum, dk, dv = refs
             dk[...], dv[...] = kernel(0, outs)(*arrays.values(), dq_sum)
 
-        # What dk and dv start from is overwritten and never made.
+        # What dk and dv start from is overwritten and never made. Zeros that are known beforehand the compiler makes
+        # for all layers at once, before the first one's gradient.
         empty = vary_like(jnp.zeros(k.shape, k.dtype), q)
-        dq_sum, dk, dv = pl.run_state(whole)((jnp.zeros(sum_shape, jnp.float32), empty, empty))
+        varies = jax.typeof(q).manual_axis_type.varying
+        zeros = jnp.full(sum_shape, 0.0 if varies else _zero_after(arrays["d_out"]), jnp.float32)
+        dq_sum, dk, dv = pl.run_state(whole)((zeros, empty, empty))
         return finished(dq_sum), dk, dv
 
     # dq starts from numbers that the compiler does not know, all of which are written over: from zeros it would put the
