@@ -130,7 +130,7 @@ def _norm(model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Arr
 
 
 def _normed_with(
-    model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, added: jax.Array | None
+    model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, added: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(the norm of x with what is added, their sum), in one pass; backward what comes back to the sum is added in one
     pass with the norm's own gradient, too."""
@@ -197,7 +197,10 @@ def _layers(
     for place, (names, layer) in enumerate(zip(model.period, params, strict=True)):
         for number, name in enumerate(names):
             own = dict(layer[slot_of(names, number)])
-            y, x = _normed_with(model, own.pop("norm_"), x, added)
+            # A layer's first norm reads x and no more. With x among its results, too, a step would save another pass
+            # backward, and a search over layouts was seen to miss the better ones with a `model` axis.
+            norm = own.pop("norm_")
+            y, x = (_norm(model, norm, x), x) if added is None else _normed_with(model, norm, x, added)
             out = model.blocks[name](model, own, y, sequences.of_block(place, number))
             added = with_sharding_constraint(out.value, _RESIDUAL)
             if out.loss is not None:
