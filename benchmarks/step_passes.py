@@ -1,11 +1,12 @@
 """What a training step of training_step_gpu.py moves through memory, by the program XLA compiles for an H200; no GPU.
 
-    python benchmarks/step_passes.py [--forms 'models;models cublas'] [--scanned] [--top 20] [--out passes.json]
+    python benchmarks/step_passes.py [--forms 'models;models cublas'] [--top 20] [--out passes.json]
 
-Needs jax's plugin for CUDA (pip install 'jax[cuda13]'), and no driver. A pass is one fusion, copy or kernel of the
-entry computation: each of its operands counted once and each of its results; of an operand that it takes slices of, the
-slices. Products are listed apart. Without a GPU XLA times no kernel against another, so which kernel a product gets is
-not what a chip gets; passes beside products are those that a profile of the chip shows.
+Needs jax's plugin for CUDA (pip install 'jax[cuda13]'), and no driver; forms with cuDNN's attention need cuDNN, too.
+Layers are one after another. A pass is one fusion, copy or kernel of the entry computation: each of its operands
+counted once and each of its results; of an operand that it takes slices of, the slices. What a loop does is not
+counted: the loss has one, over blocks of rows. Products are listed apart. Without a GPU XLA times no kernel against
+another, so which kernel a product gets, and what XLA fuses with it, may differ on a chip.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(
 
 
 def moved(shape: str) -> int:
-    """Bytes of a shape as HLO writes it, or of a tuple of them; a scratch buffer of bytes is none."""
+    """Bytes of a shape as HLO writes it, or of a tuple of them."""
     sizes = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return sum(BYTES.get(kind, 0) * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in sizes)
 
@@ -84,10 +85,10 @@ def passes(text: str) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: -row["gb"])
 
 
-def compiled(form: str, scanned: bool) -> Any:
+def compiled(form: str) -> Any:
     there = jax.sharding.SingleDeviceSharding(abstract_devices("h200")[0])
     ids = jax.ShapeDtypeStruct((8, 2048), jnp.int32, sharding=there)
-    words = frozenset(step.FORMS[form]) | (frozenset() if scanned else frozenset({"unrolled"}))
+    words = frozenset({*step.FORMS[form], "unrolled"})
     with target("gpu", "NVIDIA H200"):
         return step.compiled_step(step.llama.SHAPES["1b"], words, {"inputs": ids, "targets": ids})
 
@@ -95,13 +96,12 @@ def compiled(form: str, scanned: bool) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", default="models", help="apart by ;")
-    parser.add_argument("--scanned", action="store_true", help="layers in a scan, whose body is then one pass")
     parser.add_argument("--top", type=int, default=20, help="rows to print of a form")
     parser.add_argument("--out", help="write all rows as JSON")
     asked = parser.parse_args()
     found = {}
     for form in asked.forms.split(";"):
-        program = compiled(form, asked.scanned)
+        program = compiled(form)
         rows = passes(program.as_text())
         beside = sum(row["gb"] for row in rows if not row["product"])
         found[form] = {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.models.models import MODELS, VOCAB, ids_of, params_of
 
+from capibara.kernels.core.dispatch import recording
 from capibara.models import decoder
 from capibara.models.config import ModularModelConfig
 from capibara.models.preset import load_preset, preset_names
@@ -255,6 +256,17 @@ def test_the_form_of_attention_is_the_one_that_is_asked_for() -> None:
     assert texts["reference"] != texts["xla"]
     with pytest.raises(ValueError, match="flash"):
         _states(dataclasses.replace(model, attention_implementation="flash"), params, ids)
+
+
+def test_what_a_block_adds_goes_into_the_next_norm_and_its_gradient() -> None:
+    model = MODELS["dense"]  # four blocks a pass over its pattern
+    params, ids = params_of(model), ids_of(1, 8)
+    with recording() as found:
+        jax.make_jaxpr(jax.grad(lambda params: _states(model, params, ids).sum()))(params)
+    calls = [one.call for one in found if one.call.need(one.call.op.operands[0]).shape == (1, 8, model.hidden)]
+    backward = [call["d_sum"] is not None for call in calls if call.op.name == "norm_grad"]
+    assert sorted(backward) == [False, False, True, True, True]  # the pattern's first norm and the head's have none
+    assert any(call.op.name == "norm" and call["residual"] is not None for call in calls)
 
 
 def test_the_loss_is_the_mean_over_targets_that_count() -> None:

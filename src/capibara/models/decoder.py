@@ -197,8 +197,8 @@ def _layers(
     for place, (names, layer) in enumerate(zip(model.period, params, strict=True)):
         for number, name in enumerate(names):
             own = dict(layer[slot_of(names, number)])
-            # A layer's first norm reads x and no more. With x among its results, too, a step would save another pass
-            # backward, and a search over layouts was seen to miss the better ones with a `model` axis.
+            # The pattern's first norm reads x and no more. With x among its results, too, a step would save another
+            # pass backward, and a search over layouts was seen to miss the better ones with a `model` axis.
             norm = own.pop("norm_")
             y, x = (_norm(model, norm, x), x) if added is None else _normed_with(model, norm, x, added)
             out = model.blocks[name](model, own, y, sequences.of_block(place, number))
