@@ -296,6 +296,20 @@ def walks(document: Any) -> Iterator[Timed]:
         yield Timed(number, "attention", row["operands"], params, us)
 
 
+def of_models(document: Any) -> Iterator[Timed]:
+    """What `capibara kernels bench --models` wrote, of an op whose parameters are words: the least time of each
+    implementation that was right. Models that are held back are left out: nothing is to be learnt by them."""
+    for number, row in enumerate(document["rows"]):
+        if "failed" in row or row["held_back"]:
+            continue
+        us = {name: min(row["microseconds"][name]) for name in row["ours"] if row["right"].get(name)}
+        taken = us.pop("dispatch", None)
+        us |= {} if taken is None else dict.fromkeys(row["same_as_dispatch"], taken)
+        both = row["direction"] != "forward"
+        (call,) = [d for d in row["decisions"] if d["op"] == f"{row['op']}_grad"] if both else [row]
+        yield Timed(number, call["op"], call["operands"], call["params"], us, BOTH if both else None)
+
+
 READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-15-h200-gemm.json": by_case,
     "2026-11-15-h200-attention.json": attention_sizes,
@@ -311,6 +325,7 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-16-h200-untuned-shapes.json": untuned_shapes,
     "2026-11-16-h200-attention-head-sizes.json": attention_sizes,
     "2026-11-17-h200-attention-walks.json": walks,
+    "2026-11-18-h200-causal-conv1d.json": of_models,
 }
 
 
@@ -338,11 +353,16 @@ def measured() -> list[tuple[int, Timed, Call]]:
     return [row for rows in calls.values() for row in rows]
 
 
+def _date(document: Any) -> str:
+    """A file of several runs has the day of each, and is as old as the last."""
+    return str((document if "date" in document else document["runs"][-1])["date"])[:10]
+
+
 def table() -> dict[str, Any]:
     chip = hardware.chip(CHIP)
     documents = {file: json.loads((RESULTS / file).read_text(encoding="utf-8")) for file in READERS}
     sources = [
-        {"kind": "measured", "file": f"benchmarks/results/{file}", "date": document["date"][:10]}
+        {"kind": "measured", "file": f"benchmarks/results/{file}", "date": _date(document)}
         for file, document in documents.items()
     ]
     ops: dict[str, list[dict[str, Any]]] = {}

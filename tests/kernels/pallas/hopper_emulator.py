@@ -446,7 +446,23 @@ def _to_smem(source: Ref, target: Ref, barrier: _Barriers) -> None:
 def _to_gmem(source: Ref, target: Ref, reduction_op: str | None = None) -> None:
     assert reduction_op in (None, "add")
     assert source.tiled or len(source.shape) < 2 or source.first_byte % 128 == 0, "TMA copies from multiples of 128"
+    assert reduction_op or source.tiled or source.swizzled or _ends_like_a_plain_copy(target), (
+        f"{target.part} of {target.array.shape}: a plain copy ends with the array, not with its axis"
+    )
     _here.leaving.append((source, target, reduction_op))
+
+
+def _ends_like_a_plain_copy(target: Ref) -> bool:
+    """Whether what lies past the end of an axis is dropped: of one run of memory JAX makes a copy without a descriptor,
+    which is cut off where the whole array ends."""
+    parts = [p if isinstance(p, tuple) else (p, 1) for p in target.part]
+    run, one_run = 1, True
+    for (_, size), step in zip(reversed(parts), reversed(target.array.strides), strict=True):
+        one_run &= size == 1 or step == run * target.array.itemsize
+        run *= size
+    past = any(first + size > n for (first, size), n in zip(parts, target.array.shape, strict=True))
+    last = target.first_byte // target.array.itemsize + run >= target.array.size
+    return not (one_run and past) or last
 
 
 def _wait_to_gmem(under_way: int, wait_read_only: bool = False) -> None:
@@ -658,6 +674,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
     ]
     changes += [
         (hopper, "plgpu", shims["plgpu"]),
+        (hopper, "pl", shims["pl"]),
         (overlap, "plgpu", shims["plgpu"]),
         (overlap, "can_overlap", lambda: True),
         (hopper, "give_turn", lambda: _here.program.turns[1 - _here.warpgroup].arrive()),

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara import hardware
@@ -109,6 +110,22 @@ def store_to_memory(ref: Any, value: Any) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def write_rows(copy: Callable[[int], None], first: Any, rows: int, length: int, *, whole: bool) -> None:
+    """`copy(n)` of the first n of a tile's `rows`, of which the first is row `first` of an axis that has `length`.
+
+    The copy engine drops what lies past the end of an axis. Not of a tile that is one run of memory (`whole`: it has
+    all that a row has, and is not swizzled): JAX takes a plain copy for it, and that ends with the array. Of an axis
+    inside of another, the first rows of the next would be written over. There the last tile is copied as far as its
+    own goes.
+    """
+    rest = length % rows
+    if not whole or rest == 0:
+        copy(rows)
+    else:
+        pl.when(first + rows <= length)(lambda: copy(rows))
+        pl.when(first + rows > length)(lambda: copy(rest))
 
 
 def sum_of(x: Any, layout: Any, scratch: Any) -> Any:

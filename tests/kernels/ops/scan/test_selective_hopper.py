@@ -47,6 +47,27 @@ def test_emulated(case: Case, config: TimeConfig) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(("channels", "copies"), [(128, [3, 8]), (256, [8])])
+def test_the_last_tile_of_a_sequence_leaves_the_next_one_alone(
+    channels: int, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 channels are all that a row has: their copy would not end with the sequence; see `write_rows`."""
+    copied = set()
+
+    def noted(source: Any, place: Any, **more: Any) -> None:
+        copied.add(source.shape[0])
+        copy(source, place, **more)
+
+    copy = forward.plgpu.copy_smem_to_gmem
+    monkeypatch.setattr(forward.plgpu, "copy_smem_to_gmem", noted)
+    case = make_case("rest", 2, 11, channels, 4, NONE, D=False)
+    with target("gpu", "NVIDIA H200"):
+        params = {**SELECTIVE_SCAN.params, **case.params}
+        jax.make_jaxpr(lambda *a: selective_forward(*a, config=TimeConfig(8, 2, 2), **params))(*case.args())
+    assert sorted(copied) == copies
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("batch", "time", "channels", "segments"),
     [

@@ -37,6 +37,7 @@ from capibara.kernels.pallas.hopper import (
     named,
     refuses_chip,
     smem_bytes,
+    write_rows,
 )
 
 CHANNELS = 128  # of a program: the threads of a warpgroup
@@ -260,7 +261,13 @@ def _program(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
             states = lax.fori_loop(0, steps // config.unroll, some_steps, states)
             plgpu.commit_smem()  # every thread has read its part and written its own
             if out is not None:
-                plgpu.copy_smem_to_gmem(out.at[out_slot], refs["y"].at[batch, pl.ds(tile * steps, steps), channels])
+                y = refs["y"]
+
+                def leave(rows: int) -> None:
+                    source = out.at[out_slot] if rows == steps else out.at[out_slot, pl.ds(0, rows)]
+                    plgpu.copy_smem_to_gmem(source, y.at[batch, pl.ds(tile * steps, rows), channels])
+
+                write_rows(leave, tile * steps, steps, y.shape[1], whole=y.shape[2] == CHANNELS)
             pl.when(tile + stages < tiles)(lambda: fetch(tile + stages))
             return states
 
