@@ -8,14 +8,17 @@ The peer is the decoder of benchmarks/plain_llama.py: float32 weights and AdamW,
 A form says which of its parts go by `capibara.kernels`; the others are jax.numpy, and attention then is cuDNN's by
 jax.nn. The form "models" is the library's own decoder of that shape, `capibara.models.decoder`, and the same optimizer.
 "fp8" has its products in fp8: where XLA chooses between cuBLASLt's kernels and Triton's by timing them, "cublas" leaves
-it the former alone, as the trainer does for fp8. "unmerged" keeps XLA from making one product of those of keys and
-values, whose halves are then copied apart. `against_models` is the rate over that of "models".
-Forms take turns, round after round, so that what the machine does beside them falls on all.
+it the former alone, as the trainer does for fp8. "apart" has the activation of an mlp in a pass of its own, where
+"models" has it inside of its products (`capibara.kernels.gated_mlp`). "unmerged" keeps XLA from making one product of
+those of keys and values, whose halves are then copied apart. `against_models` is the rate over that of "models".
+Forms take turns, round after round, so that what the machine does beside them falls on all. A chip that is held up by
+its power, as an H200 is here, is faster for the first steps: --steps 10 or more shows what a run has.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
@@ -28,12 +31,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from capibara.kernels import attention, cross_entropy, gated_activation, rms_norm, rope
 from capibara.models import ModularModelConfig, decoder
+from capibara.models.blocks import mlp
 from capibara.precision import Fp8Settings
 
 _spec = importlib.util.spec_from_file_location("plain_llama", Path(__file__).with_name("plain_llama.py"))
@@ -53,6 +58,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "attention+rope": ("attention", "rope"),
     "all": ("attention", "norm", "rope", "mlp", "loss"),
     "models": ("models",),
+    "models apart": ("models", "apart"),
+    "models apart unmerged": ("models", "apart", "unmerged"),
     "models cublas": ("models", "cublas"),
     "models unmerged": ("models", "unmerged"),
     "models fp8": ("models", "fp8"),
@@ -154,7 +161,8 @@ def compiled_step(config: Any, ours: frozenset[str], batch: Any) -> Any:
         return params, (moments, history), value
 
     shapes = decoder.param_shapes(model_of(config)) if "models" in ours else llama.param_shapes(config)
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state_shapes(config, ours, shapes), batch)
+    with mock.patch.object(mlp, "has_kernels", return_value=False) if "apart" in ours else contextlib.nullcontext():
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state_shapes(config, ours, shapes), batch)
     return lowered.compile(compiler_options=dict(option for word, option in OPTIONS.items() if word in ours))
 
 

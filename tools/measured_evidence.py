@@ -310,6 +310,23 @@ def of_models(document: Any) -> Iterator[Timed]:
         yield Timed(number, call["op"], call["operands"], call["params"], us, BOTH if both else None)
 
 
+def gated_products(document: Any) -> Iterator[Timed]:
+    """The kernels of gated_mlp beside what runs where they do not; models that are held back are left out."""
+    for number, row in enumerate(document["rows"]):
+        if row["held_back"]:
+            continue
+        rows, depth, columns = row["rows"], row["depth"], row["columns"]
+        x, wide = f"bf16[{rows},{depth}]", f"bf16[{rows},{2 * columns}]"
+        calls: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+            "forward": ("gated_products", [x, f"bf16[{depth},{2 * columns}]"], {}),
+            "alone": ("gated_products", [x, f"bf16[{depth},{2 * columns}]"], {"keep": False}),
+            "grad": ("gated_products_grad", [x, f"bf16[{columns},{depth}]", wide], {}),
+        }
+        for part, (op, operands, params) in calls.items():
+            us = {"hopper": row["us"][f"{part} hopper"], "products and a pass": row["us"][f"{part} xla"]}
+            yield Timed(number, op, operands, params | {"kind": row["kind"]}, us)
+
+
 READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-15-h200-gemm.json": by_case,
     "2026-11-15-h200-attention.json": attention_sizes,
@@ -326,6 +343,7 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-16-h200-attention-head-sizes.json": attention_sizes,
     "2026-11-17-h200-attention-walks.json": walks,
     "2026-11-18-h200-causal-conv1d.json": of_models,
+    "2026-11-18-h200-gated-mlp.json": gated_products,
 }
 
 

@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.layers.between_attentions.api import between_attentions as between_attentions
     from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy as cross_entropy
     from capibara.kernels.ops.layers.few_rows.api import few_rows as few_rows
+    from capibara.kernels.ops.layers.gated_mlp.api import gated_mlp as gated_mlp
     from capibara.kernels.ops.layers.grouped.api import grouped_gated_gemm as grouped_gated_gemm
     from capibara.kernels.ops.layers.grouped.api import grouped_gemm as grouped_gemm
     from capibara.kernels.ops.layers.moe.expert_parallel import expert_parallel_moe as expert_parallel_moe
@@ -165,6 +166,7 @@ __all__, __getattr__, __dir__ = exports(
         "ops.layers.between_attentions.api": "between_attentions",
         "ops.layers.cross_entropy.api": "cross_entropy",
         "ops.layers.few_rows.api": "few_rows",
+        "ops.layers.gated_mlp.api": "gated_mlp",
         "ops.layers.grouped.api": "grouped_gated_gemm grouped_gemm",
         "ops.layers.moe.expert_parallel": "expert_parallel_moe",
         "ops.layers.moe.layer": "MoeMetrics init_moe moe_layer",

@@ -229,6 +229,11 @@ def _checked(names: Any, rules: Rules) -> tuple[str | None, ...]:
     return tuple(names)
 
 
+def is_placing() -> bool:
+    """Whether logical names are put to use here: on a mesh of several devices, or by a planner that notes them."""
+    return RECORDER.get() is not None or math.prod(_mesh_axes().values()) > 1
+
+
 def _mesh_axes() -> dict[str, int]:
     """Axes of the active mesh that a constraint may use, from whichever way it was set."""
     held = context.task_mesh()

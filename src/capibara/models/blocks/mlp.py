@@ -10,7 +10,9 @@ import jax
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.ops.layers.activation.api import activation, gated_activation
+from capibara.kernels.ops.layers.gated_mlp.api import gated_mlp, has_kernels
 from capibara.mesh import with_sharding_constraint
+from capibara.mesh.rules import is_placing
 from capibara.models.blocks.spec import (
     LORA_DOWN,
     Block,
@@ -81,6 +83,10 @@ class Mlp(Block):
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
+        if self._is_plain(params) and not is_placing():
+            weights, kind = [params[name] for name in ("gate", "up", "down")], GATED[self.activation]
+            if has_kernels(x, *weights, kind=kind):
+                return BlockOutput(gated_mlp(x, *weights, kind=kind))
         return BlockOutput(self._biased(params, "down", product(params, "down", self._inner(params, x))))
 
     def paged(
@@ -112,6 +118,10 @@ class Mlp(Block):
         if self.bias or not self.gated or not held_together(params, names) or "down" + LORA_DOWN in params:
             return None
         return GatedMlp(joint_name(names), "down", GATED[self.activation])
+
+    def _is_plain(self, params: Mapping[str, Any]) -> bool:
+        """Whether this is three products of weights as they were declared: not held in another way, nor changed."""
+        return self.gated and not self.bias and set(params) == {"gate", "up", "down"}
 
     def _biased(self, params: Mapping[str, jax.Array], name: str, y: jax.Array) -> jax.Array:
         return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y

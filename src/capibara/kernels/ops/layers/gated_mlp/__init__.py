@@ -1,0 +1,1 @@
+"""Gated feed-forward layers whose activation is part of their products."""

@@ -1,0 +1,66 @@
+"""A training step on Hopper has its gated mlp by kernels: where, and where not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from capibara.kernels import explain, target
+from capibara.mesh import MeshConfig
+from capibara.models import ModularModelConfig, decoder
+from capibara.models.blocks.mlp import Mlp
+from capibara.models.blocks.spec import LORA_DOWN, LORA_UP
+from capibara.precision import Fp8Settings
+from capibara.program.markers import recording_axes
+
+MODEL = ModularModelConfig(
+    hidden=256, layers=2, vocab=512, blocks={"attention": {"heads": 4, "kv_heads": 2}, "mlp": {"ffn": 512}}
+)
+
+
+def _gated(
+    model: ModularModelConfig = MODEL, tokens: int = 4096, dtype: Any = jnp.float32, **options: Any
+) -> list[tuple[str, str]]:
+    """(op, implementation) of what a step that is traced for an H200 has of gated_mlp."""
+    batch = decoder.batch_shapes(2, tokens // 2)
+
+    def step(params: Any, batch: Any) -> Any:
+        return jax.grad(lambda params: decoder.loss(model, params, batch, **options)[0])(params)
+
+    with target("gpu", "NVIDIA H200"):
+        found = explain(step, decoder.param_shapes(model, dtype), batch).selections
+    return [(s.call.op.name, s.implementation) for s in found if s.call.op.name.startswith("gated_products")]
+
+
+@pytest.mark.quick
+def test_forward_and_backward_are_kernels() -> None:
+    assert set(_gated()) == {("gated_products", "hopper"), ("gated_products_grad", "hopper")}
+
+
+@pytest.mark.quick
+def test_few_tokens_fp8_and_weights_that_are_not_cast_have_products_of_their_own() -> None:
+    assert not _gated(tokens=2048)
+    assert not _gated(dtype=jnp.bfloat16)
+    assert not _gated(fp8=Fp8Settings())
+
+
+def test_so_has_what_is_no_plain_gated_mlp() -> None:
+    for changes in ({"bias": True}, {"activation": "gelu"}):
+        blocks = {"attention": {"heads": 4}, "mlp": {"ffn": 512, **changes}}
+        assert not _gated(ModularModelConfig(hidden=256, layers=1, vocab=512, blocks=blocks))
+    changed = dict.fromkeys(("gate", "up", "down", "down" + LORA_DOWN, "down" + LORA_UP))
+    assert not Mlp(512)._is_plain(changed)
+
+
+def test_a_mesh_and_a_planner_see_the_products() -> None:
+    """Their columns may be cut over devices, which names on what lies between them say."""
+    mesh = MeshConfig((2, 4), ("data", "model")).build(jax.devices()[:8])
+    with jax.set_mesh(mesh):
+        assert not _gated()
+    with recording_axes():
+        assert not _gated()
+    with jax.set_mesh(MeshConfig((1,), ("data",)).build(jax.devices()[:1])):
+        assert _gated()
