@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,6 +18,7 @@ from capibara.kernels.core.dispatch import recording
 from capibara.models import decoder
 from capibara.models.config import ModularModelConfig
 from capibara.models.preset import load_preset, preset_names
+from capibara.program.markers import recording_axes
 
 # Float32 through a few layers of width 16, whose values are about 1.
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
@@ -258,14 +260,16 @@ def test_the_form_of_attention_is_the_one_that_is_asked_for() -> None:
         _states(dataclasses.replace(model, attention_implementation="flash"), params, ids)
 
 
-def test_what_a_block_adds_goes_into_the_next_norm_and_its_gradient() -> None:
+@pytest.mark.parametrize(("placing", "alone"), [(contextlib.nullcontext, 1), (recording_axes, 2)])
+def test_what_a_block_adds_goes_into_the_next_norm_and_its_gradient(placing: Any, alone: int) -> None:
+    """The head's norm is alone, and the pattern's first one where a planner looks on."""
     model = MODELS["dense"]  # four blocks a pass over its pattern
     params, ids = params_of(model), ids_of(1, 8)
-    with recording() as found:
+    with placing(), recording() as found:
         jax.make_jaxpr(jax.grad(lambda params: _states(model, params, ids).sum()))(params)
     calls = [one.call for one in found if one.call.need(one.call.op.operands[0]).shape == (1, 8, model.hidden)]
     backward = [call["d_sum"] is not None for call in calls if call.op.name == "norm_grad"]
-    assert sorted(backward) == [False, False, True, True, True]  # the pattern's first norm and the head's have none
+    assert sorted(backward) == [False] * alone + [True] * (5 - alone)
     assert any(call.op.name == "norm" and call["residual"] is not None for call in calls)
 
 

@@ -23,6 +23,7 @@ from capibara.kernels.ops.layers.cross_entropy.api import cross_entropy
 from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel
 from capibara.kernels.ops.layers.norm.api import layer_norm, rms_norm
 from capibara.mesh import with_sharding_constraint
+from capibara.mesh.rules import is_placing
 from capibara.models.blocks import spec
 from capibara.models.blocks.spec import (
     BY_OUTPUT,
@@ -130,10 +131,10 @@ def _norm(model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Arr
 
 
 def _normed_with(
-    model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, added: jax.Array
+    model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, added: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """(the norm of x with what is added, their sum), in one pass; backward what comes back to the sum is added in one
-    pass with the norm's own gradient, too."""
+    pass with the norm's own gradient, too. With nothing to add that is all it is for."""
     if model.norm == "layer":
         return layer_norm(x, params["scale"], params["bias"], added, eps=model.norm_eps, return_residual=True)
     return rms_norm(x, params["scale"], added, eps=model.norm_eps, return_residual=True)
@@ -197,10 +198,13 @@ def _layers(
     for place, (names, layer) in enumerate(zip(model.period, params, strict=True)):
         for number, name in enumerate(names):
             own = dict(layer[slot_of(names, number)])
-            # The pattern's first norm reads x and no more. With x among its results, too, a step would save another
-            # pass backward, and a search over layouts was seen to miss the better ones with a `model` axis.
             norm = own.pop("norm_")
-            y, x = (_norm(model, norm, x), x) if added is None else _normed_with(model, norm, x, added)
+            if added is None and is_placing():
+                # With x among this norm's results, too, a search over layouts was seen to miss the better ones with a
+                # `model` axis.
+                y = _norm(model, norm, x)
+            else:
+                y, x = _normed_with(model, norm, x, added)
             out = model.blocks[name](model, own, y, sequences.of_block(place, number))
             added = with_sharding_constraint(out.value, _RESIDUAL)
             if out.loss is not None:
