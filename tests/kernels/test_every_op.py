@@ -246,6 +246,10 @@ def test_values_on_the_shardable_cases(op: Op, name: str, case: Case) -> None:
     assert result.ok, result.why
 
 
+ROUNDING = ("round_fp8",)
+"""Ops whose results are fp8 numbers: nothing flows back through them, and no float64 result stands beside them."""
+
+
 def _differentiated() -> list[Any]:
     """(op, implementation, case) whose gradients say something that no other of them does.
 
@@ -256,7 +260,8 @@ def _differentiated() -> list[Any]:
     made: dict[tuple[str, str], list[Any]] = {}
     for pair in _pairs("test", reference=False):
         op, name, _ = pair.values
-        made.setdefault((op.name, name), []).append(pair)
+        if op.name not in ROUNDING:
+            made.setdefault((op.name, name), []).append(pair)
     differentiated: set[str] = set()
     for (op_name, name), pairs in made.items():
         op = OPS[op_name]

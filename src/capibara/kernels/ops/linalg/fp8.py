@@ -12,7 +12,8 @@ pass reads is kept in fp8.
 
 Written so that XLA makes of a product one call of cuBLASLt's fp8 kernels: bare fp8 operands, and the two scales as one
 factor after it, which is folded into the call. Those kernels want both operands along the sum, so that the weight in
-the forward pass, and both operands of dw, are written transposed when they are rounded.
+the forward pass, and both operands of dw, are written transposed when they are rounded: by XLA, or where there is a
+kernel for it by `round_fp8`, which gives them both ways.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 from capibara.errors import rule_error, say_once
 from capibara.hardware.chips import chip_for
 from capibara.kernels.core.context import current_target
+from capibara.kernels.ops.linalg.round_fp8.api import both_ways
 from capibara.precision import FP8_LARGEST, Fp8Settings, fp8_scale
 
 __all__ = ["BLOCK", "fp8_products", "has_fp8_units"]
@@ -53,6 +55,13 @@ class _Quantized(NamedTuple):
 
     values: jax.Array
     scale: jax.Array
+    turned: jax.Array | None = None
+    """The values as a matrix of rows, transposed, where a kernel wrote them so, too."""
+
+    def kept_turned(self) -> _Quantized:
+        """The transposed values alone, which are all that dw reads; nothing of `turned` but that it was there."""
+        assert self.turned is not None
+        return _Quantized(self.turned, self.scale, self.turned[:0])
 
 
 def has_fp8_units() -> bool:
@@ -141,20 +150,24 @@ def _rounded(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
     return (x * (1 / scale).astype(x.dtype)).astype(dtype)
 
 
-def _by_tensor(x: jax.Array, dtype: str, expected: jax.Array | None = None) -> tuple[_Quantized, jax.Array]:
+def _by_tensor(
+    x: jax.Array, dtype: str, expected: jax.Array | None = None, *, both: bool = False
+) -> tuple[_Quantized, jax.Array]:
     """(rounded by the scale of its largest magnitude, or of an expected one; the largest).
 
     What is larger than expected is cut off. Infinity would be too: the scale is NaN then, which no product hides, and
-    no element is asked about for it.
+    no element is asked about for it. With `both` the values may come turned, too.
     """
     largest = _magnitude(x)
+    scale = fp8_scale(largest if expected is None else expected, dtype)
+    said = scale if expected is None else jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    made = both_ways(x.reshape(-1, x.shape[-1]), 1 / scale, dtype) if both else None
+    if made is not None:
+        return _Quantized(made[0].reshape(x.shape), said, made[1]), largest
     if expected is None:
-        scale = fp8_scale(largest, dtype)
         return _Quantized(_rounded(x, scale, dtype), scale), largest
-    scale = fp8_scale(expected, dtype)
     top = (FP8_LARGEST[dtype] * scale).astype(x.dtype)
-    values = _rounded(jnp.maximum(jnp.minimum(x, top), -top), scale, dtype)
-    return _Quantized(values, jnp.where(jnp.isfinite(largest), scale, jnp.nan)), largest
+    return _Quantized(_rounded(jnp.maximum(jnp.minimum(x, top), -top), scale, dtype), said), largest
 
 
 def _by_block(x: jax.Array, dtype: str, axes: Sequence[int]) -> _Quantized:
@@ -206,8 +219,8 @@ def _forward(
         kept_x = x
     else:
         expected = None if history is None else _expected(history[0], _FIRST_INPUT)
-        narrow, seen = _by_tensor(x, _VALUES, expected)
-        kept_x = narrow
+        narrow, seen = _by_tensor(x, _VALUES, expected, both=units)
+        kept_x = narrow if narrow.turned is None else narrow.kept_turned()
     narrow_weights = tuple(_by_block(w, _VALUES, (0, 1)) if blocks else _by_tensor(w, _VALUES)[0] for w in weights)
     y = tuple(_dot(narrow, w, (last, (0,)), x.dtype, units) for w in narrow_weights)
     # Empty slices keep the types without keeping the weights.
@@ -228,9 +241,15 @@ def _backward(blocks: bool, units: bool, kept: Any, gradients: tuple[jax.Array, 
             change = _dot(tall, flat, ((0,), (0,)), of_x.dtype, units)
         else:
             expected = None if history is None else _expected(history[1 + number], _FIRST_GRADIENT / rows)
-            narrow, largest = _by_tensor(dy, _GRADIENTS, expected)
+            narrow, largest = _by_tensor(dy, _GRADIENTS, expected, both=x.turned is not None)
             magnitudes.append(largest)
-            change = _dot(x, narrow, (leading, leading), of_x.dtype, units, _WHOLE_SUMS)
+            if x.turned is None:
+                change = _dot(x, narrow, (leading, leading), of_x.dtype, units, _WHOLE_SUMS)
+            elif narrow.turned is None:
+                flat = narrow._replace(values=narrow.values.reshape(rows, -1))
+                change = _dot(x, flat, ((1,), (0,)), of_x.dtype, units, _WHOLE_SUMS)
+            else:
+                change = _dot(x, narrow.kept_turned(), ((1,), (1,)), of_x.dtype, units, _WHOLE_SUMS)
         dw.append(change.astype(like.dtype))  # written in x's type, as a product of bfloat16 is
         part = _dot(narrow, w, ((dy.ndim - 1,), (1,)), of_x.dtype, units, _WHOLE_SUMS)
         dx = part if dx is None else dx + part

@@ -1,0 +1,1 @@
+"""A matrix rounded to fp8, as it is and transposed."""

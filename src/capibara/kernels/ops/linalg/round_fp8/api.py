@@ -1,0 +1,44 @@
+"""round_fp8: the op behind the operands of `fp8_products`, and the function that runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.op import Op, call_of, register
+from capibara.kernels.core.spec import Implementation
+from capibara.kernels.ops.linalg.round_fp8 import hopper, rules
+from capibara.kernels.ops.linalg.round_fp8.cases import CASES
+from capibara.kernels.ops.linalg.round_fp8.reference import reference
+from capibara.kernels.ops.linalg.round_fp8.xla import xla
+
+ROUND_FP8 = Op(
+    "round_fp8",
+    family="linalg",
+    reference=reference,
+    operands=("x", "factor"),
+    params={"dtype": "float8_e4m3fn"},
+    check=rules.check,
+    cost=rules.cost,
+    tolerance=rules.tolerance,
+    partition=rules.PARTITION,
+    cases=CASES,
+)
+ROUND_FP8.implement(Implementation("xla", xla), hopper.IMPLEMENTATION, Implementation("reference", reference))
+
+
+def both_ways(x: jax.Array, factor: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array] | None:
+    """(x [rows, columns] times the factor in fp8, its transpose), read once; None where no kernel would take it, and
+    XLA finds out by itself what it needs."""
+    operands = (x, factor.reshape(1))
+    call = call_of(ROUND_FP8, operands, {"dtype": dtype})
+    kernels = [name for name, one in ROUND_FP8.implementations.items() if one.kernel and one.refusal(call) is None]
+    if not kernels or select(call).implementation not in kernels:
+        return None
+    made: Any = run(ROUND_FP8, operands, {"dtype": dtype})
+    return made
+
+
+register(ROUND_FP8)
