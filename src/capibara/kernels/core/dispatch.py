@@ -240,6 +240,16 @@ MARK = "capibara_op_"
 """Under `marking`, an op's call is in the trace a jit of this name and the number of its decision."""
 
 
+def takes_kernel(call: Call) -> bool:
+    """Whether dispatch takes a kernel for a call: of ops that are as well written out where it takes none.
+
+    Shapes and types will do (`jax.ShapeDtypeStruct`).
+    """
+    kernels = [name for name, one in call.op.implementations.items() if one.kernel and one.refusal(call) is None]
+    # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
+    return bool(kernels) and select(call).implementation in kernels
+
+
 def run(
     op: Op,
     arrays: tuple[Any, ...],

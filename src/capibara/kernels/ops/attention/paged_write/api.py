@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.dispatch import run, takes_kernel
 from capibara.kernels.core.op import Op, call_of, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Implementation
@@ -85,10 +85,7 @@ def has_kernel(*operands: Any, spare_page: bool = False) -> bool:
 
     Shapes and types will do (`jax.ShapeDtypeStruct`).
     """
-    call = call_of(PAGED_WRITE, operands, {"spare_page": spare_page})
-    kernels = [name for name, one in PAGED_WRITE.implementations.items() if one.kernel and one.refusal(call) is None]
-    # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
-    return bool(kernels) and select(call).implementation in kernels
+    return takes_kernel(call_of(PAGED_WRITE, operands, {"spare_page": spare_page}))
 
 
 PAGED_WRITE.public = paged_write

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.dispatch import run, takes_kernel
 from capibara.kernels.core.op import Op, call_of, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Implementation
@@ -117,9 +117,7 @@ def kernel_parts(*operands: Any, gate: str, eps: float) -> int | None:
     parts = hopper.parts_of(call_of(BETWEEN_ATTENTIONS, operands, params))
     last = operands[BETWEEN_ATTENTIONS.operands.index("next_weight")] is None
     call = call_of(BETWEEN_ATTENTIONS, operands, params if last else {**params, "out_parts": parts})
-    # Selecting also tells the log what was wanted and refused; where the kernel does not accept, nobody wanted it.
-    accepted = parts is not None and hopper.IMPLEMENTATION.refusal(call) is None
-    return parts if accepted and select(call).implementation == hopper.IMPLEMENTATION.name else None
+    return parts if parts is not None and takes_kernel(call) else None
 
 
 def new_board(hidden: int, ffn: int) -> jax.Array:

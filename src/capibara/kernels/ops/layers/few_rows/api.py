@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
-from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.dispatch import run, takes_kernel
 from capibara.kernels.core.op import Op, call_of, register
 from capibara.kernels.core.operands import as_array, as_dtype
 from capibara.kernels.core.spec import Implementation
@@ -125,10 +125,7 @@ def has_kernel(
 ) -> bool:
     """Whether dispatch takes a kernel for this call of `few_rows`: elsewhere its steps are as well written out."""
     params = {"gate": gate, "eps": eps, "out_dtype": out_dtype, "out_parts": out_parts}
-    call = call_of(FEW_ROWS, (x, weight, residual, scale, weight_scale), params)
-    kernels = [name for name, one in FEW_ROWS.implementations.items() if one.kernel and one.refusal(call) is None]
-    # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
-    return bool(kernels) and select(call).implementation in kernels
+    return takes_kernel(call_of(FEW_ROWS, (x, weight, residual, scale, weight_scale), params))
 
 
 def parts_to_leave(x: Any, weight: Any) -> int | None:

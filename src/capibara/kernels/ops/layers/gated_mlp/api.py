@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from capibara.errors import rule_error
-from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.dispatch import run, takes_kernel
 from capibara.kernels.core.op import Op, call_of, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Implementation, describe
@@ -112,13 +112,7 @@ def has_kernels(x: Any, gate: Any, up: Any, down: Any, *, kind: str) -> bool:
     products = call_of(GATED_PRODUCTS, (shape((rows, x.shape[-1])), shape((x.shape[-1], 2 * columns))), {"kind": kind})
     grads = (shape((rows, down.shape[-1])), shape(down.shape), shape((rows, 2 * columns)))
     gradient = call_of(GATED_PRODUCTS_GRAD, grads, {"kind": kind})
-    return all(_takes_kernel(call) for call in (products, gradient))
-
-
-def _takes_kernel(call: Any) -> bool:
-    kernels = [name for name, one in call.op.implementations.items() if one.kernel and one.refusal(call) is None]
-    # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
-    return bool(kernels) and select(call).implementation in kernels
+    return all(takes_kernel(call) for call in (products, gradient))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

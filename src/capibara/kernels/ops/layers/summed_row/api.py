@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int8
 
-from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.dispatch import run, takes_kernel
 from capibara.kernels.core.op import Op, call_of, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Implementation
@@ -90,10 +90,7 @@ def has_kernel(*operands: Any, gate: str | None = None, eps: float = 1e-6, out_p
 
     Shapes and types will do (`jax.ShapeDtypeStruct`).
     """
-    call = call_of(SUMMED_ROW, operands, {"gate": gate, "eps": eps, "out_parts": out_parts})
-    kernels = [name for name, one in SUMMED_ROW.implementations.items() if one.kernel and one.refusal(call) is None]
-    # Selecting also tells the log what was wanted and refused; where no kernel accepts, nobody wanted one.
-    return bool(kernels) and select(call).implementation in kernels
+    return takes_kernel(call_of(SUMMED_ROW, operands, {"gate": gate, "eps": eps, "out_parts": out_parts}))
 
 
 def parts_to_leave(parts: Any, residual: Any, scale: Any, weight: Any, weight_scale: Any = None) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from capibara.kernels.core.dispatch import run, select
+from capibara.kernels.core.dispatch import run, takes_kernel
 from capibara.kernels.core.op import Op, call_of, register
 from capibara.kernels.core.spec import Implementation
 from capibara.kernels.ops.linalg.round_fp8 import hopper, rules
@@ -33,9 +33,7 @@ def both_ways(x: jax.Array, factor: jax.Array, dtype: str) -> tuple[jax.Array, j
     """(x [rows, columns] times the factor in fp8, its transpose), read once; None where no kernel would take it, and
     XLA finds out by itself what it needs."""
     operands = (x, factor.reshape(1))
-    call = call_of(ROUND_FP8, operands, {"dtype": dtype})
-    kernels = [name for name, one in ROUND_FP8.implementations.items() if one.kernel and one.refusal(call) is None]
-    if not kernels or select(call).implementation not in kernels:
+    if not takes_kernel(call_of(ROUND_FP8, operands, {"dtype": dtype})):
         return None
     made: Any = run(ROUND_FP8, operands, {"dtype": dtype})
     return made
