@@ -13,6 +13,7 @@ from capibara.mesh import MeshConfig
 from capibara.models import ModularModelConfig, decoder
 from capibara.models.blocks.mlp import Mlp
 from capibara.models.blocks.spec import LORA_DOWN, LORA_UP
+from capibara.parallel.remat import checkpoint_scans
 from capibara.precision import Fp8Settings
 from capibara.program.markers import recording_axes
 
@@ -22,13 +23,14 @@ MODEL = ModularModelConfig(
 
 
 def _gated(
-    model: ModularModelConfig = MODEL, tokens: int = 4096, dtype: Any = jnp.float32, **options: Any
+    model: ModularModelConfig = MODEL, tokens: int = 4096, dtype: Any = jnp.float32, remat: str = "none", **options: Any
 ) -> list[tuple[str, str]]:
     """(op, implementation) of what a step that is traced for an H200 has of gated_mlp."""
     batch = decoder.batch_shapes(2, tokens // 2)
 
     def step(params: Any, batch: Any) -> Any:
-        return jax.grad(lambda params: decoder.loss(model, params, batch, **options)[0])(params)
+        loss = checkpoint_scans(lambda params: decoder.loss(model, params, batch, **options)[0], remat)
+        return jax.grad(loss)(params)
 
     with target("gpu", "NVIDIA H200"):
         found = explain(step, decoder.param_shapes(model, dtype), batch).selections
@@ -45,6 +47,13 @@ def test_few_tokens_fp8_and_weights_that_are_not_cast_have_products_of_their_own
     assert not _gated(tokens=2048)
     assert not _gated(dtype=jnp.bfloat16)
     assert not _gated(fp8=Fp8Settings())
+
+
+def test_so_has_a_step_that_keeps_its_products() -> None:
+    """Of a kernel it would keep nothing, and multiply again."""
+    assert not _gated(remat="dots")
+    assert _gated(remat="full")
+    assert _gated()  # afterwards
 
 
 def test_so_has_what_is_no_plain_gated_mlp() -> None:

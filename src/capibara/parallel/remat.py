@@ -8,6 +8,7 @@ as it is, and its values and gradients are the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
@@ -17,7 +18,7 @@ from jax.extend import core
 from capibara.errors import unknown_name
 from capibara.program.jaxprs import scan_parts
 
-__all__ = ["LAYER_INPUT", "OFFLOAD", "POLICIES", "checkpoint_scans", "outermost_scans"]
+__all__ = ["LAYER_INPUT", "OFFLOAD", "POLICIES", "checkpoint_scans", "keeps_products", "outermost_scans"]
 
 POLICIES = ("none", "dots", "full")
 """What a scan's body keeps: everything, its matrix products without batch dimensions, or only the carry."""
@@ -31,6 +32,8 @@ LAYER_INPUT = "layer_input"
 # Calls that only group equations: a scan inside of them is still an outermost one. Custom gradients and functions that
 # are already checkpointed are left alone, since what they keep is their author's choice.
 _TRANSPARENT = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+_KEEPS_PRODUCTS: ContextVar[bool] = ContextVar("capibara_keeps_products", default=False)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,11 +57,21 @@ def checkpoint_scans(fn: Callable[P, R], policy: str) -> Callable[P, R]:
         return fn
 
     def rewritten(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        before = _KEEPS_PRODUCTS.set(policy == "dots")
+        try:
+            closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        finally:
+            _KEEPS_PRODUCTS.reset(before)
         flat = core.jaxpr_as_fun(_rewritten(closed, policy))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), flat)
 
     return cast("Callable[P, R]", rewritten)
+
+
+def keeps_products() -> bool:
+    """Whether what is traced here keeps its matrix products, and computes the rest again: those inside of a kernel are
+    none that it would keep."""
+    return _KEEPS_PRODUCTS.get()
 
 
 def outermost_scans(fn: Callable[..., Any], *args: Any) -> int:

@@ -30,6 +30,7 @@ from capibara.models.blocks.spec import (
     product,
     products,
 )
+from capibara.parallel.remat import keeps_products
 
 if TYPE_CHECKING:
     from capibara.models.config import ModularModelConfig
@@ -83,7 +84,7 @@ class Mlp(Block):
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
-        if self._is_plain(params) and not is_placing():
+        if self._is_plain(params) and not is_placing() and not keeps_products():
             weights, kind = [params[name] for name in ("gate", "up", "down")], GATED[self.activation]
             if has_kernels(x, *weights, kind=kind):
                 return BlockOutput(gated_mlp(x, *weights, kind=kind))
