@@ -42,7 +42,6 @@ def test_forward_and_backward_are_kernels() -> None:
     assert set(_gated()) == {("gated_products", "hopper"), ("gated_products_grad", "hopper")}
 
 
-@pytest.mark.quick
 def test_few_tokens_fp8_and_weights_that_are_not_cast_have_products_of_their_own() -> None:
     assert not _gated(tokens=2048)
     assert not _gated(dtype=jnp.bfloat16)
