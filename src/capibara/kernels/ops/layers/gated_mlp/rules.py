@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,18 +23,23 @@ class Sizes(NamedTuple):
 
 
 def sizes(call: Call) -> Sizes:
-    (rows, depth), held = call.args[0].shape, call.args[1].shape  # type: ignore[union-attr]
+    (rows, depth), held = (call.need(name).shape for name in call.op.operands[:2])
     return Sizes(rows, depth, held[0] if call.op.name.endswith("grad") else held[1] // 2)
+
+
+def _dtype(call: Call) -> np.dtype[Any]:
+    """Of all operands."""
+    return np.dtype(call.need(call.op.operands[0]).dtype)
 
 
 def check(call: Call) -> None:
     """Refuse a call that has no meaning, saying the rule, what arrived and the fix."""
     names = ", ".join(f"{name} [{axes}]" for name, axes in _axes(call).items())
-    given = dict(zip(call.op.operands, call.args, strict=True))
-    if any(a is None or len(a.shape) != 2 for a in given.values()):
+    if any(a is None or len(a.shape) != 2 for a in call.args):
         raise rule_error(f"{call.op.name} takes {names}", call.signature, "reshape them")
+    given = {name: call.need(name) for name in call.op.operands}
     for name, a in given.items():
-        if np.dtype(a.dtype).name not in FLOATS or a.dtype != call.args[0].dtype:  # type: ignore[union-attr]
+        if np.dtype(a.dtype).name not in FLOATS or a.dtype != _dtype(call):
             raise rule_error(
                 f"Operands of {call.op.name} have one type of {', '.join(FLOATS)}",
                 f"{name} of {describe(a)} ({call.signature})",
@@ -44,7 +49,7 @@ def check(call: Call) -> None:
         raise unknown_name(f"kind of {call.op.name}", str(call.params["kind"]), KINDS)
     known: dict[str, int] = {}
     for name, axes in _axes(call).items():
-        for axis, length in zip(axes.split(", "), given[name].shape, strict=True):  # type: ignore[union-attr]
+        for axis, length in zip(axes.split(", "), given[name].shape, strict=True):
             times, axis = (2, axis.removeprefix("2·")) if axis.startswith("2·") else (1, axis)
             if length % times or known.setdefault(axis, length // times) != length // times:
                 raise rule_error(f"{call.op.name} takes {names}", call.signature, "check which array is which")
@@ -64,14 +69,14 @@ def _axes(call: Call) -> dict[str, str]:
 
 def cost(call: Call) -> Cost:
     """Every operand read once, every result written once."""
-    n, size = sizes(call), call.args[0].dtype.itemsize  # type: ignore[union-attr]
+    n, dtype = sizes(call), _dtype(call)
     grad = call.op.name.endswith("grad")
     wide = n.columns if grad else 2 * n.columns
     written = 2 * n.columns if grad else n.columns * (3 if call.params["keep"] else 1)
     return Cost(
         matrix_flops=2.0 * n.rows * n.depth * wide,
-        bytes=float(sum(map(nbytes, call.args)) + n.rows * written * size),
-        dtype=np.dtype(call.args[0].dtype).name,  # type: ignore[union-attr]
+        bytes=float(sum(map(nbytes, call.args)) + n.rows * written * dtype.itemsize),
+        dtype=dtype.name,
     )
 
 
@@ -82,10 +87,9 @@ def tolerance(call: Call) -> float:
     are multiplied. A kernel's tanh is within 2^-11, an eighth of bfloat16's unit. Sums in float32 grow as the root of
     their length, four of them for an unlucky draw.
     """
-    x = call.args[0]
-    assert x is not None
-    wide = unit_roundoff(jnp.promote_types(jnp.float32, x.dtype))
-    return 3.25 * unit_roundoff(x.dtype) + 4 * wide * max(sizes(call).depth, 1) ** 0.5
+    dtype = _dtype(call)
+    wide = unit_roundoff(jnp.promote_types(jnp.float32, dtype))
+    return 3.25 * unit_roundoff(dtype) + 4 * wide * max(sizes(call).depth, 1) ** 0.5
 
 
 def _partition(rule: str) -> Partition:
