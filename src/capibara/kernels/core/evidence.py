@@ -47,6 +47,8 @@ class Evidence:
     beside: str = "XLA's form"
     measured_on: str | None = None
     """The chip that it was timed on, where that is another than the call's."""
+    most: float | None = None
+    """Where no case is near: the most that any of them gained, of which `gain` is then the least."""
 
     @property
     def decides(self) -> bool:
@@ -54,7 +56,8 @@ class Evidence:
         return self.kind == "predicted" and self.gain is not None and self.gain >= LEAST_GAIN
 
     def __str__(self) -> str:
-        gain = "" if self.gain is None else f"{self.gain:.2g} times as fast as {self.beside}"
+        most = "" if self.most is None else f" to {self.most:.2g}"
+        gain = "" if self.gain is None else f"{self.gain:.2g}{most} times as fast as {self.beside}"
         if self.measured_on is not None:
             return f"untimed here (measured on {self.measured_on}: {gain}, {self.source})"
         return " ".join(filter(None, (self.kind, gain, f"({self.source})")))
@@ -123,15 +126,17 @@ def of(call: Call, implementation: Implementation) -> Evidence:
     beyond = implementation.beyond_evidence(call)
     if beyond is not None:
         return Evidence("untimed", None, beyond)
-    near, far = _nearest(call, rows)
-    row = near if far <= _FAR else min(rows, key=lambda row: row.gain(implementation.name)[0])
+    row, far = _nearest(call, rows)
+    told, most = "", None
+    if far > _FAR:  # the least that was gained anywhere decides, and the most is told beside it
+        gained = [(row.gain(implementation.name)[0], row) for row in rows]
+        row, most = min(gained, key=lambda pair: pair[0])[1], max(gain for gain, _ in gained)
+        told = f"{len(rows)} cases, none near; the least: "
     gain, beside = row.gain(implementation.name)
-    told = "" if far <= _FAR else f"the least of {len(rows)} cases, "
     if row.kind == "predicted":
-        at = f"as compiled for {' '.join(row.operands)}" if far <= _FAR else f"the least of {len(rows)} compiled cases"
-        return Evidence("predicted", gain, f"{at}; not run")
+        return Evidence("predicted", gain, f"{told}as compiled for {' '.join(row.operands)}; not run", most=most)
     source = f"{told}{' '.join(row.operands)}: {row.source}"
-    return Evidence("untimed" if measured_on else "measured", gain, source, beside, measured_on)
+    return Evidence("untimed" if measured_on else "measured", gain, source, beside, measured_on, most)
 
 
 def _measured_elsewhere(call: Call, name: str) -> tuple[str | None, tuple[_Row, ...]]:
