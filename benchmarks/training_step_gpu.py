@@ -67,6 +67,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "models fp8 cublas": ("models", "fp8", "cublas"),
     "models fp8 trusted": ("models", "fp8", "cublas", "trusted"),
     "models fp8 delayed": ("models", "fp8", "delayed", "cublas"),
+    "models fp8 delayed trusted": ("models", "fp8", "delayed", "cublas", "trusted"),
     "models fp8 block": ("models", "fp8", "block"),
 }
 

@@ -63,6 +63,8 @@ COUNTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "gated_products": ((f32(64, 1024), f32(1024, 512)), {}),
     "gated_products_grad": ((f32(64, 1024), f32(256, 1024), f32(64, 512)), {}),
     "round_fp8": ((MATRIX, f32(1)), {}),
+    "gated_fp8": ((MATRIX, MATRIX, f32(1)), {}),
+    "gated_fp8_grad": ((MATRIX, MATRIX, MATRIX, f32(2)), {}),
     "few_rows": ((f32(8, 1024), f32(512, 1024)), {}),
     "summed_row": ((f32(4, 8, 1024), f32(8, 1024), f32(1024), f32(512, 1024)), {}),
     "between_attentions": (

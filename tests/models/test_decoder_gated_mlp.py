@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from capibara.kernels import explain, target
+from capibara.kernels import explain, target, trust
 from capibara.mesh import MeshConfig
 from capibara.models import ModularModelConfig, decoder
 from capibara.models.blocks.mlp import Mlp
@@ -29,12 +29,14 @@ def _gated(
     batch = decoder.batch_shapes(2, tokens // 2)
 
     def step(params: Any, batch: Any) -> Any:
-        loss = checkpoint_scans(lambda params: decoder.loss(model, params, batch, **options)[0], remat)
+        history = decoder.fp8_history_shapes(model, options["fp8"]) if "fp8" in options else None
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), history)
+        loss = checkpoint_scans(lambda p: decoder.loss(model, p, batch, fp8_history=zeros, **options)[0], remat)
         return jax.grad(loss)(params)
 
     with target("gpu", "NVIDIA H200"):
         found = explain(step, decoder.param_shapes(model, dtype), batch).selections
-    return [(s.call.op.name, s.implementation) for s in found if s.call.op.name.startswith("gated_products")]
+    return [(s.call.op.name, s.implementation) for s in found if s.call.op.name.startswith("gated_")]
 
 
 @pytest.mark.quick
@@ -59,8 +61,23 @@ def test_so_has_what_is_no_plain_gated_mlp() -> None:
     for changes in ({"bias": True}, {"activation": "gelu"}):
         blocks = {"attention": {"heads": 4}, "mlp": {"ffn": 512, **changes}}
         assert not _gated(ModularModelConfig(hidden=256, layers=1, vocab=512, blocks=blocks))
-    changed = dict.fromkeys(("gate", "up", "down", "down" + LORA_DOWN, "down" + LORA_UP))
-    assert not Mlp(512)._is_plain(changed)
+    rows, weight = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    changed = dict.fromkeys(("gate", "up", "down", "down" + LORA_DOWN, "down" + LORA_UP), weight)
+    with target("gpu", "NVIDIA H200"):
+        assert Mlp(512)._by_kernels(changed, rows) is None
+
+
+def test_fp8_has_kernels_of_its_own_where_its_scales_are_known_beforehand() -> None:
+    """And where what no chip has run is trusted."""
+    wanted = {("gated_fp8", "hopper"), ("gated_fp8_grad", "hopper")}
+    model = ModularModelConfig(
+        hidden=256, layers=1, vocab=512, blocks={"attention": {"heads": 4}, "mlp": {"ffn": 1024}}
+    )
+    with trust("predicted"):
+        assert set(_gated(model, fp8=Fp8Settings(scaling="delayed"))) == wanted
+        assert not _gated(model, fp8=Fp8Settings())
+        assert not _gated(model, fp8=Fp8Settings(scaling="delayed"), remat="dots")
+    assert not _gated(model, fp8=Fp8Settings(scaling="delayed"))
 
 
 def test_a_mesh_and_a_planner_see_the_products() -> None:

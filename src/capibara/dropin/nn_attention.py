@@ -18,8 +18,8 @@ import numpy as np
 
 from capibara.dropin.decorate import attention_dispatches
 from capibara.errors import say_once
+from capibara.kernels.core.spec import FLOATS
 from capibara.kernels.ops.attention.api import attention
-from capibara.kernels.ops.attention.rules import FLOATS
 from capibara.kernels.ops.linalg.pairwise import laid_out_by_type
 
 logger = logging.getLogger("capibara.kernels")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import say_once
-from capibara.kernels.ops.layers.norm import rules
+from capibara.kernels.core.spec import FLOATS
 from capibara.kernels.ops.layers.norm.api import layer_norm
 
 logger = logging.getLogger("capibara.kernels")
@@ -51,8 +51,8 @@ def why_not(*args: Any, **kwargs: Any) -> str | None:
         return "x is not an array with axes"
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return f"x is {x.dtype}; the norm is of floating point numbers"
-    if x.dtype.name not in rules.FLOATS:
-        return f"x is {x.dtype}; the norm takes {', '.join(rules.FLOATS)}"
+    if x.dtype.name not in FLOATS:
+        return f"x is {x.dtype}; the norm takes {', '.join(FLOATS)}"
     if axis not in (-1, x.ndim - 1, (-1,), (x.ndim - 1,)):
         return f"it standardizes along axis {axis} of {x.ndim}; the norm is of the last"
     if x.shape[-1] == 0:

@@ -24,6 +24,9 @@ Operand = jax.ShapeDtypeStruct | None
 Config = Any  # a frozen dataclass of one implementation's tuning choices
 _UNSAID: Any = None  # a default that follows from other fields
 
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+"""The types that an op takes which says nothing else."""
+
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float64": "f64", "float16": "f16", "int32": "i32"}
 
 

@@ -10,10 +10,12 @@ import jax
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.ops.layers.activation.api import activation, gated_activation
+from capibara.kernels.ops.layers.gated_fp8 import api as gated_fp8
 from capibara.kernels.ops.layers.gated_mlp.api import gated_mlp, has_kernels
 from capibara.mesh import with_sharding_constraint
 from capibara.mesh.rules import is_placing
 from capibara.models.blocks.spec import (
+    FP8,
     LORA_DOWN,
     Block,
     BlockOutput,
@@ -84,10 +86,10 @@ class Mlp(Block):
     def __call__(
         self, model: ModularModelConfig, params: Mapping[str, jax.Array], x: jax.Array, sequences: Sequences
     ) -> BlockOutput:
-        if self._is_plain(params) and not is_placing() and not keeps_products():
-            weights, kind = [params[name] for name in ("gate", "up", "down")], GATED[self.activation]
-            if has_kernels(x, *weights, kind=kind):
-                return BlockOutput(gated_mlp(x, *weights, kind=kind))
+        if self.gated and not self.bias and not is_placing() and not keeps_products():
+            y = self._by_kernels(params, x)
+            if y is not None:
+                return BlockOutput(y)
         return BlockOutput(self._biased(params, "down", product(params, "down", self._inner(params, x))))
 
     def paged(
@@ -120,9 +122,23 @@ class Mlp(Block):
             return None
         return GatedMlp(joint_name(names), "down", GATED[self.activation])
 
-    def _is_plain(self, params: Mapping[str, Any]) -> bool:
-        """Whether this is three products of weights as they were declared: not held in another way, nor changed."""
-        return self.gated and not self.bias and set(params) == {"gate", "up", "down"}
+    def _by_kernels(self, params: Mapping[str, Any], x: jax.Array) -> jax.Array | None:
+        """By kernels that have the activation inside, or None where there are none for three products of weights as
+        they were declared: not held in another way, nor changed."""
+        names, kind = ("gate", "up", "down"), GATED[self.activation]
+        if not {*names} <= set(params):
+            return None
+        gate, up, down = (params[name] for name in names)
+        if len(params) == len(names):
+            return gated_mlp(x, gate, up, down, kind=kind) if has_kernels(x, gate, up, down, kind=kind) else None
+        scaled = [params.get(joint_name(of) + FP8) for of in (("gate", "up"), ("down",))]
+        histories = [fp8.history for fp8 in scaled if fp8 is not None and fp8.settings.scaling == "delayed"]
+        first, second = histories if len(histories) == 2 else (None, None)
+        if first is None or second is None or len(params) != len(names) + 2:
+            return None
+        if not gated_fp8.has_kernels(x, up, kind=kind):
+            return None
+        return gated_fp8.fp8_gated_mlp(kind, x, (gate, up, down), (first, second))
 
     def _biased(self, params: Mapping[str, jax.Array], name: str, y: jax.Array) -> jax.Array:
         return y + params[f"{name}_bias"].astype(y.dtype) if self.bias else y

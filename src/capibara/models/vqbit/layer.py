@@ -15,9 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from capibara.errors import rule_error, say_once, unknown_name
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.operands import as_array
-from capibara.kernels.core.spec import describe
+from capibara.kernels.core.spec import FLOATS, describe
 from capibara.kernels.ops.vq import look_up, nearest_code, straight_through
-from capibara.kernels.ops.vq.nearest.rules import FLOATS
 from capibara.models.vqbit.kmeans import kmeans
 from capibara.models.vqbit.state import VQbitState, averaged, fresh, revived
 

@@ -14,8 +14,9 @@ from tests.kernels.pallas import hopper_emulator as emulator
 from capibara.kernels import explain, fp8_products, lookup, target, trust
 from capibara.kernels.ops.linalg import fp8
 from capibara.kernels.ops.linalg.round_fp8.api import ROUND_FP8
-from capibara.kernels.ops.linalg.round_fp8.hopper import forward
-from capibara.kernels.ops.linalg.round_fp8.hopper.forward import BothWaysConfig, both_ways_hopper
+from capibara.kernels.ops.linalg.round_fp8.hopper import both_ways, forward
+from capibara.kernels.ops.linalg.round_fp8.hopper.both_ways import BothWaysConfig
+from capibara.kernels.ops.linalg.round_fp8.hopper.forward import round_fp8_hopper
 from capibara.kernels.ops.linalg.round_fp8.reference import reference
 
 BF16 = jnp.dtype("bfloat16")
@@ -30,8 +31,9 @@ def _normal(seed: int, *shape: int, dtype: Any = BF16) -> Any:
     ("rows", "columns", "programs", "config"),
     [
         pytest.param(256, 256, 1, BothWaysConfig(1, 2), marks=pytest.mark.quick),
-        (256, 384, 5, BothWaysConfig(1, 3)),  # programs of two tiles and of one, less than their ring holds
-        (384, 256, 8, BothWaysConfig(1, 1)),  # programs without a tile
+        (256, 384, 7, BothWaysConfig(1, 3)),  # programs of two units and of one, less than their ring holds
+        (384, 256, 16, BothWaysConfig(1, 1)),  # programs without a unit
+        (256, 256, 3, BothWaysConfig(1, 2, 64)),
     ],
 )
 def test_both_ways_are_the_reference_to_the_last_bit(
@@ -39,11 +41,11 @@ def test_both_ways_are_the_reference_to_the_last_bit(
 ) -> None:
     x, factor = _normal(0, rows, columns), jnp.full(1, 64.0 if dtype.endswith("fn") else 2.0**14)
     x = x.at[3, 7].set(1000.0)  # past the largest
-    monkeypatch.setattr(forward, "multiprocessors", lambda kind: programs)
-    with emulator.emulated(forward):
-        made = jax.block_until_ready(both_ways_hopper(x, factor, config=config, dtype=dtype))
+    monkeypatch.setattr(both_ways, "multiprocessors", lambda kind: programs)
+    with emulator.emulated(both_ways):
+        made = jax.block_until_ready(round_fp8_hopper(x, factor, config=config, dtype=dtype))
     for found, wanted in zip(made, reference(x, factor, dtype=dtype), strict=True):
-        assert found.dtype == dtype
+        assert found.dtype == wanted.dtype
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
 
 
@@ -52,7 +54,7 @@ def test_it_lowers_for_a_gpu() -> None:
 
     shapes = (jax.ShapeDtypeStruct((256, 512), BF16), jax.ShapeDtypeStruct((1,), jnp.float32))
     with target("gpu", "NVIDIA H200"):
-        lower_for(lambda *given: both_ways_hopper(*given, config=BothWaysConfig(), dtype="float8_e5m2"), shapes, "cuda")
+        lower_for(lambda *given: round_fp8_hopper(*given, config=BothWaysConfig(), dtype="float8_e5m2"), shapes, "cuda")
 
 
 @pytest.mark.quick
@@ -102,12 +104,13 @@ def test_products_of_turned_operands_are_the_same(
     history = jnp.full((1 + len(outputs), 4), 3.0) if scaling == "delayed" else None
     turned = 0
 
-    def both_ways(x: Any, factor: Any, dtype: str) -> Any:
+    def by_reference(x: Any, factor: Any, dtype: str) -> Any:
         nonlocal turned
         if any(length % 128 for length in x.shape):
             return None
         turned += 1
-        return reference(x, factor, dtype=dtype)
+        *made, largest = reference(x, factor, dtype=dtype)
+        return *made, largest[0]
 
     def run(history: Any) -> Any:
         def loss(x: Any, weights: Any, history: Any) -> Any:
@@ -119,7 +122,7 @@ def test_products_of_turned_operands_are_the_same(
     monkeypatch.setattr(fp8, "has_fp8_units", lambda: True)
     monkeypatch.setattr(fp8, "both_ways", lambda *given: None)
     wanted = run(history)
-    monkeypatch.setattr(fp8, "both_ways", both_ways)
+    monkeypatch.setattr(fp8, "both_ways", by_reference)
     found = run(history)
     assert turned == 2  # x and one gradient; 40 columns are none that the kernel takes
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -15,6 +15,7 @@ from capibara.kernels.ops.layers.activation.api import (
 from capibara.kernels.ops.layers.between_attentions.api import BETWEEN_ATTENTIONS, between_attentions
 from capibara.kernels.ops.layers.cross_entropy.api import CROSS_ENTROPY, CROSS_ENTROPY_GRAD, cross_entropy
 from capibara.kernels.ops.layers.few_rows.api import FEW_ROWS, few_rows
+from capibara.kernels.ops.layers.gated_fp8.api import GATED_FP8, GATED_FP8_GRAD
 from capibara.kernels.ops.layers.gated_mlp.api import GATED_PRODUCTS, GATED_PRODUCTS_GRAD, gated_mlp
 from capibara.kernels.ops.layers.grouped.api import (
     GROUPED_GATED_GEMM,
@@ -38,6 +39,8 @@ __all__ = [
     "CROSS_ENTROPY",
     "CROSS_ENTROPY_GRAD",
     "FEW_ROWS",
+    "GATED_FP8",
+    "GATED_FP8_GRAD",
     "GATED_PRODUCTS",
     "GATED_PRODUCTS_GRAD",
     "GROUPED_GATED_GEMM",

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 BLOCK = 128
 """Numbers along the sum that share a scale where scales are of blocks, and the side of a weight's square."""
-_VALUES, _GRADIENTS = "float8_e4m3fn", "float8_e5m2"
+VALUES, GRADIENTS = "float8_e4m3fn", "float8_e5m2"
 _WHOLE_SUMS = jax.lax.Precision.HIGHEST
 """Of the gradients' products: Hopper's units keep about 14 bits of a running sum, and cuBLASLt adds parts of it up in
 float32 where it is asked for more than the default. dw is a sum over all rows."""
@@ -50,7 +50,7 @@ _FIRST_GRADIENT = 16.0
 """The same of a gradient, of the mean of so many rows: over their number. e5m2 has thirty powers of two below."""
 
 
-class _Quantized(NamedTuple):
+class Quantized(NamedTuple):
     """`values * scale`: one scale, or one a block, spread out to the values' shape."""
 
     values: jax.Array
@@ -58,10 +58,17 @@ class _Quantized(NamedTuple):
     turned: jax.Array | None = None
     """The values as a matrix of rows, transposed, where a kernel wrote them so, too."""
 
-    def kept_turned(self) -> _Quantized:
+    def kept_turned(self) -> Quantized:
         """The transposed values alone, which are all that dw reads; nothing of `turned` but that it was there."""
         assert self.turned is not None
-        return _Quantized(self.turned, self.scale, self.turned[:0])
+        return Quantized(self.turned, self.scale, self.turned[:0])
+
+
+class Rounded(NamedTuple):
+    """What a product takes of an array, and the largest magnitude that the array had."""
+
+    narrow: Quantized
+    largest: jax.Array
 
 
 def has_fp8_units() -> bool:
@@ -150,27 +157,35 @@ def _rounded(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
     return (x * (1 / scale).astype(x.dtype)).astype(dtype)
 
 
-def _by_tensor(
-    x: jax.Array, dtype: str, expected: jax.Array | None = None, *, both: bool = False
-) -> tuple[_Quantized, jax.Array]:
-    """(rounded by the scale of its largest magnitude, or of an expected one; the largest).
+def by_tensor(x: jax.Array, dtype: str, expected: jax.Array | None = None, *, both: bool = False) -> Rounded:
+    """Rounded by the scale of its largest magnitude, or of an expected one.
 
-    What is larger than expected is cut off. Infinity would be too: the scale is NaN then, which no product hides, and
-    no element is asked about for it. With `both` the values may come turned, too.
+    What is larger than expected is cut off. With `both` the values may come turned, too.
     """
-    largest = _magnitude(x)
-    scale = fp8_scale(largest if expected is None else expected, dtype)
-    said = scale if expected is None else jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    if expected is None:
+        largest = _magnitude(x)
+        scale = fp8_scale(largest, dtype)
+        made = both_ways(x.reshape(-1, x.shape[-1]), 1 / scale, dtype) if both else None
+        if made is None:
+            return Rounded(Quantized(_rounded(x, scale, dtype), scale), largest)
+        return Rounded(Quantized(made[0].reshape(x.shape), scale, made[1]), largest)
+    scale = fp8_scale(expected, dtype)
     made = both_ways(x.reshape(-1, x.shape[-1]), 1 / scale, dtype) if both else None
     if made is not None:
-        return _Quantized(made[0].reshape(x.shape), said, made[1]), largest
-    if expected is None:
-        return _Quantized(_rounded(x, scale, dtype), scale), largest
-    top = (FP8_LARGEST[dtype] * scale).astype(x.dtype)
-    return _Quantized(_rounded(jnp.maximum(jnp.minimum(x, top), -top), scale, dtype), said), largest
+        values, turned, largest = made
+        return Rounded(Quantized(values.reshape(x.shape), unless_infinite(scale, largest), turned), largest)
+    top, largest = (FP8_LARGEST[dtype] * scale).astype(x.dtype), _magnitude(x)
+    values = _rounded(jnp.maximum(jnp.minimum(x, top), -top), scale, dtype)
+    return Rounded(Quantized(values, unless_infinite(scale, largest)), largest)
 
 
-def _by_block(x: jax.Array, dtype: str, axes: Sequence[int]) -> _Quantized:
+def unless_infinite(scale: jax.Array, largest: jax.Array) -> jax.Array:
+    """The scale of values that were cut off at what was expected. Infinity was, too: the scale is NaN then, which no
+    product hides, and no element is asked about for it."""
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def _by_block(x: jax.Array, dtype: str, axes: Sequence[int]) -> Quantized:
     """A scale for every 128 numbers along these axes; the last block of an axis has what is left."""
     padded = jnp.abs(x)
     for axis in axes:
@@ -183,15 +198,15 @@ def _by_block(x: jax.Array, dtype: str, axes: Sequence[int]) -> _Quantized:
     for axis in axes:
         axis %= x.ndim
         scale = jax.lax.slice_in_dim(jnp.repeat(scale, BLOCK, axis=axis), 0, x.shape[axis], axis=axis)
-    return _Quantized(_rounded(x, scale, dtype), scale)
+    return Quantized(_rounded(x, scale, dtype), scale)
 
 
 # The product and its gradients, [..., K] times [K, N] each.
 
 
 def _dot(
-    a: _Quantized,
-    b: _Quantized,
+    a: Quantized,
+    b: Quantized,
     over: tuple[tuple[int, ...], tuple[int, ...]],
     dtype: Any,
     units: bool,
@@ -210,38 +225,52 @@ def _dot(
 def _forward(
     blocks: bool, units: bool, x: jax.Array, weights: tuple[jax.Array, ...], history: jax.Array | None
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    last = (x.ndim - 1,)
-    kept_x: Any
-    seen = None
-    if blocks:
-        narrow = _by_block(x, _VALUES, (-1,))
-        # For dw the sum is over the rows, and so are the blocks: from x itself.
-        kept_x = x
-    else:
-        expected = None if history is None else _expected(history[0], _FIRST_INPUT)
-        narrow, seen = _by_tensor(x, _VALUES, expected, both=units)
-        kept_x = narrow if narrow.turned is None else narrow.kept_turned()
-    narrow_weights = tuple(_by_block(w, _VALUES, (0, 1)) if blocks else _by_tensor(w, _VALUES)[0] for w in weights)
-    y = tuple(_dot(narrow, w, (last, (0,)), x.dtype, units) for w in narrow_weights)
+    if not blocks:
+        return forward(units, by_tensor(x, VALUES, expected_input(history), both=units), weights, history, x.dtype)
+    narrow = _by_block(x, VALUES, (-1,))
+    narrow_weights = tuple(_by_block(w, VALUES, (0, 1)) for w in weights)
+    # For dw the sum is over the rows, and so are the blocks: from x itself.
+    return _multiplied(units, narrow, x, narrow_weights, weights, history, x.dtype, None)
+
+
+def forward(
+    units: bool, x: Rounded, weights: tuple[jax.Array, ...], history: jax.Array | None, dtype: Any
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """(x times each of the weights, what `backward` needs), where x is rounded already, by the scale of a tensor."""
+    narrow_weights = tuple(by_tensor(w, VALUES).narrow for w in weights)
+    kept_x = x.narrow if x.narrow.turned is None else x.narrow.kept_turned()
+    return _multiplied(units, x.narrow, kept_x, narrow_weights, weights, history, dtype, x.largest)
+
+
+def _multiplied(
+    units: bool, x: Quantized, kept_x: Any, narrow_weights: tuple[Quantized, ...], weights: tuple[jax.Array, ...],
+    history: jax.Array | None, dtype: Any, seen: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], Any]:  # fmt: skip
+    last = (x.values.ndim - 1,)
+    y = tuple(_dot(x, w, (last, (0,)), dtype, units) for w in narrow_weights)
     # Empty slices keep the types without keeping the weights.
     types = tuple(jnp.zeros((0,), w.dtype) for w in weights)
-    return y, (kept_x, narrow_weights, types, jnp.zeros((0,), x.dtype), history, seen)
+    return y, (kept_x, narrow_weights, types, jnp.zeros((0,), dtype), history, seen)
 
 
-def _backward(blocks: bool, units: bool, kept: Any, gradients: tuple[jax.Array, ...]) -> Any:
+def backward(blocks: bool, units: bool, kept: Any, gradients: tuple[Any, ...]) -> Any:
+    """(dx, each dw, the history's): of gradients of the products, which may be `Rounded` already."""
     x, weights, types, of_x, history, seen = kept
-    leading = tuple(range(gradients[0].ndim - 1))
-    rows = math.prod(gradients[0].shape[:-1])
+    shape = (gradients[0].narrow.values if isinstance(gradients[0], Rounded) else gradients[0]).shape
+    leading, last = tuple(range(len(shape) - 1)), len(shape) - 1
+    rows = math.prod(shape[:-1])
     dx, dw, magnitudes = None, [], [seen]
     for number, (dy, w, like) in enumerate(zip(gradients, weights, types, strict=True)):
         if blocks:
-            narrow = _by_block(dy, _GRADIENTS, (-1,))
-            flat = _by_block(dy.reshape(rows, -1), _GRADIENTS, (0,))
-            tall = _by_block(x.reshape(rows, -1), _VALUES, (0,))
+            narrow = _by_block(dy, GRADIENTS, (-1,))
+            flat = _by_block(dy.reshape(rows, -1), GRADIENTS, (0,))
+            tall = _by_block(x.reshape(rows, -1), VALUES, (0,))
             change = _dot(tall, flat, ((0,), (0,)), of_x.dtype, units)
         else:
-            expected = None if history is None else _expected(history[1 + number], _FIRST_GRADIENT / rows)
-            narrow, largest = _by_tensor(dy, _GRADIENTS, expected, both=x.turned is not None)
+            expected = expected_gradient(history, number, rows)
+            if not isinstance(dy, Rounded):
+                dy = by_tensor(dy, GRADIENTS, expected, both=x.turned is not None)
+            narrow, largest = dy
             magnitudes.append(largest)
             if x.turned is None:
                 change = _dot(x, narrow, (leading, leading), of_x.dtype, units, _WHOLE_SUMS)
@@ -251,7 +280,7 @@ def _backward(blocks: bool, units: bool, kept: Any, gradients: tuple[jax.Array, 
             else:
                 change = _dot(x, narrow.kept_turned(), ((1,), (1,)), of_x.dtype, units, _WHOLE_SUMS)
         dw.append(change.astype(like.dtype))  # written in x's type, as a product of bfloat16 is
-        part = _dot(narrow, w, ((dy.ndim - 1,), (1,)), of_x.dtype, units, _WHOLE_SUMS)
+        part = _dot(narrow, w, ((last,), (1,)), of_x.dtype, units, _WHOLE_SUMS)
         dx = part if dx is None else dx + part
     new = None
     if history is not None:
@@ -259,6 +288,16 @@ def _backward(blocks: bool, units: bool, kept: Any, gradients: tuple[jax.Array, 
         step = jnp.stack(magnitudes)
         new = jnp.zeros_like(history).at[:, 0].set(jnp.where(jnp.isfinite(step), step, 0))
     return dx, tuple(dw), new
+
+
+def expected_input(history: jax.Array | None) -> jax.Array | None:
+    """The largest magnitude that x is scaled by, of the last steps; None where its own is."""
+    return None if history is None else _expected(history[0], _FIRST_INPUT)
+
+
+def expected_gradient(history: jax.Array | None, number: int, rows: int) -> jax.Array | None:
+    """The same of the gradient of a product of so many rows."""
+    return None if history is None else _expected(history[1 + number], _FIRST_GRADIENT / rows)
 
 
 def _expected(history: jax.Array, first: float) -> jax.Array:
@@ -273,4 +312,4 @@ def _products(
     return _forward(blocks, units, x, weights, history)[0]
 
 
-_products.defvjp(_forward, _backward)
+_products.defvjp(_forward, backward)

@@ -12,9 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from capibara.errors import rule_error
 from capibara.kernels.core.operands import as_array
-from capibara.kernels.core.spec import describe
+from capibara.kernels.core.spec import FLOATS, describe
 from capibara.kernels.ops.vq.nearest.api import nearest_code
-from capibara.kernels.ops.vq.nearest.rules import FLOATS
 
 
 @jax.custom_vjp

@@ -10,9 +10,7 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 
 
 class Sizes(NamedTuple):

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
-from capibara.kernels.ops.attention.paged.rules import FLOATS
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 
 
 class Sizes(NamedTuple):

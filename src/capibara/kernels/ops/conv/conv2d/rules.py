@@ -11,11 +11,10 @@ import numpy as np
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.conv.conv2d.points import TILES, direct_error_bound, winograd_error_bound
 from capibara.kernels.ops.conv.conv2d.reference import pads_of
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 PADDINGS = ("SAME", "VALID")
 PRECISIONS = ("default", "high", "highest")
 

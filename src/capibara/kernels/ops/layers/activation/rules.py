@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.activation.formulas import KINDS, SHORT_TAIL_ERROR
 from capibara.kernels.ops.layers.activation.tanh_formulas import TANH_ERROR
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 ROUNDINGS = 32  # in float32, of the longest formula: a polynomial, an exponential, a division, a few products
 
 

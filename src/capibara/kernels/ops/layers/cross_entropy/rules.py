@@ -10,10 +10,8 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.cross_entropy.reference import vocabulary_axis
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Sizes(NamedTuple):

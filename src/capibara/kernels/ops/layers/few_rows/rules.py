@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.activation.formulas import KINDS
-from capibara.kernels.ops.layers.norm.rules import FLOATS
 
 
 class Sizes(NamedTuple):

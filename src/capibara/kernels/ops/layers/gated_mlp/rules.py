@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, Partition, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, Partition, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.activation.formulas import KINDS
 from capibara.kernels.ops.layers.gated_mlp.pairs import WIDTH
-from capibara.kernels.ops.layers.norm.rules import FLOATS
 
 
 class Sizes(NamedTuple):

@@ -9,10 +9,8 @@ import numpy as np
 
 from capibara.errors import rule_error, unknown_name
 from capibara.kernels.core.context import matmul_precision
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.grouped.reference import ACTIVATIONS
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Sizes(NamedTuple):

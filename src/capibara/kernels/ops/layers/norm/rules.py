@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 KINDS = ("layer", "rms")
 MOST_COLUMNS = 65536  # that the kernels take
 

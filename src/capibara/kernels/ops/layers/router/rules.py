@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, describe, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, unit_roundoff
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 GATES = ("softmax", "sigmoid", "softmax_topk")
 MOST_EXPERTS, MOST_CHOSEN = 256, 16  # that the kernels take
 

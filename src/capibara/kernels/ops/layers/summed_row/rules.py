@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.layers.few_rows.rules import Sizes, check_parts, check_weight, is_quantized
-from capibara.kernels.ops.layers.norm.rules import FLOATS
 
 
 def sizes(call: Call) -> Sizes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from capibara.kernels.core.dispatch import run, takes_kernel
@@ -29,14 +27,14 @@ ROUND_FP8 = Op(
 ROUND_FP8.implement(Implementation("xla", xla), hopper.IMPLEMENTATION, Implementation("reference", reference))
 
 
-def both_ways(x: jax.Array, factor: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array] | None:
-    """(x [rows, columns] times the factor in fp8, its transpose), read once; None where no kernel would take it, and
-    XLA finds out by itself what it needs."""
+def both_ways(x: jax.Array, factor: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """(x [rows, columns] times the factor in fp8, its transpose, its largest magnitude), read once; None where no
+    kernel would take it, and XLA finds out by itself what it needs."""
     operands = (x, factor.reshape(1))
     if not takes_kernel(call_of(ROUND_FP8, operands, {"dtype": dtype})):
         return None
-    made: Any = run(ROUND_FP8, operands, {"dtype": dtype})
-    return made
+    values, turned, largest = run(ROUND_FP8, operands, {"dtype": dtype})
+    return values, turned, largest[0]
 
 
 register(ROUND_FP8)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from jax import lax
 
 from capibara.errors import rule_error, unknown_name
-from capibara.kernels.core.spec import Call, Cost, Partition, describe, nbytes, unit_roundoff
-from capibara.kernels.ops.layers.norm.rules import FLOATS
+from capibara.kernels.core.dispatch import run
+from capibara.kernels.core.op import Op
+from capibara.kernels.core.spec import FLOATS, Call, Cost, Partition, Prefer, describe, nbytes, unit_roundoff
 from capibara.precision import FP8_LARGEST
 
 
@@ -25,10 +28,11 @@ def check(call: Call) -> None:
 
 
 def cost(call: Call) -> Cost:
-    """Every number is read once, multiplied, held between two others and rounded, and written twice, in a byte each."""
+    """Every number is read once, multiplied, held between two others, rounded and compared with the largest one, and
+    written twice, in a byte each."""
     x = call.need("x")
     count = math.prod(x.shape)
-    return Cost(vector_flops=4.0 * count, bytes=float(nbytes(x) + 2 * count), dtype=np.dtype(x.dtype).name)
+    return Cost(vector_flops=5.0 * count, bytes=float(nbytes(x) + 2 * count), dtype=np.dtype(x.dtype).name)
 
 
 def tolerance(call: Call) -> float:
@@ -36,4 +40,11 @@ def tolerance(call: Call) -> float:
     return 2 * unit_roundoff(np.dtype(str(call.params["dtype"])))
 
 
-PARTITION = Partition(lambda call: "m n, o -> m n, n m", replicated=lambda call: ("o",))
+def local(op: Op, arrays: tuple[Any, ...], params: dict[str, Any], axes: dict[str, Any], prefer: Prefer) -> Any:
+    """One device's part; the largest magnitude is that of all."""
+    *made, largest = run(op, arrays, params, prefer=prefer, local=True)
+    over = tuple(name for names in axes.values() for name in names)
+    return *made, lax.pmax(largest, over) if over else largest
+
+
+PARTITION = Partition(lambda call: "m n, o -> m n, n m, o", replicated=lambda call: ("o",), local=local)

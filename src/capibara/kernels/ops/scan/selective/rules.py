@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.errors import rule_error
-from capibara.kernels.core.spec import Call, Cost, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, describe, nbytes, unit_roundoff
 from capibara.kernels.ops.scan.selective.reference import wide_type
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_floats(what: str, given: Mapping[str, Any]) -> None:

@@ -11,9 +11,8 @@ import numpy as np
 
 from capibara.errors import rule_error
 from capibara.kernels.core.op import Op
-from capibara.kernels.core.spec import Call, Cost, Excerpt, describe, nbytes, unit_roundoff
+from capibara.kernels.core.spec import FLOATS, Call, Cost, Excerpt, describe, nbytes, unit_roundoff
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 # Indices travel through float32 registers in the kernels, which holds whole numbers up to here.
 MOST_CODES = 1 << 24
 EXCERPT_ROWS = 2048
