@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import difflib
 import logging
+import re
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -25,6 +26,8 @@ __all__ = [
     "UnknownNameError",
     "parts_of",
     "rule_error",
+    "runtime_errors",
+    "runtime_status",
     "say_again",
     "say_once",
     "unknown_name",
@@ -32,6 +35,11 @@ __all__ = [
 ]
 
 _Error = TypeVar("_Error", bound=ValueError)
+_STATUS = re.compile(
+    r"\s*(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|"
+    r"UNAUTHENTICATED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|"
+    r"DATA_LOSS): "
+)
 _PARTS = ("rule", "got", "fix")
 _SAID: LRU[Hashable, None] = LRU(8192)
 _UNSAID: contextvars.ContextVar[bool] = contextvars.ContextVar("unsaid", default=False)
@@ -76,6 +84,29 @@ def unknown_name(kind: str, name: object, choices: Iterable[object]) -> UnknownN
     error = UnknownNameError(f"Unknown {kind} {name!r}.{hint} Choices: {shown}.")
     fix = f"use {nearest[0]!r}" if nearest else "use one of the choices"
     return _with_parts(error, f"The choices of {kind} are {shown}", repr(name), fix)
+
+
+def runtime_errors() -> tuple[type[Exception], ...]:
+    """The types that an error of JAX's runtime has, for an `except` clause; `runtime_status` tells whether it is one.
+
+    It is a JaxRuntimeError, but where a jitted function that has run before is called again: that way through JAX
+    raises a ValueError of the same text.
+    """
+    import jax
+
+    return jax.errors.JaxRuntimeError, ValueError
+
+
+def runtime_status(error: BaseException) -> str | None:
+    """The status that JAX's runtime gives its errors; None for any other error.
+
+    >>> runtime_status(ValueError("UNAVAILABLE: device 3 is gone"))
+    'UNAVAILABLE'
+    >>> runtime_status(ValueError("heads must divide hidden")) is None
+    True
+    """
+    found = _STATUS.match(str(error)) if isinstance(error, runtime_errors()) else None
+    return found.group(1) if found else None
 
 
 def parts_of(error: BaseException) -> dict[str, str | None]:

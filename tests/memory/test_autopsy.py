@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from capibara.errors import runtime_status
 from capibara.hardware.facts import GiB
 from capibara.memory import MemoryLimitError, TpuMemoryManager, autopsy_of
 from capibara.memory.autopsy import Autopsy, autopsy, examine, is_out_of_memory
@@ -70,6 +72,30 @@ def test_the_allocators_own_error_gets_the_buffers_and_their_makers() -> None:
     assert product.nbytes == large.nbytes
 
 
+@pytest.mark.quick
+def test_so_does_that_of_a_function_that_has_run_before() -> None:
+    """JAX raises a ValueError there."""
+
+    @jax.jit
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (1 << 46,))
+
+    @jax.jit
+    def slowly(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 100, lambda _, x: jnp.tanh(x @ x), x)[0, 0]
+
+    square = jnp.ones((600, 600))
+    with contextlib.suppress(JaxRuntimeError):
+        spread(slowly(square)).block_until_ready()  # what waits for another program is begun, and fails later
+    one = jax.block_until_ready(slowly(square))
+    with pytest.raises((JaxRuntimeError, ValueError), match="RESOURCE_EXHAUSTED") as caught, autopsy():
+        spread(one).block_until_ready()
+    found = autopsy_of(caught.value)
+    assert found is not None
+    assert found.asked_bytes == (1 << 46) * 4
+    assert runtime_status(caught.value) == "RESOURCE_EXHAUSTED"
+
+
 def test_calls_on_one_line_are_counted_together_and_not_as_devices() -> None:
     device = jax.devices()[0]
     with jax.default_device(device):
@@ -107,7 +133,8 @@ def test_parts_on_several_devices_are_one_row_and_host_copies_none() -> None:
         (JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 65.05M of 64.00M"), False),
         (JaxRuntimeError("RESOURCE_EXHAUSTED: Error opening the bucket: quota"), False),
         (JaxRuntimeError("UNAVAILABLE: Out of memory"), False),
-        (ValueError(ASKED.format(8)), False),
+        (ValueError(ASKED.format(8)), True),  # of a jitted function that has run before
+        (TypeError(ASKED.format(8)), False),
         (MemoryLimitError("refused"), True),
     ],
 )

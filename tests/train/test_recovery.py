@@ -95,6 +95,7 @@ def quick_manager(**options: Any) -> TpuRecoveryManager:
 )
 def test_what_is_a_devices_error(text: str, status: str | None) -> None:
     assert device_status(JaxRuntimeError(text)) == status
+    assert device_status(ValueError(text)) == status  # of a jitted function that has run before
     assert device_status(RuntimeError(text)) is None
 
 

@@ -98,7 +98,7 @@ def train(
         else:
             typer.echo(f"capibara: {text}", err=True)
         raise typer.Exit(Code.DOES_NOT_FIT) from refusal
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         found = autopsy_of(error)
         if found is None:
             raise

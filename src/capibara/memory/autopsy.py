@@ -134,7 +134,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     # A kernel's fast memory is the kernel's own affair: nothing that lives on the device would make room in it.
     fast = classify(text, lowering=False) in ("vmem_oom", "smem_oom")
-    return isinstance(error, RuntimeError) and not fast and _MEMORY.match(text.lstrip()) is not None
+    return isinstance(error, RuntimeError | ValueError) and not fast and _MEMORY.match(text.lstrip()) is not None
 
 
 def autopsy_of(error: BaseException | None) -> Autopsy | None:
@@ -155,7 +155,8 @@ def autopsy(
     """An out-of-memory error that comes up inside says what lay in memory then, and goes on as it is.
 
     The report is a note of the error, which Python prints under it, and `autopsy_of(error)`. With the program it also
-    has the planner's prediction, and the nearest change that fits.
+    has the planner's prediction, and the nearest change that fits. The error is jax's: a RuntimeError, or a ValueError
+    where a jitted function has run before.
 
     Args:
       program, args, on: as `capibara.plan.plan` takes them; `on` is the attached chips by default.
@@ -168,13 +169,13 @@ def autopsy(
         >>> try:
         ...     with autopsy():
         ...         jnp.ones((1 << 46,), "float32")
-        ... except RuntimeError as error:
+        ... except (RuntimeError, ValueError) as error:
         ...     print(autopsy_of(error).asked_bytes)
         281474976710656
     """
     try:
         yield
-    except (RuntimeError, MemoryLimitError) as error:
+    except (RuntimeError, ValueError) as error:
         asked = plan
         if asked is None and program is not None:
             asked = _planner(program, args, on, plan_options)

@@ -7,15 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from capibara.errors import TPUError
+from capibara.errors import TPUError, runtime_status
 
 __all__ = ["DEVICE_STATUSES", "Attempt", "TpuError", "device_status", "named_device"]
 
 DEVICE_STATUSES = ("UNAVAILABLE", "INTERNAL", "ABORTED", "DATA_LOSS", "DEADLINE_EXCEEDED")
-"""The statuses of a `JaxRuntimeError` that are the device's or the network's. RESOURCE_EXHAUSTED is none of them: a
+"""The statuses of the runtime's errors that are the device's or the network's. RESOURCE_EXHAUSTED is none of them: a
 program that needs too much memory needs it again. Neither is INVALID_ARGUMENT."""
 
-_STATUS = re.compile(r"^\s*([A-Z_]+): ")
 # The runtime says INTERNAL also for what the program did: a Python callback that raised, a kernel that is refused.
 _PROGRAMS_OWN = re.compile(r"[Cc]allback|Mosaic failed|ptxas|[Cc]ompilation|failed to compile|[Ll]owering")
 _DEVICE = re.compile(
@@ -86,12 +85,7 @@ def device_status(error: BaseException) -> str | None:
     >>> device_status(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")) is None
     True
     """
-    import jax
-
-    if not isinstance(error, jax.errors.JaxRuntimeError):
-        return None
-    match = _STATUS.match(str(error))
-    status = match.group(1) if match else ""
+    status = runtime_status(error)
     if status == "INTERNAL" and _PROGRAMS_OWN.search(str(error)):
         return None
     return status if status in DEVICE_STATUSES else None

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from capibara.errors import runtime_errors
+
 __all__ = ["answering", "choose_devices", "on_devices", "platform_devices"]
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ def answering(devices: Iterable[Any], timeout: float = 30.0) -> list[Any]:
 
         try:
             right[device] = int(jax.device_put(np.int32(2), device) + jax.device_put(np.int32(3), device)) == 5
-        except jax.errors.JaxRuntimeError as error:
+        except runtime_errors() as error:
             logger.warning("%s does not answer: %s", device, str(error).splitlines()[0])
 
     # Daemons: one that never comes back must not keep the process.

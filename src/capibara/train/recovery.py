@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from capibara.checkpoints.leaves import named_leaves, storable
 from capibara.checkpoints.shards import from_pieces, host_shards
 from capibara.checkpoints.store import Checkpoints
-from capibara.errors import CheckpointError, rule_error
+from capibara.errors import CheckpointError, rule_error, runtime_errors, runtime_status
 from capibara.models import step_hooks
 from capibara.models.step_hooks import StateHolder
 from capibara.observe.recorder import Recorder
@@ -303,14 +303,12 @@ class TpuRecoveryManager:
         Raises:
           TpuError: there are no retries or no devices left; it tells every attempt.
         """
-        import jax
-
         while True:
             try:
                 result = self._run_once(step, args, kwargs)
                 self._in_a_row.clear()
                 return result
-            except jax.errors.JaxRuntimeError as error:
+            except runtime_errors() as error:
                 status = device_status(error)
                 if status is None:
                     raise
@@ -375,14 +373,12 @@ class TpuRecoveryManager:
         A device error that reaches the end of the block is recorded and swallowed when `auto_recovery` is on, with the
         attached holder's state as it was last kept; a `TpuError` of a step that was retried in vain is not.
         """
-        import jax
-
         token = _ACTIVE.set(self)
         try:
             with step_hooks.listening(self._listen), step_hooks.guarding(self._guard):
                 yield self
             self._in_a_row.clear()
-        except jax.errors.JaxRuntimeError as error:
+        except runtime_errors() as error:
             status = device_status(error)
             if status is None:
                 raise
@@ -441,7 +437,9 @@ def _moved(tree: Any, devices: Sequence[Any]) -> Any | None:
         try:
             sharding = on_devices(leaf.sharding, devices)
             moved.append(jax.block_until_ready(leaf if sharding is leaf.sharding else jax.device_put(leaf, sharding)))
-        except jax.errors.JaxRuntimeError:
+        except runtime_errors() as error:
+            if runtime_status(error) is None:
+                raise
             return None
     return jax.tree.unflatten(structure, moved)
 

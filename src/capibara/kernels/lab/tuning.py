@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.errors import CapibaraError, rule_error
+from capibara.errors import CapibaraError, rule_error, runtime_errors
 from capibara.kernels.core import context, tables
 from capibara.kernels.core.op import Op, call_of, lookup
 from capibara.kernels.core.spec import Call, Case, Config, describe, standard_normal
@@ -336,7 +336,7 @@ def _expect_alive(candidate: Candidate, error: BaseException) -> None:
     """A kernel that wrote out of bounds can take the device's context with it; no later result counts."""
     try:
         jax.block_until_ready(jnp.zeros(8) + 1)
-    except jax.errors.JaxRuntimeError:
+    except runtime_errors():
         raise CapibaraError(
             f"{candidate.name} left the device unusable ({first_line(error)}). Tune again in a new process, "
             f"without this implementation or with a smaller max_configs."
