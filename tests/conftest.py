@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _thin_out_quick(items)
+    _thin_out_spread(items)
     _long_files_first(items)
     reasons = {"gpu": _no_gpu, "tpu_compiler": _no_tpu_compiler}
     found: dict[str, str | None] = {}
@@ -88,22 +89,44 @@ def _thin_out_quick(items: list[pytest.Item]) -> None:
     What only the newest can run (JAX's emulation of Hopper kernels) keeps all of its cases there, and cases that are
     marked one by one are meant.
     """
-    marked: dict[tuple[str, str], list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("quick"):
-            one_by_one = any(mark.name == "quick" for mark in item.callspec.marks)
-            newest_alone = "emulated_hopper" in item.fixturenames or item.get_closest_marker("skipif")
-            if not one_by_one and not newest_alone:
-                marked.setdefault((str(item.path), item.originalname), []).append(item)
-    for cases in marked.values():
+    for cases in _cases_of_tests(items, "quick"):
+        alike = [
+            item
+            for item in cases
+            if not any(mark.name == "quick" for mark in item.callspec.marks)
+            and "emulated_hopper" not in item.fixturenames
+            and not item.get_closest_marker("skipif")
+        ]
         mark = cases[0].get_closest_marker("quick")
         wanted = 1 if mark is None else mark.kwargs.get("cases", 1)
-        if wanted == "all":
-            continue
-        kept = {len(cases) - 1 - number * len(cases) // wanted for number in range(min(wanted, len(cases)))}
-        for place, item in enumerate(cases):
-            if place not in kept:
-                item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "quick"]
+        for item in _left_out(alike, len(alike) if wanted == "all" else wanted):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "quick"]
+
+
+def _thin_out_spread(items: list[pytest.Item]) -> None:
+    """`spread(n)` on a test with many cases, each of which takes seconds, is n of them and what the quick run has; the
+    others are slow. They differ in what many tests show: models, mesh axes, shapes of one kernel."""
+    for cases in _cases_of_tests(items, "spread"):
+        mark = cases[0].get_closest_marker("spread")
+        assert mark is not None
+        for item in _left_out([item for item in cases if not item.get_closest_marker("slow")], mark.args[0]):
+            if not item.get_closest_marker("quick"):
+                item.add_marker(pytest.mark.slow)
+
+
+def _cases_of_tests(items: list[pytest.Item], mark: str) -> Iterable[list[pytest.Function]]:
+    """The cases of each test that has this mark, in their order."""
+    found: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker(mark):
+            found.setdefault((str(item.path), item.originalname), []).append(item)
+    return found.values()
+
+
+def _left_out(cases: list[pytest.Function], wanted: int) -> list[pytest.Function]:
+    """All but so many of the cases: the last, and others as far apart as they can be."""
+    kept = {len(cases) - 1 - number * len(cases) // wanted for number in range(min(wanted, len(cases)))}
+    return [item for place, item in enumerate(cases) if place not in kept]
 
 
 _LONG_FILES = ("train/", "doors/", "serve/", "cli/", "test_docs.py", "models/", "kernels/")

@@ -43,6 +43,7 @@ def test_a_state_comes_back_bit_for_bit_on_other_meshes(tmp_path: Path) -> None:
                 assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("counts", [(8, 4, 8), (32, 8, 32)])
 def test_in_programs_of_other_device_counts(
     tmp_path: Path, as_a_reader: dict[str, str], counts: tuple[int, ...]

@@ -19,7 +19,6 @@ def _bench(*words: str) -> Any:
     return CliRunner().invoke(app, ["bench", "serve", *words])
 
 
-@pytest.mark.quick
 def test_what_clients_saw_is_what_the_server_did() -> None:
     engine = StandIn(step_s=0.004)
     with served(engine) as (server, _):

@@ -56,7 +56,6 @@ def leave_all_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
             del sys.modules[name]
 
 
-@pytest.mark.quick
 def test_every_command_knows_an_op_that_was_imported(tmp_path: Path) -> None:
     """Of a file by its path and of a module by its name; the TPU compiler's workers too."""
     (tmp_path / "my_ops.py").write_text(_source("by_path"), encoding="utf-8")

@@ -48,7 +48,6 @@ def test_the_documented_radices_at_any_length() -> None:
     assert "radices (2, 4, 125): of (2, 4, 8) the plan for 1000 points uses 2 and 4, leaves out 8" in told
 
 
-@pytest.mark.quick
 @pytest.mark.usefixtures("nothing_said_yet")
 def test_every_documented_precision() -> None:
     wanted, coarse = np.fft.fft(X), tolerance_of((20,), "bfloat16")

@@ -119,7 +119,6 @@ def test_dropout_draws_the_objects_next_key() -> None:
         jax.jit(lambda q: one.flash_attention(q, K, V, dropout_rate=0.3))(Q)
 
 
-@pytest.mark.quick
 def test_the_objects_choices_hold() -> None:
     def attend(kernels: TPUv4Kernels, **options: Any) -> Any:
         return lambda q, k, v: kernels.flash_attention(q, k, v, causal=True, **options)

@@ -212,6 +212,7 @@ def _two_devices() -> Mesh:
     return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
 
+@pytest.mark.spread(3)
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*VQbitLayer")
 @pytest.mark.parametrize("how", TRANSFORMED)
@@ -245,7 +246,6 @@ def test_what_a_first_call_inside_says() -> None:
     assert "layer.apply(state, x, training=True)" in texts[1]
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*VQbitLayer")
 def test_a_training_loop_inside_jit() -> None:
     """The encoder's weights by gradient, the codes by their averages: one compiled step, from an empty state."""
@@ -302,7 +302,6 @@ def test_use_tpu_optimizations(caplog: pytest.LogCaptureFixture) -> None:
     np.testing.assert_allclose(new.codebook, layer.apply(state, x)[1].codebook, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick
 def test_codebook_split_over_a_mesh() -> None:
     """A training step with the codes over four devices and the rows over two is the step of one device."""
     mesh = jax.make_mesh((2, 4), ("data", "codes"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])

@@ -97,6 +97,21 @@ def _marked(pairs: list[Any], mark: pytest.MarkDecorator, chosen: Callable[[Op, 
     ]
 
 
+def _few_of_each(pairs: list[Any], most: int) -> list[Any]:
+    """The pairs, slow but for so many cases of an implementation, spread over them, and for the quick ones: to lower a
+    kernel takes seconds, and most of its shapes go the same way."""
+    together: dict[tuple[str, str], list[Any]] = {}
+    for pair in pairs:
+        together.setdefault((pair.values[0].name, pair.values[1]), []).append(pair)
+    made = []
+    for cases in together.values():
+        kept = {len(cases) - 1 - number * len(cases) // most for number in range(min(most, len(cases)))}
+        for place, pair in enumerate(cases):
+            marks = pair.marks if place in kept or pair.marks else (pytest.mark.slow,)
+            made.append(pytest.param(*pair.values, id=pair.id, marks=marks))
+    return made
+
+
 def _speaks_for_its_op(op: Op, name: str, case: Case) -> bool:
     """Whether it is the implementation that shows a rule of the op's own in the quick run.
 
@@ -483,7 +498,7 @@ def test_tpu_kernels_lower_for_tpu(op: Op, name: str, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("op", "name", "case"),
-    _marked(_pairs("gpu", runs=_lowers_for("gpu")), pytest.mark.quick, _richest("gpu", "gpu")),
+    _few_of_each(_marked(_pairs("gpu", runs=_lowers_for("gpu")), pytest.mark.quick, _richest("gpu", "gpu")), 3),
 )
 def test_gpu_kernels_lower_for_cuda(op: Op, name: str, case: Case) -> None:
     _lowered(op, name, case, "cuda")

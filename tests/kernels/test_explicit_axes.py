@@ -60,6 +60,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[np.ndarray], tuple[P, ...]]] = {
 }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("active", [True, False], ids=["set_mesh", "arrays_alone"])

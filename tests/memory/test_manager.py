@@ -41,7 +41,6 @@ def states(manager: TpuMemoryManager) -> dict[str, str]:
     return {name: tensor["state"] for name, tensor in manager.stats()["tensors"].items()}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_three_times_the_limit_completes_within_it(prefetch: bool) -> None:
     # Below the limit by the one tensor that the caller makes before the manager hears of it.
@@ -233,7 +232,6 @@ def test_a_tensor_with_an_infinity_is_offloaded_instead() -> None:
     assert np.array_equal(np.asarray(manager.get("x")), values)
 
 
-@pytest.mark.quick
 def test_prefetch_brings_what_comes_next_before_it_is_asked_for() -> None:
     manager = manager_of(3, prefetch_enabled=True)
     for name in "abcd":
@@ -326,7 +324,6 @@ def test_room_is_made_ahead_of_a_program() -> None:
         manager.make_room(100 * TENSOR)
 
 
-@pytest.mark.quick
 def test_threads_end_with_the_context_and_the_manager() -> None:
     before = set(threading.enumerate())
     manager = manager_of(3, prefetch_enabled=True)

@@ -92,6 +92,7 @@ def test_the_residual_starts_at_about_one_and_stays_there() -> None:
         assert 0.5 < deviation < 2, "logits of a fresh model are about 1"
 
 
+@pytest.mark.spread(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loop_written_out_is_the_same(name: str) -> None:
@@ -136,6 +137,7 @@ def test_metrics_have_a_row_a_layer_in_the_layers_order() -> None:
     assert set(np.flatnonzero(np.isclose(perplexity, 1.0))) == {1, 4}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["dense", "hybrid", "codes", "twice"])
 def test_packed_rows_are_those_apart(name: str) -> None:
@@ -152,6 +154,7 @@ def test_packed_rows_are_those_apart(name: str) -> None:
     assert np.abs(np.asarray(together - apart))[:, 5:12].max() > 1e-2, "without segments the second sees the first"
 
 
+@pytest.mark.spread(2)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_from_a_cache_is_the_forward_pass(name: str) -> None:

@@ -44,7 +44,7 @@ def _alone(name: str) -> Any:
     return model, params, batch, _results(model, params, batch)
 
 
-@pytest.mark.quick
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

@@ -66,6 +66,7 @@ def _with_adapter(params: Any) -> Any:
     return {**params, "layers": [changed(layer) for layer in params["layers"]]}
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("block", "options"),
     [
@@ -85,6 +86,7 @@ def test_what_a_kernel_does_not_do_is_written_out(block: Any, options: Any) -> N
         assert _calls(_model(**block), **options) == []
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("block", [{}, {"rotary_dim": 16, "rope_scaling": {"type": "linear", "factor": 2.0}}])
 @pytest.mark.parametrize("positions", [[5], [-1], [15, 0, -1, 16, 3], [40]], ids=str)
 def test_the_numbers_are_those_of_the_steps_written_out(

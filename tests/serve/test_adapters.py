@@ -36,6 +36,7 @@ def adapter(name: str, seed: int, settings: LoraSettings) -> tuple[LoraAdapter, 
     return LoraAdapter(factors, settings.alpha), changed
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
 def test_each_request_is_answered_by_its_adapter(name: str, programs: Path) -> None:
     all_of_them = tuple({w for block in model_of(name).config.blocks.values() for w in block.products()})

@@ -16,6 +16,7 @@ from capibara.serve import EngineConfig, QueueFull, Request, SamplingParams
 from capibara.serve.engine import StepTime
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["window", "moe", "hybrid", "attention"])
 @pytest.mark.quick
 def test_greedy_tokens_are_the_plain_models(name: str, programs: Path) -> None:

@@ -39,6 +39,7 @@ SEVERAL_SHAPES = ("llama", "mistral", "mixtral")
 """Dense, with a window, with experts: of these single tokens have programs of their own; the others run in one."""
 
 
+@pytest.mark.spread(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", [*sorted(set(hf_models.CONFIGS) - {"llama"}), "llama"])
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:

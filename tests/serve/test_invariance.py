@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_alone_and_among_others_the_bits_are_the_same(case: str, programs: Path) -> None:

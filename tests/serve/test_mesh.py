@@ -14,6 +14,7 @@ from capibara.models import ModularCapibaraModel
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "axes"),
     [("attention", {"model": 2}), ("attention", {"model": 4}), ("hybrid", {"model": 2})],

@@ -162,7 +162,6 @@ def test_what_has_begun_ends_where_it_is_and_the_rest_is_answered_elsewhere() ->
         server.resize("ab")
 
 
-@pytest.mark.quick
 def test_a_move_is_called_off_where_answers_take_too_long_and_where_the_engine_fails() -> None:
     made: list[Held] = []
 

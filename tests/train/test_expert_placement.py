@@ -151,6 +151,7 @@ class _StopAt:
         return step == self.step
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_when_experts_are_placed_hangs_on_the_step_alone(tmp_path: Path) -> None:
     """Stopped at a step between two checkpoints, or killed there with an emergency copy of an earlier one, and started

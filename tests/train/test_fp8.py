@@ -82,6 +82,7 @@ def losses(fp8: Fp8Settings | None, steps: int = 80) -> np.ndarray:
     return np.asarray([float(x) for x in found])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "fp8", [Fp8Settings(), DELAYED, Fp8Settings(scales="block")], ids=["current", "delayed", "block"]
 )
@@ -195,6 +196,7 @@ def on_one_device(fp8: Fp8Settings) -> tuple[Any, Any]:
     return run.result, run.state  # type: ignore[attr-defined]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     ("fp8", "shape"),

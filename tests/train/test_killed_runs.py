@@ -127,6 +127,7 @@ def environment(reader: dict[str, str]) -> dict[str, str]:
     return {name: reader[name] for name in ("PYTHONPATH", "XLA_FLAGS")}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("times", [3, 1])
 def test_killed_the_losses_are_the_same(tmp_path: Path, as_a_reader: dict[str, str], times: int) -> None:
@@ -151,6 +152,7 @@ def test_killed_the_losses_are_the_same(tmp_path: Path, as_a_reader: dict[str, s
     assert 0 < report.seconds["restart"] < report.total
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_is_killed(tmp_path: Path, as_a_reader: dict[str, str]) -> None:
     """Two processes of two devices each; each of them is killed once."""
     whole, _ = supervised(tmp_path, environment(as_a_reader), "whole", [], 2, 20)

@@ -40,11 +40,11 @@ def _check(preset: str, layers: int, kernels: set[str], monkeypatch: pytest.Monk
     assert kernels <= ours
 
 
-@pytest.mark.quick
 def test_the_step_of_small_lowers_with_our_attention_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _check("small", 1, {"attention"}, monkeypatch)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("preset", "layers", "kernels"),
     [

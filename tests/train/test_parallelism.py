@@ -52,6 +52,7 @@ def test_experts_over_devices(folder: Path) -> None:
     assert "expert 2" in assert_same_run("moe", 8, folder, {"data": 4, "expert": 2})
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("kind", "axes", "options"),
     [
@@ -75,6 +76,7 @@ def test_a_mesh_of_8(kind: str, axes: dict[str, int], options: dict[str, Any], f
         assert "fully sharded" in name
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("kind", "axes", "options"),
     [

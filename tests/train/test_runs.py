@@ -151,6 +151,7 @@ def test_a_killed_run_goes_on_with_the_same_losses_to_the_last_bit(runs: Runs, k
     assert runs.held_out(out) == runs.held_out("alone")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(runs: Runs) -> None:
     process = runs.start("stopped", "--devices", "1")
     assert runs.wait_for_step(process, "stopped", 2)  # early: steps are short, and it must not be done before it hears
@@ -173,6 +174,7 @@ def test_a_folder_with_a_run_is_not_written_over(runs: Runs) -> None:
     assert (runs.folder / "alone" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("processes", "mesh"),
     [

@@ -152,6 +152,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(numpy_decoder.logits(config, tensors, row), logits, rtol=0, atol=bound)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "case",
     ["llama", "mistral", "qwen2", "qwen3_windows", "mixtral_window", "qwen2_moe_windows", "qwen3_moe_window"],
@@ -180,6 +181,7 @@ def test_decoding_from_a_cache_gives_the_same_logits(case: str, tmp_path: Path) 
     np.testing.assert_allclose(found, expected, rtol=0, atol=2 * bound)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("case", _cases())
 def test_what_transformers_saved_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:

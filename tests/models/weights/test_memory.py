@@ -49,6 +49,7 @@ print(held, loaded, resident("VmHWM:") - before)
 """
 
 
+@pytest.mark.spread(1)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_the_model_is_in_memory_once(devices: int, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def _mesh(*sizes: int, names: tuple[str, ...] = ("data", "model")) -> Mesh:
     return Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=lambda t: np.dtype(t).name)
 @pytest.mark.parametrize("name", hf_models.CONFIGS)

@@ -214,6 +214,7 @@ LOWERED = (
 )  # fmt: skip
 
 
+@pytest.mark.spread(5)
 @pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:

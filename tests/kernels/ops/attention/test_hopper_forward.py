@@ -219,6 +219,7 @@ LOWERED = (
 )  # fmt: skip
 
 
+@pytest.mark.spread(5)
 @pytest.mark.quick(cases=6)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name: str) -> None:

@@ -88,6 +88,7 @@ def _wanted(case: Case, qkv: list[Any], ids: Any, flow: Any) -> list[np.ndarray]
     return [np.asarray(x) for x in made(*(x.astype(jnp.float32) for x in qkv))]
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_whole(name: str) -> None:
     """Output, log-sum-exp and gradients, with the caller's arrays in his order and layout."""

@@ -76,6 +76,7 @@ def test_loss_and_gradients_against_logits_in_memory(given: Any, plain: Any, gra
         assert_close(mine, theirs)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("over", [None, P("a"), P(None, "b")])
 @pytest.mark.parametrize("gradient", GRADIENTS)

@@ -322,6 +322,7 @@ RESETS = {
 }
 
 
+@pytest.mark.spread(5)
 @pytest.mark.quick
 @pytest.mark.parametrize("path", ["diagonal", "matrix"])
 @pytest.mark.parametrize("name", RESETS)

@@ -64,7 +64,6 @@ def test_gradient_emulated(case: Case, config: GradConfig) -> None:
     assert result.ok, result.why
 
 
-@pytest.mark.quick
 def test_gradient_lowers_on_explicit_axes() -> None:
     """A kernel is traced with one device's shapes: with a sharded type its references could not be indexed."""
     case = grad_case(make_case("mesh", 2, 70, 4, 64, 2, 64, NONE, **ALL))

@@ -88,6 +88,7 @@ def test_against_plain_loops(name: str, ragged: bool, window: int | None, softca
         np.testing.assert_allclose(mine, right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
 def test_hostile_batches_gathered_at_once(case: Any) -> None:
@@ -97,6 +98,7 @@ def test_hostile_batches_gathered_at_once(case: Any) -> None:
         assert result.ok, result.why
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
 def test_hostile_batches(name: str, case: Any) -> None:
