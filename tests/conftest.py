@@ -55,8 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _thin_out_quick(items)
-    _thin_out_spread(items)
+    not_quick = _thinned_out_of_quick(items)
+    _thin_out_spread(items, not_quick)
+    if config.option.markexpr == "quick":
+        items[:] = [item for item in items if item not in not_quick]
     _long_files_first(items)
     reasons = {"gpu": _no_gpu, "tpu_compiler": _no_tpu_compiler}
     found: dict[str, str | None] = {}
@@ -81,36 +83,32 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 10, 10)
 
 
-def _thin_out_quick(items: list[pytest.Item]) -> None:
-    """`quick` on a test with many cases is one case, the last; `quick(cases=n)` is n, spread over them, or "all".
+def _thinned_out_of_quick(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The other cases, where `quick` on a test with many, or on its file, is one, the last; `quick(cases=n)` is n,
+    spread over them, or "all".
 
     The quick run is what people wait for, and what the newest JAX gets, where what differs is how a program is traced
-    and lowered; every case runs on the oldest.
-    What only the newest can run (JAX's emulation of Hopper kernels) keeps all of its cases there, and cases that are
-    marked one by one are meant.
+    and lowered; every case runs on the oldest. Of what only the newest can run (JAX's emulation of Hopper kernels) the
+    other cases are for `make test-all` there. Cases that are marked one by one are meant.
     """
+    found: set[pytest.Item] = set()
     for cases in _cases_of_tests(items, "quick"):
-        alike = [
-            item
-            for item in cases
-            if not any(mark.name == "quick" for mark in item.callspec.marks)
-            and "emulated_hopper" not in item.fixturenames
-            and not item.get_closest_marker("skipif")
-        ]
+        alike = [item for item in cases if not any(mark.name == "quick" for mark in item.callspec.marks)]
         mark = cases[0].get_closest_marker("quick")
-        wanted = 1 if mark is None else mark.kwargs.get("cases", 1)
-        for item in _left_out(alike, len(alike) if wanted == "all" else wanted):
-            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "quick"]
+        assert mark is not None
+        wanted = mark.kwargs.get("cases", 1)
+        found.update(_left_out(alike, len(alike) if wanted == "all" else wanted))
+    return found
 
 
-def _thin_out_spread(items: list[pytest.Item]) -> None:
+def _thin_out_spread(items: list[pytest.Item], not_quick: set[pytest.Item]) -> None:
     """`spread(n)` on a test with many cases, each of which takes seconds, is n of them and what the quick run has; the
     others are slow. They differ in what many tests show: models, mesh axes, shapes of one kernel."""
     for cases in _cases_of_tests(items, "spread"):
         mark = cases[0].get_closest_marker("spread")
         assert mark is not None
         for item in _left_out([item for item in cases if not item.get_closest_marker("slow")], mark.args[0]):
-            if not item.get_closest_marker("quick"):
+            if item in not_quick or not item.get_closest_marker("quick"):
                 item.add_marker(pytest.mark.slow)
 
 

@@ -196,7 +196,6 @@ def test_a_first_run_in_a_process_does_not_count(script: str, monkeypatch: pytes
     assert {tuple(one["seconds"]) for one in document["op_times"] if "body" in one["op"]} == {(1e-3,) * 3}
 
 
-@pytest.mark.quick
 def test_what_is_refused(script: str, tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"profile": {"format": "capibara-prof')
     once = json.loads(ran(script, "--counting", "--json").stdout)

@@ -152,7 +152,6 @@ def test_the_reference_has_forward_derivatives_in_float32() -> None:
     assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == program.count("dot_general[")
 
 
-@pytest.mark.quick
 def test_gradients_pass_through_a_precision() -> None:
     def loss(params: Any, x: Any, precision: str | None) -> Any:
         y, metrics = ops.moe_layer(params, x, top_k=2, precision=precision, jitter=0.1, key=KEY)

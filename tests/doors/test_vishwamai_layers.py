@@ -78,7 +78,6 @@ def test_the_gates() -> None:
     assert abs(float((dropped == 0).mean()) - 0.5) < 0.13
 
 
-@pytest.mark.quick
 def test_experts() -> None:
     params = init_expert_layer(jax.random.key(0), 64, 32, 8)
     y, metrics = jax.jit(lambda p, x: expert_layer(p, x, top_k=3))(params, X)

@@ -93,7 +93,6 @@ def test_the_residual_starts_at_about_one_and_stays_there() -> None:
 
 
 @pytest.mark.spread(2)
-@pytest.mark.quick
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loop_written_out_is_the_same(name: str) -> None:
     model = MODELS[name]
@@ -138,7 +137,6 @@ def test_metrics_have_a_row_a_layer_in_the_layers_order() -> None:
 
 
 @pytest.mark.spread(2)
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["dense", "hybrid", "codes", "twice"])
 def test_packed_rows_are_those_apart(name: str) -> None:
     model = MODELS[name]
@@ -155,7 +153,7 @@ def test_packed_rows_are_those_apart(name: str) -> None:
 
 
 @pytest.mark.spread(2)
-@pytest.mark.quick(cases=2)
+@pytest.mark.quick
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_from_a_cache_is_the_forward_pass(name: str) -> None:
     """Prompts of several lengths beside each other, then a token at a time, then a few at once."""

@@ -164,7 +164,6 @@ def test_the_numbers_between_attentions_are_those_of_the_steps_written_out(
     assert taken == [(True, 4), (True, 4), (False, None)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("rows", "int8", "trusted", "by"),
     [
@@ -213,7 +212,6 @@ def test_what_a_kernel_does_not_do_is_written_out(model: Any, options: Any, want
     assert _calls(_model(**model), **{"tokens": 8, **options}) == wanted
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_numbers_are_those_of_the_steps_written_out(norm: str, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:

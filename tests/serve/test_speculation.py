@@ -28,7 +28,6 @@ def test_a_long_sequence_is_looked_through_once() -> None:
     assert len(drafts._after) <= 2 * len(tokens)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "drawn"])
 def test_drafts_change_no_token_and_save_steps(sampling: dict[str, float], programs: Path) -> None:
     model = model_of("attention")

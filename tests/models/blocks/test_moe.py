@@ -170,7 +170,6 @@ def _alone() -> Any:
     return run, params, x, jax.jit(run)(params, x)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("axes", "sorted_here"),
     [

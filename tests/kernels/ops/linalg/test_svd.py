@@ -179,7 +179,6 @@ def test_elements_at_the_ends_of_float32(largest: float) -> None:
     np.testing.assert_allclose(found, np.float32([largest, largest, 0]), rtol=1e-6)
 
 
-@pytest.mark.quick
 def test_a_batch_is_decomposed_one_by_one() -> None:
     a = jnp.asarray(np.stack([with_spectrum(*SHAPE, FAST, seed) for seed in range(4)]), jnp.float32)
     together = jax.jit(jax.vmap(lambda x: fast_svd(x, rank=RANK)))(a.reshape(2, 2, *SHAPE))

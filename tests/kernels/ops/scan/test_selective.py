@@ -54,7 +54,6 @@ def test_against_numpy(softplus: bool) -> None:
     np.testing.assert_allclose(last, wanted_last, atol=2e-5)
 
 
-@pytest.mark.quick
 def test_decoding_goes_on_where_the_prefill_ended() -> None:
     """prefill(T) is prefill(T - k) and k steps, and is prefill(T - k) and a scan of k from its state."""
     given, ahead = _operands(time=40), 4

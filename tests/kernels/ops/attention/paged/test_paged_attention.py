@@ -235,7 +235,6 @@ def test_bad_input_says_the_rule(bad: dict[str, Any], text: str) -> None:
         paged_attention(**small() | bad)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("name", "side_by_side"), [("xla", False), ("xla", True), ("pallas_tpu", False)])
 def test_heads_of_a_ragged_batch_are_split_over_a_mesh(name: str, side_by_side: bool) -> None:
     """Query heads with their key heads; nothing is gathered."""
