@@ -38,7 +38,6 @@ def test_a_hopper_gradient_inside_shard_map_keeps_its_axes(name: str) -> None:
     assert "all_reduce" in text, "the replicated operand's gradient is summed over the axis"
 
 
-@pytest.mark.quick
 def test_operands_that_are_not_on_the_mesh_in_force() -> None:
     """XLA then hands the op's mesh rule layouts without names, of which nothing is split."""
     x, codes = jnp.arange(8.0).reshape(4, 2), jnp.eye(2)

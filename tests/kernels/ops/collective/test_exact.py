@@ -227,7 +227,6 @@ def test_over_an_axis_that_vmap_names() -> None:
         np.testing.assert_array_equal(made, np.broadcast_to(x.sum(0), x.shape))
 
 
-@pytest.mark.quick
 def test_gradients_of_an_exchange_and_a_move() -> None:
     """Each is undone by its own inverse."""
     x = drawn(4, 8, 3)

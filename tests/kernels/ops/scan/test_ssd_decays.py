@@ -70,7 +70,6 @@ def _off(found: Any, wanted: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(found).astype(np.float64) - wanted) / np.abs(wanted)))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_small_error_of_strong_decays_is_seen(name: str) -> None:
     x, log_decay, b, c = _operands()
@@ -80,7 +79,6 @@ def test_a_small_error_of_strong_decays_is_seen(name: str) -> None:
     assert _off(_forward(name, x, 1.01 * log_decay, b, c), wanted) > 4 * UNIT
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_small_error_of_strong_decays_is_seen_in_gradients(name: str) -> None:
     """The last step is asked: the gradients of x, B and the decays are what passes to it from the others."""

@@ -20,7 +20,6 @@ from capibara.kernels.ops.scan.ssd.cases import ALL, grad_case, make_case
 NONE: frozenset[str] = frozenset()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "case",
     [

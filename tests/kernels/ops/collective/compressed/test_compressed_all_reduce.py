@@ -164,7 +164,6 @@ def test_it_sends_less_than_a_third_of_the_bytes_of_float32() -> None:
     assert 260 / 1024 <= compressed / exact <= 260 / 1024 * (1 + padding / values)
 
 
-@pytest.mark.quick
 def test_on_a_tpu_the_kernels_are_taken_and_give_the_same_bits() -> None:
     x = np.random.default_rng(2).standard_normal((2, 4000)).astype(np.float32)
 
