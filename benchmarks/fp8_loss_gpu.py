@@ -7,13 +7,12 @@ Every *.py of this interpreter's library and site-packages is read as bytes; a t
 their paths, is held back. All forms start from the same weights and see the same batches in the same order; the step is
 the trainer's (`capibara.parallel.trainer_step`), its optimizer AdamW with a warm-up and a cosine. After each of the
 last 100 steps the loss of a batch of what was held back is taken, the same batches for all: by the form's own products,
-and by bfloat16's. What is compared is the mean of those 100. "trusted" takes kernels that no chip has run.
+and by bfloat16's. What is compared is the mean of those 100.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
@@ -28,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.kernels import trust
 from capibara.models import ModularModelConfig, decoder
 from capibara.parallel.trainer_step import FP8_HISTORY, StepOptions, WithHistory, initial_state, step_function
 from capibara.precision import Fp8Settings
@@ -37,7 +35,6 @@ FORMS: dict[str, Fp8Settings | None] = {
     "bfloat16": None,
     "fp8": Fp8Settings(),
     "fp8 delayed": Fp8Settings(scaling="delayed"),
-    "fp8 delayed trusted": Fp8Settings(scaling="delayed"),
     "fp8 block": Fp8Settings(scales="block"),
 }
 HELD_BACK = 20
@@ -124,9 +121,7 @@ def train(form: str, model: ModularModelConfig, asked: Any, windows: Windows, ba
     step = jax.jit(step_function(loss_in(fp8), optimizer, options), donate_argnums=(0, 1))
     # As the trainer compiles it on a GPU, and the same for all forms.
     on_gpu = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
-    with trust("predicted") if form.endswith("trusted") else contextlib.nullcontext():
-        lowered = step.lower(params, state, windows[0])
-    step = lowered.compile(compiler_options=on_gpu)
+    step = step.lower(params, state, windows[0]).compile(compiler_options=on_gpu)
     compile_s = time.perf_counter() - started
     print(f"{form}: compiled in {compile_s:.1f} s", flush=True)
 

@@ -9,9 +9,8 @@ A form says which of its parts go by `capibara.kernels`; the others are jax.nump
 jax.nn. The form "models" is the library's own decoder of that shape, `capibara.models.decoder`, and the same optimizer.
 "fp8" has its products in fp8: where XLA chooses between cuBLASLt's kernels and Triton's by timing them, "cublas" leaves
 it the former alone, as the trainer does for fp8. "apart" has the activation of an mlp in a pass of its own, where
-"models" has it inside of its products (`capibara.kernels.gated_mlp`). "trusted" takes kernels that no chip has run.
-"unmerged" keeps XLA from making one product of those of keys and values, whose halves are then copied apart.
-`against_models` is the rate over that of "models".
+"models" has it inside of its products (`capibara.kernels.gated_mlp`). "unmerged" keeps XLA from making one product of
+those of keys and values, whose halves are then copied apart. `against_models` is the rate over that of "models".
 Forms take turns, round after round, so that what the machine does beside them falls on all. A chip that is held up by
 its power, as an H200 is here, is faster for the first steps: --steps 10 or more shows what a run has.
 """
@@ -37,7 +36,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels import attention, cross_entropy, gated_activation, rms_norm, rope, trust
+from capibara.kernels import attention, cross_entropy, gated_activation, rms_norm, rope
 from capibara.models import ModularModelConfig, decoder
 from capibara.models.blocks import mlp
 from capibara.precision import Fp8Settings
@@ -65,9 +64,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "models unmerged": ("models", "unmerged"),
     "models fp8": ("models", "fp8"),
     "models fp8 cublas": ("models", "fp8", "cublas"),
-    "models fp8 trusted": ("models", "fp8", "cublas", "trusted"),
     "models fp8 delayed": ("models", "fp8", "delayed", "cublas"),
-    "models fp8 delayed trusted": ("models", "fp8", "delayed", "cublas", "trusted"),
     "models fp8 block": ("models", "fp8", "block"),
 }
 
@@ -167,8 +164,6 @@ def compiled_step(config: Any, ours: frozenset[str], batch: Any) -> Any:
     with contextlib.ExitStack() as stack:
         if "apart" in ours:
             stack.enter_context(mock.patch.object(mlp, "has_kernels", return_value=False))
-        if "trusted" in ours:
-            stack.enter_context(trust("predicted"))
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state_shapes(config, ours, shapes), batch)
     return lowered.compile(compiler_options=dict(option for word, option in OPTIONS.items() if word in ours))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from capibara.kernels import explain, target, trust
+from capibara.kernels import explain, target
 from capibara.mesh import MeshConfig
 from capibara.models import ModularModelConfig, decoder
 from capibara.models.blocks.mlp import Mlp
@@ -68,16 +68,13 @@ def test_so_has_what_is_no_plain_gated_mlp() -> None:
 
 
 def test_fp8_has_kernels_of_its_own_where_its_scales_are_known_beforehand() -> None:
-    """And where what no chip has run is trusted."""
     wanted = {("gated_fp8", "hopper"), ("gated_fp8_grad", "hopper")}
     model = ModularModelConfig(
         hidden=256, layers=1, vocab=512, blocks={"attention": {"heads": 4}, "mlp": {"ffn": 1024}}
     )
-    with trust("predicted"):
-        assert set(_gated(model, fp8=Fp8Settings(scaling="delayed"))) == wanted
-        assert not _gated(model, fp8=Fp8Settings())
-        assert not _gated(model, fp8=Fp8Settings(scaling="delayed"), remat="dots")
-    assert not _gated(model, fp8=Fp8Settings(scaling="delayed"))
+    assert set(_gated(model, fp8=Fp8Settings(scaling="delayed"))) == wanted
+    assert not _gated(model, fp8=Fp8Settings())
+    assert not _gated(model, fp8=Fp8Settings(scaling="delayed"), remat="dots")
 
 
 def test_a_mesh_and_a_planner_see_the_products() -> None:

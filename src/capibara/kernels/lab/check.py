@@ -236,7 +236,12 @@ def _placed(value: Any, struct: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> 
     if _compared_on_host(struct):
         return value
     device = next(next(iter(x.devices())) for x in arrays if isinstance(x, jax.Array))
-    return jax.device_put(value.astype(jnp.promote_types(struct.dtype, jnp.float32)), device)
+    return jax.device_put(value.astype(_judging_type(struct.dtype)), device)
+
+
+def _judging_type(dtype: Any) -> Any:
+    """float32 or wider: in fp8, which JAX promotes to nothing, a sum of squares would overflow."""
+    return jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
 
 
 def _compared_on_host(x: Any) -> bool:
@@ -272,7 +277,8 @@ def _error(x: Any, value: Any) -> tuple[float, int]:
         wide = np.asarray(x).astype(np.complex128 if complex_ else np.float64)
         difference, size, worst, misplaced = _norms(np, wide, np.asarray(value))
     else:
-        difference, size, worst, misplaced = _device_norms(x.astype(value.dtype), value)
+        wide = _judging_type(value.dtype)
+        difference, size, worst, misplaced = _device_norms(x.astype(wide), value.astype(wide))
     error = float(difference) / float(size) if float(size) else float(difference) / x.size**0.5
     error = max(error, float(worst))
     return (error if np.isfinite(error) else float("inf")), int(misplaced)

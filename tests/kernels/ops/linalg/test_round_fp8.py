@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.kernels.pallas import hopper_emulator as emulator
 
-from capibara.kernels import explain, fp8_products, lookup, target, trust
+from capibara.kernels import explain, fp8_products, lookup, target
 from capibara.kernels.ops.linalg import fp8
 from capibara.kernels.ops.linalg.round_fp8.api import ROUND_FP8
 from capibara.kernels.ops.linalg.round_fp8.hopper import both_ways, forward
@@ -58,18 +58,15 @@ def test_it_lowers_for_a_gpu() -> None:
 
 
 @pytest.mark.quick
-def test_it_waits_for_a_run_on_a_chip() -> None:
-    x = jax.ShapeDtypeStruct((16384, 2048), BF16)
-    weights = [jax.ShapeDtypeStruct((2048, 512), jnp.float32)]
-
-    def taken() -> set[str]:
+def test_the_kernel_takes_what_is_more_than_a_launch() -> None:
+    def taken(rows: int) -> list[str]:
+        x, weight = jax.ShapeDtypeStruct((rows, 2048), BF16), jax.ShapeDtypeStruct((2048, 512), jnp.float32)
         with target("gpu", "NVIDIA H200"):
-            found = explain(lambda x, *w: fp8_products(x, w), x, *weights).selections
-        return {s.implementation for s in found if s.call.op.name == "round_fp8"}
+            found = explain(lambda x, w: fp8_products(x, [w]), x, weight).selections
+        return [s.implementation for s in found if s.call.op.name == "round_fp8" and s.call.need("x").shape[0] == rows]
 
-    assert "hopper" not in taken()
-    with trust("predicted"):
-        assert taken() == {"hopper"}
+    assert set(taken(16384)) == {"hopper"}
+    assert "hopper" not in taken(256)
 
 
 @pytest.mark.quick

@@ -229,6 +229,32 @@ def torch_activation(kind: str) -> Peers:
     return {"torch": fn}
 
 
+def round_fp8(x: Any, factor: Any, dtype: Any = jnp.float8_e4m3fn) -> Any:
+    """As it is, transposed, and the largest magnitude."""
+    top = float(jnp.finfo(dtype).max)
+    values = jnp.clip(x.astype(f32) * factor, -top, top).astype(dtype)
+    return values, values.T, jnp.abs(x).max().astype(f32).reshape(1)
+
+
+def gated_fp8(kind: str) -> Callable[..., Any]:
+    def fn(gate: Any, up: Any, factor: Any) -> Any:
+        return round_fp8((_ACTIVATIONS[kind](gate.astype(f32)) * up.astype(f32)).astype(gate.dtype), factor)
+
+    return fn
+
+
+def gated_fp8_grad(kind: str) -> Callable[..., Any]:
+    def fn(gate: Any, up: Any, flow: Any, factors: Any) -> Any:
+        _, pull = jax.vjp(lambda gate, up: _ACTIVATIONS[kind](gate) * up, gate.astype(f32), up.astype(f32))
+        (a, turned_a, most_a), (b, turned_b, most_b) = (
+            round_fp8(d.astype(gate.dtype), factor, jnp.float8_e5m2)
+            for d, factor in zip(pull(flow.astype(f32)), factors, strict=True)
+        )
+        return a, turned_a, b, turned_b, jnp.concatenate([most_a, most_b])
+
+    return fn
+
+
 def mean_cross_entropy(hidden: Any, weights: Any, labels: Any) -> Any:
     """All logits at once, in the operands' type as products give them; their softmax in float32."""
     each = jax.nn.log_softmax((hidden @ weights).astype(jnp.promote_types(hidden.dtype, f32)))

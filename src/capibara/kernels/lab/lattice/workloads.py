@@ -341,6 +341,29 @@ def activation(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
                   torch=peers.torch_activation(model.activation))  # fmt: skip
 
 
+def rounding(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
+    """What fp8 products round: what enters a layer, a gated activation, or, with `grad`, the gradients of its parts."""
+    assert model.hidden
+    assert model.ffn
+    rows = draw.rows()
+    if draw.chance(0.4) and not grad:
+        case = Case(name, ((rows, model.hidden), (1,)), "bfloat16", {}, NO_TAGS, {1: "float32"}, {1: _eights})
+        return _of_op("fp8 rounding", name, f"{rows}x{model.hidden}", "round_fp8", case, False,
+                      peers={"plain": peers.round_fp8})  # fmt: skip
+    operands = 3 if grad else 2
+    shapes = (*((rows, model.ffn),) * operands, (2 if grad else 1,))
+    params = {"kind": model.activation}
+    case = Case(name, shapes, "bfloat16", params, NO_TAGS, {operands: "float32"}, {operands: _eights})
+    op, plain = ("gated_fp8_grad", peers.gated_fp8_grad) if grad else ("gated_fp8", peers.gated_fp8)
+    said = f"{'gradients of ' if grad else ''}{model.activation} gated {rows}x{model.ffn}"
+    # Gradients are what it computes, and nothing asks for theirs.
+    return _of_op("fp8 rounding", name, said, op, case, False, peers={"plain": plain(model.activation)})
+
+
+def _eights(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.full(shape, 8.0, np.float32)
+
+
 def _mean_loss_cost(call: Any) -> Cost:
     hidden, weights = call.need("hidden"), call.need("weights")
     work = 2.0 * hidden.shape[0] * math.prod(weights.shape)
@@ -517,6 +540,7 @@ FAMILIES: Mapping[str, Family] = {
     "router": Family(router, 1, lambda m: m.experts, 0.0),
     "rope": Family(rotary, 1, lambda m: m.heads and not m.tokens, 0.0),
     "fft": Family(transform, 1, lambda m: m.transforms or m.long_filter, 0.0),
+    "fp8 rounding": Family(rounding, 1, lambda m: m.ffn and m.gated, 0.4),
     "linear recurrence": Family(recurrence, 1, lambda m: m.recurrence, 0.4),
 }
 

@@ -34,6 +34,7 @@ from capibara.precision import FP8_LARGEST
 
 WIDE = 64  # columns of a unit: a row of the tensor cores' layout, in bfloat16
 LEAST = 256  # rows and columns: of a single piece Mosaic's descriptor loses the axis
+MANY = 1 << 20  # numbers, from which on a pass takes longer than it takes to start one
 SHARED_BYTES = 220 << 10  # of a multiprocessor's 227 KiB, for units and what leaves; barriers and the like need some
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True)
 

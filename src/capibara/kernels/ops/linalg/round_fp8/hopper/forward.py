@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import jax
 
 from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.core.trusting import trusted
-from capibara.kernels.ops.linalg.round_fp8.hopper.both_ways import BothWaysConfig, both_ways, fitting, refuses
+from capibara.kernels.ops.linalg.round_fp8.hopper.both_ways import MANY, BothWaysConfig, both_ways, fitting, refuses
 
 
 def candidates(call: Call) -> Sequence[BothWaysConfig]:
-    shapes = ((3, 2, 128), (2, 2, 128), (4, 1, 128), (2, 4, 128), (4, 3, 64), (4, 2, 64))
+    shapes = ((2, 3, 64), (2, 2, 128), (3, 2, 64), (4, 1, 128), (3, 2, 128), (2, 4, 64))
     return fitting([BothWaysConfig(*shape) for shape in shapes], 1, 1)
 
 
@@ -25,9 +24,8 @@ def round_fp8_hopper(
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """Where predictions are trusted: no chip has run it yet. XLA's form took 282 us for 537 MB on an H200 in a training
-    step, 1.9 TB/s, where a pass that reads and writes whole lines is held up by the memory alone, at 4."""
-    return ("xla",) if trusted() == "predicted" and math.prod(call.need("x").shape) >= 1 << 22 else ()
+    """On an H200 2.0 to 2.3 times xla's speed from a million numbers on; at a quarter of that 0.88."""
+    return ("xla",) if math.prod(call.need("x").shape) >= MANY else ()
 
 
 IMPLEMENTATION = Implementation(
