@@ -13,7 +13,9 @@ import pytest
 
 from capibara.errors import ImplementationRefused
 from capibara.kernels import direct_error_bound, explain, target, winograd_conv2d, winograd_error_bound
+from capibara.kernels.core.dispatch import select
 from capibara.kernels.ops.conv import conv2d
+from capibara.kernels.ops.conv.conv2d.api import CONV2D
 from capibara.kernels.ops.conv.conv2d.points import TILES, amplification, transforms
 from capibara.kernels.ops.conv.conv2d.winograd import PRODUCTS, WinogradConfig
 
@@ -228,3 +230,38 @@ def test_the_gradient_keeps_to_winograd() -> None:
 def test_mistakes_are_named(call: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("image", "window", "padding"),
+    [((2, 28, 30, 3), (14, 14), "VALID"), ((2, 27, 30, 3), (4, 7), "SAME"), ((1, 9, 9, 3), (3, 3), ((2, 0), (1, 4)))],
+)
+def test_windows_side_by_side_are_one_product(image: Any, window: Any, padding: Any) -> None:
+    x, w = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate((image, (*window, image[3], 5))))
+
+    def both(name: str) -> list[jax.Array]:
+        made, pull = jax.vjp(
+            lambda x, w: conv2d(x, w, strides=window, padding=padding, implementation=name, precision="highest"), x, w
+        )
+        return [made, *pull(made)]
+
+    for one, other in zip(both("xla_patches"), both("reference"), strict=True):
+        # Sums of up to 588 products in float32, in another order.
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.quick
+def test_a_patch_embedding_is_a_product_on_a_gpu() -> None:
+    def taken(channels: int, platform: str, **changes: Any) -> str:
+        x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 64, 64, channels), (16, 16, channels, 32)))
+        given = {"strides": (16, 16), "padding": "VALID", **changes}
+        with target(platform, "NVIDIA H200" if platform == "gpu" else None):
+            return str(select(CONV2D.call(x, w, **given)).implementation)
+
+    assert taken(3, "gpu") == "xla_patches"
+    assert taken(3, "cpu") == "xla"
+    assert taken(256, "gpu") == "xla"
+    assert taken(3, "gpu", strides=(8, 8)) == "xla"
+    with pytest.raises(ValueError, match="side by side"):
+        conv2d(jnp.ones((1, 8, 8, 3)), jnp.ones((4, 4, 3, 2)), implementation="xla_patches")

@@ -41,6 +41,7 @@ CONV2D: Op = Op(
 CONV2D.implement(
     xla.IMPLEMENTATION,
     *winograd.IMPLEMENTATIONS,
+    xla.PATCHES,
     xla.DIRECT,
     hopper.IMPLEMENTATION,
     Implementation("reference", reference),
@@ -73,12 +74,13 @@ def conv2d(
         alike. A convolution that it is not made for (other than 3x3, stride 1, no dilation, one group) runs on another
         implementation, which `explain` shows and the log says once.
       implementation: force one by name ("xla", "xla_winograd2", "xla_winograd4", "xla_winograd6", "hopper",
-        "xla_direct", "reference"); a refusal is an error. Asked for by name or tile, "xla_winograd4" also takes
-        16-bit operands, whose error is then about ten times the direct form's: see `winograd_error_bound`.
+        "xla_patches", "xla_direct", "reference"); a refusal is an error. Asked for by name or tile, "xla_winograd4"
+        also takes 16-bit operands, whose error is then about ten times the direct form's: see `winograd_error_bound`.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
-    "xla", "xla_direct" and "reference" have forward-mode derivatives. Winograd's forms, and so a tile_size that is
-    taken, and the kernels have the gradient alone: for forward mode there pass implementation="reference".
+    "xla", "xla_patches", "xla_direct" and "reference" have forward-mode derivatives. Winograd's forms, and so a
+    tile_size that is taken, and the kernels have the gradient alone: for forward mode there pass
+    implementation="reference".
 
     >>> x = jnp.ones((1, 8, 8, 3)); w = jnp.ones((3, 3, 3, 4))
     >>> y = conv2d(x, w, tile_size=(4, 4))

@@ -29,10 +29,12 @@ CASES = (
     case("112x112x128", (16, 112, 112, 128), (3, 3), 128, REAL),
     case("1x1", (64, 56, 56, 256), (1, 1), 64, REAL),
     case("stem", (64, 224, 224, 3), (7, 7), 64, REAL, strides=(2, 2)),
+    case("patches", (64, 224, 224, 3), (16, 16), 768, REAL, strides=(16, 16), padding="VALID"),
     # Hostile: odd, prime, every parameter, no image.
     case("odd", (2, 7, 5, 3), (3, 3), 5, HOSTILE, "float32", padding=((2, 0), (0, 1))),
     case("prime", (1, 13, 11, 37), (3, 3), 7, HOSTILE, padding="VALID"),
     case("everything", (1, 9, 8, 6), (3, 2), 4, HOSTILE, "float32", groups=2, dilation=(1, 2), strides=(2, 1)),
+    case("side-by-side", (2, 10, 9, 3), (4, 3), 5, HOSTILE, "float32", strides=(4, 3)),
     case("no-images", (0, 4, 4, 3), (3, 3), 2, HOSTILE, "float32"),
     case("one", (1, 1, 1, 1), (3, 3), 1, HOSTILE, "float32"),
     case("hopper-edges", (1, 10, 9, 128), (3, 3), 128, frozenset({"gpu"}), "float32", precision="highest"),
