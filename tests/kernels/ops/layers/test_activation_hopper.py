@@ -65,6 +65,10 @@ def test_the_polynomial_of_gelu_adds_little_to_the_error_of_tanh() -> None:
             _case("seeds", (2, 2, 512), NONE, rate=0.3, kind="identity", seeds=2, strides=(0, 1)),
             StreamConfig(1, 1, 4),
         ),
+        # Nothing dropped: rows do not matter, and the last piece starts early.
+        (_case("flat", (5, 412), NONE, kind="silu"), StreamConfig(2, 2, 2)),
+        (_case("flat-gate", (3, 7, 200), NONE, gated=True), StreamConfig(9, 1, 4, False)),
+        (_case("flat-one-piece", (2, 512), NONE, kind="gelu_tanh"), StreamConfig(264, 1, 8)),
     ],
     ids=lambda x: getattr(x, "name", None),
 )
@@ -105,15 +109,24 @@ def test_every_config_lowers_for_cuda(kind: str) -> None:
 
 
 def test_it_says_why_not() -> None:
-    def reason(shape: tuple[int, ...], dtype: Any, device: str = "NVIDIA H200") -> str:
+    def reason(shape: tuple[int, ...], dtype: Any, device: str = "NVIDIA H200", rate: float = 0.0) -> str:
+        seed = jax.ShapeDtypeStruct((2,), jnp.uint32) if rate else None
         with target("gpu", device):
-            said = ACTIVATION.implementations["hopper"].refusal(ACTIVATION.call(jax.ShapeDtypeStruct(shape, dtype)))
+            call = ACTIVATION.call(jax.ShapeDtypeStruct(shape, dtype), None, seed, rate=rate)
+            said = ACTIVATION.implementations["hopper"].refusal(call)
         assert said is not None
         return said
 
     assert "enough for bfloat16; x is float16" in reason((4, 512), jnp.float16)
-    assert "multiple of 256; not 384" in reason((4, 384), jnp.bfloat16)
+    assert "256 or more and an even count; not 254" in reason((2, 127), jnp.bfloat16)
+    assert "even count; not 381" in reason((3, 127), jnp.bfloat16)
+    assert "counts numbers in 32 bits" in reason((1 << 16, 1 << 15), jnp.bfloat16)
+    assert "multiple of 256; not 384" in reason((4, 384), jnp.bfloat16, rate=0.1)
     assert "empty" in reason((0, 512), jnp.bfloat16)
     assert "written for Hopper" in reason((4, 512), jnp.bfloat16, "NVIDIA A100")
     with pytest.raises(ValueError, match="vector is 8, 4 or 2"):
         StreamConfig(8, 1, 3)
+    with pytest.raises(ValueError, match="1024 numbers and StreamConfig"):
+        activation_forward(
+            jnp.zeros((2, 512), jnp.bfloat16), config=StreamConfig(1, 2), kind="silu", rate=0.0, strides=None
+        )

@@ -51,6 +51,7 @@ CASES = (
     _case("shardable", (32, 256), LOWERED | {"shard"}, gated=True, kind="gelu"),
     # For Hopper's kernels: seeds and places of their own.
     _case("seeds-256", (3, 4, 256), frozenset({"gpu"}), kind="silu", rate=0.5, seeds=3, strides=(0, 1)),
+    _case("columns-4304", (7, 4304), frozenset({"gpu"}), kind="gelu_tanh"),
     _case("offset-768", (6, 768), frozenset({"gpu"}), gated=True, rate=0.2, offsets=True),
 )
 

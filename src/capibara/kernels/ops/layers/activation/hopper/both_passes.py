@@ -1,10 +1,13 @@
-"""Activation and its gradient for Hopper, in Pallas (Mosaic GPU): rows pass through registers, each number once.
+"""Activation and its gradient for Hopper, in Pallas (Mosaic GPU): numbers pass through registers, each of them once.
 
-A program is one warpgroup and several of them share a multiprocessor. It keeps to a piece of the columns and walks down
-the rows, so all that the hash needs of a column is worked out once; what a row adds to it are two scalars. A piece is
-a few chunks, in which each thread has `vector` neighbouring columns: both columns of a pair, whose hash is then drawn
-once for the two. Many programs take a few rows each; or few, all at work together, walk down many rows, the next one
-on its way while one is computed.
+A program is one warpgroup and several of them share a multiprocessor. It takes one piece after another: a few chunks,
+in which each thread has `vector` neighbouring numbers. Many programs take a few pieces each; or few, all at work
+together, take many, the next one on its way while one is computed.
+
+Without dropout rows do not matter: pieces are of the array as it lies, a multiple of `vector` long, and the last one
+starts early where it would go beyond the end. With dropout a program keeps to a piece of the columns and walks down the
+rows, so all that the hash needs of a column is worked out once, and what a row adds to it are two scalars; a pair of
+columns has one hash.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import load, multiprocessors, named, refuses_chip
 
 THREADS = 128  # of a warpgroup
-VECTORS = (8, 4, 2)  # neighbouring columns of a thread: 16 bytes of bfloat16 at most, a pair at least
+VECTORS = (8, 4, 2)  # neighbouring numbers of a thread: 16 bytes of bfloat16 at most, a pair at least
 
 # Nothing is shared between threads, so the barriers that Pallas would put around stores are not needed.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
@@ -39,7 +42,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """How many programs share the rows, what each of them takes of a row, and whether it fetches the next one early."""
+    """How many programs share the work, what each takes at a time, and whether it fetches the next piece early."""
 
     programs: int
     chunks: int
@@ -54,19 +57,26 @@ class StreamConfig:
 
     @property
     def width(self) -> int:
-        """Columns of a chunk."""
+        """Numbers of a chunk."""
         return THREADS * self.vector
 
     @property
     def piece(self) -> int:
-        """Columns of a program."""
+        """Numbers that a program takes at a time, of one row where rows matter."""
         return self.width * self.chunks
+
+
+def _length(call: Call) -> int:
+    """What pieces are cut of: a row, or where nothing is dropped the whole array."""
+    shape = call.need("x").shape
+    return shape[-1] if call.params["rate"] else math.prod(shape)
 
 
 def candidates(call: Call) -> Sequence[StreamConfig]:
     """The best of those that an H200 timed first: gelu with dropout at 16384x16384, and with a gate at 16384x8192."""
-    columns, cores = call.need("x").shape[-1], multiprocessors(call.target.device_kind)
-    vectors = [v for v in VECTORS if columns % (THREADS * v) == 0]
+    length, cores = _length(call), multiprocessors(call.target.device_kind)
+    whole = bool(call.params["rate"])  # pieces fill a row
+    vectors = [v for v in VECTORS if length % (THREADS * v if whole else v) == 0 and length >= THREADS * v]
     forms = [
         (64, 2, False), (128, 1, False), (6, 2, True), (8, 1, True), (4, 4, True), (8, 2, True), (16, 1, True),
         (32, 4, False), (16, 1, False),
@@ -75,8 +85,8 @@ def candidates(call: Call) -> Sequence[StreamConfig]:
         forms.sort(key=lambda form: form != (8, 1, True))
     configs = []
     for each, chunks, ahead in forms:
-        lines = columns // (THREADS * vectors[0]) if vectors else 0
-        if lines and lines % chunks == 0:
+        lines = length // (THREADS * vectors[0]) if vectors else 0
+        if lines >= chunks and (lines % chunks == 0 or not whole):
             configs.append(StreamConfig(each * cores, chunks, vectors[0], ahead))
     # Narrower vectors too, though they ask the memory more often: once, as a check on the widest.
     configs += [dataclasses.replace(configs[0], vector=vector) for vector in vectors[1:]]
@@ -92,9 +102,59 @@ def refuses(call: Call) -> str | None:
         return f"its tanh is an instruction good to 11 bits, which is enough for bfloat16; x is {x.dtype.name}"
     if math.prod(x.shape) == 0:
         return "x is empty"
+    if not call.params["rate"] and math.prod(x.shape) >= 2**31:
+        return "it counts numbers in 32 bits"
     if not candidates(call):
-        return f"each of 128 threads takes pairs of columns, so it takes a multiple of 256; not {x.shape[-1]}"
+        if call.params["rate"]:
+            return f"each of 128 threads takes pairs of columns, so it takes a multiple of 256; not {x.shape[-1]}"
+        return f"each of 128 threads takes pairs of numbers, 256 or more and an even count; not {math.prod(x.shape)}"
     return None
+
+
+def _computed(values: Sequence[Any], kind: str, has_up: bool, grad: bool) -> list[Any]:
+    """The results, in float32, of one chunk of each operand."""
+    x, *others = (v.astype(jnp.float32) for v in values)
+    if not grad:
+        y = value(kind, x)
+        return [y * others[0] if has_up else y]
+    flow = others[-1]
+    if not has_up:
+        slope = value_and_slope(kind, x)[1]
+        return [flow if slope is None else flow * slope]
+    y, slope = value_and_slope(kind, x)
+    through = flow * others[0]
+    return [through if slope is None else through * slope, flow * y]
+
+
+def _flat_program(*refs: Any, config: StreamConfig, programs: int, kind: str, has_up: bool, grad: bool) -> None:
+    inputs = 1 + has_up + grad
+    sources, results = refs[:inputs], refs[inputs:]
+    (length,) = sources[0].shape
+    layout = plgpu.Layout.WG_STRIDED((config.width,), vec_size=config.vector)
+    number = lax.axis_index("program")
+    whole = length // config.piece
+    count = lax.div(whole - number + (programs - 1), programs)
+    if length % config.piece:
+        # What is left is of the program that has the last whole piece, parts of which it computes again.
+        count = count + jnp.where(number == (whole - 1) % programs, 1, 0)
+
+    def place(turn: Any, chunk: int) -> Any:
+        first = lax.min((number + turn * programs) * config.piece, length - config.piece)
+        return (pl.ds(first + chunk * config.width, config.width),)
+
+    def fetch(turn: Any) -> tuple[Any, ...]:
+        return tuple(load(ref.at[place(turn, c)], layout) for c in range(config.chunks) for ref in sources)
+
+    def step(turn: Any, carry: Any) -> Any:
+        piece = carry if config.ahead else fetch(turn)
+        following = fetch(lax.min(turn + 1, count - 1)) if config.ahead else None
+        for chunk in range(config.chunks):
+            outs = _computed(piece[chunk * inputs : (chunk + 1) * inputs], kind, has_up, grad)
+            for ref, terms in zip(results, outs, strict=True):
+                ref.at[place(turn, chunk)][...] = terms.astype(ref.dtype)
+        return following
+
+    lax.fori_loop(0, count, step, fetch(jnp.int32(0)) if config.ahead else None)
 
 
 def _program(
@@ -102,8 +162,7 @@ def _program(
     has_up: bool, grad: bool,
 ) -> None:  # fmt: skip
     inputs = 1 + has_up + grad
-    scalars_hbm = refs[0] if rate else None
-    sources, results = refs[bool(rate) :][:inputs], refs[bool(rate) :][inputs:]
+    scalars_hbm, sources, results = refs[0], refs[1 : 1 + inputs], refs[1 + inputs :]
     pieces = sources[0].shape[1] // config.piece
     layout = plgpu.Layout.WG_STRIDED((config.width,), vec_size=config.vector)
 
@@ -111,8 +170,7 @@ def _program(
     piece, rest = lax.rem(number, pieces), lax.div(number, pieces)
     first, group = lax.rem(rest, share), lax.div(rest, share)
     count = lax.div(rows - first + (share - 1), share)
-    if scalars_hbm is not None:
-        low, high, begin, first_column = (scalars_hbm[group * 4 + i] for i in range(4))
+    low, high, begin, first_column = (scalars_hbm[group * 4 + i] for i in range(4))
 
     def place(turn: Any, chunk: int) -> Any:
         return group * rows + first + turn * share, pl.ds(piece * config.piece + chunk * config.width, config.width)
@@ -131,31 +189,15 @@ def _program(
             pairs = lax.shift_right_logical(columns, jnp.full(columns.shape, 1, jnp.int32)) + lax.div(begins, 2)
         return prng.pair_kept_of(prng.random_bits(keys, pairs), columns, rate)
 
-    def compute(values: Sequence[Any]) -> list[Any]:
-        x, *others = (v.astype(jnp.float32) for v in values)
-        if not grad:
-            y = value(kind, x)
-            return [y * others[0] if has_up else y]
-        flow = others[-1]
-        if not has_up:
-            slope = value_and_slope(kind, x)[1]
-            return [flow if slope is None else flow * slope]
-        y, slope = value_and_slope(kind, x)
-        through = flow * others[0]
-        return [through if slope is None else through * slope, flow * y]
-
     def step(turn: Any, carry: Any) -> Any:
         row = carry if config.ahead else fetch(turn)
         following = fetch(lax.min(turn + 1, count - 1)) if config.ahead else None
-        if rate:
-            keys = prng.row_keys((low, high), (first + turn * share) * word(stride) + begin)
+        keys = prng.row_keys((low, high), (first + turn * share) * word(stride) + begin)
         for chunk in range(config.chunks):
-            outs = compute(row[chunk * inputs : (chunk + 1) * inputs])
-            if rate:
-                kept = keep(keys, chunk)
-                outs = [jnp.where(kept, terms * scale(rate), 0.0) for terms in outs]
+            outs = _computed(row[chunk * inputs : (chunk + 1) * inputs], kind, has_up, grad)
+            kept = keep(keys, chunk)
             for ref, terms in zip(results, outs, strict=True):
-                ref.at[place(turn, chunk)][...] = terms.astype(ref.dtype)
+                ref.at[place(turn, chunk)][...] = jnp.where(kept, terms * scale(rate), 0.0).astype(ref.dtype)
         return following
 
     lax.fori_loop(0, count, step, fetch(jnp.int32(0)) if config.ahead else None)
@@ -166,12 +208,26 @@ def _run(
     strides: Strides | None, has_up: bool, grad: bool,
 ) -> list[jax.Array]:  # fmt: skip
     x = operands[0]
+    if not rate:
+        if x.size < config.piece or x.size % config.vector:
+            raise rule_error(
+                "Without dropout an array has a piece or more, and a multiple of `vector` numbers",
+                f"{x.size} numbers and {config}", "use fewer chunks, or a smaller vector",
+            )  # fmt: skip
+        programs = min(config.programs, x.size // config.piece)
+        outs = plgpu.kernel(
+            named("activation", _flat_program, config=config, programs=programs, kind=kind, has_up=has_up, grad=grad),
+            out_type=[out_struct((x.size,), x.dtype, x)] * outputs,
+            grid=(programs,),
+            grid_names=("program",),
+            compiler_params=COMPILER_PARAMS,
+        )(*(v.reshape(-1) for v in operands))
+        return [v.reshape(x.shape) for v in outs]
     *lead, columns = x.shape
     fold = fold_rows(tuple(lead), seed, strides)
     flat = (fold.groups * fold.rows, columns)
     pieces = columns // config.piece
     share = max(1, min(fold.rows, config.programs // (fold.groups * pieces)))
-    scalars = [group_scalars(fold, seed, offsets)] if rate else []
     outs = plgpu.kernel(
         named(
             "activation", _program, config=config, rows=fold.rows, share=share, stride=fold.stride, kind=kind,
@@ -181,7 +237,7 @@ def _run(
         grid=(fold.groups * share * pieces,),
         grid_names=("program",),
         compiler_params=COMPILER_PARAMS,
-    )(*scalars, *(v.reshape(flat) for v in operands))  # fmt: skip
+    )(group_scalars(fold, seed, offsets), *(v.reshape(flat) for v in operands))  # fmt: skip
     return [v.reshape(x.shape) for v in outs]
 
 
