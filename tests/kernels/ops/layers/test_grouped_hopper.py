@@ -274,14 +274,11 @@ def test_candidates(rows: int) -> None:
         )
 
 
-def test_few_rows_a_group_take_a_short_tile() -> None:
-    tall, short = (implementation.default_config(call) for call, implementation in (_few(16384), _few(256)))
-    assert tall.program_tile[0] == 128
-    assert short.program_tile[0] == 64
-
-
-def _few(rows: int) -> tuple[Any, Any]:
-    return _calls(rows, 4096, 2048, 32)[0]
+@pytest.mark.parametrize(("rows", "height"), [(256, 64), (3000, 128), (4500, 192), (6144, 128), (16384, 128)])
+def test_a_tile_is_as_high_as_groups_fill_it(rows: int, height: int) -> None:
+    """32 groups: of 140 rows a tile of 128 would leave most of a second one empty; of 192 half have more than those."""
+    call, implementation = _calls(rows, 4096, 2048, 32)[0]
+    assert implementation.default_config(call).program_tile[0] == height
 
 
 @pytest.mark.parametrize(
