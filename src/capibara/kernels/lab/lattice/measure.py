@@ -34,10 +34,13 @@ SAMPLE_SECONDS, SAMPLES = 0.012, 5
 # this many tolerances computes something else.
 PEER_TOLERANCES = 4.0
 SHORT = 0.97
-# A program of JAX takes some 80 us of the host, torch's graph none. Where a program takes the device less than this,
-# the device's own clock is read: from a profile, in which the programs come one after another with pauses between.
+# A program of JAX takes some 80 us of the host, torch's graph none: the host's clock says nothing of shorter programs.
 HOST_SHOWS_US = 400.0
-PROFILED_RUNS, PAUSE_SECONDS = 10, 0.005
+# Between two programs of JAX the device stands still for up to 100 us, between torch's graphs it does not. Of programs
+# that are shorter than this, where that is a hundredth, the device's own clock is read: from a profile, in which the
+# programs come one after another with pauses between.
+PAUSES_SHOW_US = 10_000.0
+PROFILED_RUNS, PROFILED_SECONDS, PAUSE_SECONDS = 10, 0.1, 0.005
 
 
 def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +135,7 @@ class Prepared:
                     program.note = first_line(failure)
         running = [program for program in self.programs.values() if program.run is not None]
         _timed(running, self.calls)
-        if min((self.calls * p.microseconds(0) for p in running), default=HOST_SHOWS_US) < HOST_SHOWS_US:
+        if min((self.calls * p.microseconds(0) for p in running), default=PAUSES_SHOW_US) < PAUSES_SHOW_US:
             self.clock = _timed_on_device(running, self.calls) or self.clock
         if self._behind(0):
             if self.clock == "host":
@@ -314,23 +317,33 @@ def _timed_on_device(running: Sequence[Program], calls: int, again: bool = False
         return None
     for program in running:  # nothing is allocated or loaded inside the profile
         program.wait(program.kernel_by_kernel())
+    runs = [profiled_runs(1e-6 * calls * program.microseconds(0)) for program in running]
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for program in running:
+            for program, times in zip(running, runs, strict=True):
                 time.sleep(PAUSE_SECONDS)
-                for _ in range(PROFILED_RUNS):
+                for _ in range(times):
                     last = program.kernel_by_kernel()
                 program.wait(last)
         busy = busy_parts(_kernels(folder))
     if len(busy) != len(running):
         return None
-    for program, seconds in zip(running, busy, strict=True):
-        sample = [1e6 * seconds / PROFILED_RUNS / calls]
+    for program, seconds, times in zip(running, busy, runs, strict=True):
+        sample = [1e6 * seconds / times / calls]
         if again:
             program.taken.append(sample)
         else:
             program.taken[-1] = sample
     return "device"
+
+
+def profiled_runs(seconds: float) -> int:
+    """How often a program that takes so long runs in a profile: one that is far behind says so in two runs.
+
+    >>> [profiled_runs(seconds) for seconds in (1e-4, 0.02, 2.0)]
+    [10, 5, 2]
+    """
+    return min(PROFILED_RUNS, max(2, round(PROFILED_SECONDS / seconds)))
 
 
 def _kernels(folder: str) -> list[tuple[float, float]]:
