@@ -45,14 +45,25 @@ def moved(shape: str) -> int:
     return sum(BYTES.get(kind, 0) * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in sizes)
 
 
+def elements(shape: str) -> int:
+    return math.prod(int(n) for n in re.findall(r"\d+", shape.partition("[")[2].partition("]")[0]))
+
+
 def read_by(body: str) -> dict[int, int]:
     """Bytes that a fused computation reads of the operands that it takes only slices of, by their numbers."""
     lines = [found for found in map(INSTRUCTION.match, body.splitlines()) if found is not None]
+
+    def users(name: str) -> list[Any]:
+        """Of a value, and of what is converted from it: a fusion computes of that what is asked for."""
+        direct = [line for line in lines if re.search(rf"%{re.escape(name)}[,)]", line[4])]
+        return [user for line in direct for user in (line[3] == "convert" and users(line[1])) or [line]]
+
     found = {}
-    for name, _, opcode, rest in (line.groups() for line in lines):
-        users = [line for line in lines if re.search(rf"%{re.escape(name)}[,)]", line[4])]
-        if opcode == "parameter" and users and all(user[3] in ("slice", "dynamic-slice") for user in users):
-            found[int(rest.split(")")[0])] = sum(moved(user[2]) for user in users)
+    for name, shape, opcode, rest in (line.groups() for line in lines):
+        slices = users(name) if opcode == "parameter" else []
+        if slices and all(line[3] in ("slice", "dynamic-slice") for line in slices):
+            each = BYTES[shape.partition("[")[0]]
+            found[int(rest.split(")")[0])] = each * sum(elements(line[2]) for line in slices)
     return found
 
 

@@ -10,7 +10,8 @@ jax.nn. The form "models" is the library's own decoder of that shape, `capibara.
 "fp8" has its products in fp8: where XLA chooses between cuBLASLt's kernels and Triton's by timing them, "cublas" leaves
 it the former alone, as the trainer does for fp8. "apart" has the activation of an mlp in a pass of its own, where
 "models" has it inside of its products (`capibara.kernels.gated_mlp`). "unmerged" keeps XLA from making one product of
-those of keys and values, whose halves are then copied apart. `against_models` is the rate over that of "models".
+those of keys and values, whose halves are then copied apart. "unjoined" has the gradients of queries, keys and values
+by products of their own, where "models" has them together. `against_models` is the rate over that of "models".
 Forms take turns, round after round, so that what the machine does beside them falls on all. A chip that is held up by
 its power, as an H200 is here, is faster for the first steps: --steps 10 or more shows what a run has.
 """
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 
 from capibara.kernels import attention, cross_entropy, gated_activation, rms_norm, rope
 from capibara.models import ModularModelConfig, decoder
-from capibara.models.blocks import mlp
+from capibara.models.blocks import mlp, spec
 from capibara.precision import Fp8Settings
 
 _spec = importlib.util.spec_from_file_location("plain_llama", Path(__file__).with_name("plain_llama.py"))
@@ -62,6 +63,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "models apart unmerged": ("models", "apart", "unmerged"),
     "models cublas": ("models", "cublas"),
     "models unmerged": ("models", "unmerged"),
+    "models unjoined": ("models", "unjoined"),
     "models fp8": ("models", "fp8"),
     "models fp8 cublas": ("models", "fp8", "cublas"),
     "models fp8 delayed": ("models", "fp8", "delayed", "cublas"),
@@ -164,6 +166,8 @@ def compiled_step(config: Any, ours: frozenset[str], batch: Any) -> Any:
     with contextlib.ExitStack() as stack:
         if "apart" in ours:
             stack.enter_context(mock.patch.object(mlp, "has_kernels", return_value=False))
+        if "unjoined" in ours:
+            stack.enter_context(mock.patch.object(spec, "_joins_gradients", return_value=False))
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state_shapes(config, ours, shapes), batch)
     return lowered.compile(compiler_options=dict(option for word, option in OPTIONS.items() if word in ours))
 

@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.core.context import current_target
 from capibara.kernels.ops.layers.few_rows.api import few_rows, has_kernel, parts_to_leave
 from capibara.kernels.ops.layers.summed_row import api as summed_row_api
 from capibara.kernels.ops.linalg.fp8 import fp8_products
 from capibara.kernels.pallas.prng import normal_by_place
+from capibara.mesh.rules import is_placing
+from capibara.models.blocks.joint_gradients import products_of_heads
+from capibara.parallel.remat import keeps_products
 from capibara.precision import Fp8Settings
 
 if TYPE_CHECKING:
@@ -177,13 +181,25 @@ def products(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ..
         narrow = fp8_products(x, [params[name] for name in shapes], group.settings, history=group.history)
         return [_with_change(params, name, x, 1, y) for name, y in zip(shapes, narrow, strict=True)]
     if joint not in params and joint + BY_OUTPUT not in params:
-        return [product(params, name, x) for name in shapes]
+        if not _joins_gradients(params, tuple(shapes), x):
+            return [product(params, name, x) for name in shapes]
+        plain = products_of_heads(x, [params[name].astype(x.dtype) for name in shapes])
+        return [_with_change(params, name, x, 1, y) for name, y in zip(shapes, plain, strict=True)]
     ends = list(itertools.accumulate(math.prod(shape) for shape in shapes.values()))
     parts = jnp.split(_plain_product(params, joint, x, 1), ends[:-1], axis=-1)
     return [
         _with_change(params, name, x, 1, part.reshape(*part.shape[:-1], *shape))
         for (name, shape), part in zip(shapes.items(), parts, strict=True)
     ]
+
+
+def _joins_gradients(params: Mapping[str, jax.Array], names: tuple[str, ...], x: jax.Array) -> bool:
+    """Whether `products_of_heads` takes them: weights of heads, 16 bits, one GPU. Over a mesh heads are cut, and what
+    other compilers make of the join is not known."""
+    if current_target().platform != "gpu" or x.dtype.itemsize != 2 or is_placing() or keeps_products():
+        return False
+    held = all(name in params and name + QUANTIZED_SCALE not in params for name in names)
+    return held and all(params[name].ndim == 3 for name in names)
 
 
 def held_together(params: Mapping[str, Any], names: tuple[str, ...]) -> bool:
