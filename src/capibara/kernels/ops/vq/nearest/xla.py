@@ -23,6 +23,7 @@ from capibara.kernels.ops.vq.nearest.statistics import statistics
 
 CHUNKS = 80  # the table is an eightieth of N x K, or smaller
 TABLE_NUMBERS = 1 << 24  # the most of it at a time: 64 MiB
+SMALL_TABLE = 1 << 22  # 16 MiB are made at once: on a GPU every chunk is some launches, and they take 1.3 ms
 CANDIDATES = 2
 
 
@@ -99,7 +100,7 @@ def in_chunks(fn: Callable[..., jax.Array], codes: int, *arrays: jax.Array) -> j
     """fn of arrays [N, ...], a number a row, so many rows after another that tables of `codes` a row stay small."""
     rows = arrays[0].shape[0]
     chunk = max(1, min(-(-rows // CHUNKS), TABLE_NUMBERS // codes))
-    if rows * codes <= TABLE_NUMBERS // 64 or chunk >= rows:  # small enough to be done at once
+    if rows * codes <= SMALL_TABLE or chunk >= rows:
         return fn(*arrays)
     steps = -(-rows // chunk)
     # The last chunk starts early: it computes a few rows again, and no row is padded.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +31,7 @@ LARGEST_NARROW = 65000.0
 COLUMN_BITS = 0xFF  # of a score, replaced by the column: a tile has 256 at most
 OTHER_BITS = ~COLUMN_BITS
 TINY = 1e-35
+MOST_PARTS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +40,17 @@ class SearchConfig:
 
     With `resident` and a tile of 256 it is the rows, and a stage is a block of 64 x 64 numbers of the codes, see
     `search_resident`; with a tile of 64 it is the codes, all of them, see `few`. Else nothing stays.
+
+    With several `parts` the codes are divided, for rows that are too few for all multiprocessors, and a program has
+    some rows and a part. With `resident` that is `search_resident`; else `search_parts`, where what stays are the rows
+    too, and the programs round the codes themselves.
     """
 
     tile: int
     stages: int
     kept: int = 4
     resident: bool = False
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.tile not in (64, 128, 192, 256):
@@ -55,6 +61,10 @@ class SearchConfig:
             raise rule_error("kept is from 2 to 8", self.kept, "use 4")
         if self.resident and self.tile not in (64, 256):
             raise rule_error("tile is 64 where codes stay in shared memory, 256 where rows do", self.tile, "use 256")
+        if not 1 <= self.parts <= MOST_PARTS:
+            raise rule_error(f"parts is from 1 to {MOST_PARTS}", self.parts, "use 1")
+        if self.parts > 1 and self.tile != (256 if self.resident else 128):
+            raise rule_error("tile is 256 for parts of codes beside rows that stay, else 128", self.tile, "use parts=1")
 
 
 def fits(scratch: Any) -> bool:
@@ -66,9 +76,14 @@ def narrow_type(dtype: Any) -> Any:
     return jnp.dtype(jnp.float16) if dtype == jnp.float32 else jnp.dtype(dtype)
 
 
-def row_full(value: Any, dtype: Any) -> Any:
+def row_full(value: Any, dtype: Any, rows: int = BLOCK_M) -> Any:
     """A number for every row of a warpgroup."""
-    return plgpu.layout_cast(jnp.full((BLOCK_M,), value, dtype), ROW_LAYOUT)
+    return plgpu.layout_cast(jnp.full((rows,), value, dtype), ROW_LAYOUT)
+
+
+def row_numbers(rows: int = BLOCK_M) -> Any:
+    """0, 1, 2, ... for the rows of a warpgroup."""
+    return plgpu.broadcasted_iota(jnp.int32, (rows, 8), 0, layout=LAYOUT).max(axis=1)
 
 
 def across(ref: Any, first: Any, shape: tuple[int, int]) -> Any:
@@ -132,13 +147,14 @@ def error_bound(squares: Any, lost: Any, highest: Any, bounds: Any, width: int, 
 
     With x̂ = x - δx and ĉ = c - δc: |x·c - x̂·ĉ| ≤ |x||δc| + |δx||ĉ| by Cauchy-Schwarz. The tensor cores add 16 products
     at a time and cut, not round, what does not fit a float32: two units a step of the largest sum, and a margin. The
-    codes' half norms are rounded sums. The column took the score's low bits: of 8 bits that is 2⁻¹⁵ of it at the most.
+    codes' half norms are rounded sums. The column took the score's low bits: of 8 bits that is 2⁻¹⁵ of it at the most,
+    and of a score of zero, where codes are all alike, a number below TINY.
     """
     largest, rounded_off = bounds[1], bounds[2]
     row, row_lost = safe_sqrt(squares), safe_sqrt(lost)
     added = (width / 8 + 16) * 2.0**-22
     error = row * rounded_off + row_lost * largest + row * (largest * added) + largest * largest * 2.0**-20
-    return 1.01 * (error + jnp.abs(highest) * (column_bits * 2.0**-23))
+    return 1.01 * (error + jnp.abs(highest) * (column_bits * 2.0**-23)) + TINY
 
 
 def count_close(values: Sequence[Any], threshold: Any, zero: Any) -> Any:
@@ -185,3 +201,36 @@ def entry_of(lists: Any, row: Any, kept: int) -> Callable[[Any], Any]:
         return lax.shift_right_logical(lists[word, row], np.int32(8) * byte) & (BYTE - 1)
 
     return entry
+
+
+class PartLists(NamedTuple):
+    """How the lists of several parts of the codes lie, [rows, words] int32: all words of a row together.
+
+    First those that tell which parts matter, a vector for the threads of a program: the least and then the most that
+    the highest score of each part may truly be. Then the lists of the parts, one after another.
+    """
+
+    parts: int
+    kept: int
+
+    @property
+    def vector(self) -> int:
+        return -(-2 * self.parts // THREADS) * THREADS
+
+    @property
+    def words(self) -> int:
+        return max(self.vector, self.place(self.parts, 0))
+
+    def place(self, part: Any, entry: Any) -> Any:
+        """Of an entry of a part's list; the `kept`-th is how many may be the nearest."""
+        return 2 * self.parts + part * (self.kept + 1) + entry
+
+    def write(self, lists: Any, start: Any, part: Any, best: Any, error: Any, zero: Any) -> None:
+        """By a warpgroup: the best scores and their codes of BLOCK_M rows, whose scores are this far from true."""
+        values, indices = best
+        low, high = values[0] - error, values[0] + error
+        rows = pl.ds(start, BLOCK_M)
+        lists[rows, part] = lax.bitcast_convert_type(low, jnp.int32)
+        lists[rows, self.parts + part] = lax.bitcast_convert_type(high, jnp.int32)
+        for entry, numbers in enumerate((*indices, count_close(values, values[0] - 2 * error, zero))):
+            lists[rows, self.place(part, entry)] = numbers

@@ -9,6 +9,9 @@ and no table of rows by codes is ever stored.
 What stays in shared memory makes three searches: of 64 codes or fewer the codes do, and all is one kernel
 (`few`); rows do that fit beside a ring of codes (`search_resident`); else both come by again and again
 (`search`).
+
+Rows too few for all multiprocessors are searched for by parts of the codes, side by side, and `resolve_parts` reads
+the lists of all parts. Of those, few rows with few codes are mostly launches: two kernels are all (`search_parts`).
 """
 
 from __future__ import annotations
@@ -20,13 +23,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capibara.errors import rule_error
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
-from capibara.kernels.ops.vq.nearest.hopper.common import BLOCK_M, PROGRAM_M, THREADS, SearchConfig, fits
+from capibara.kernels.core.trusting import trusted
+from capibara.kernels.ops.vq.nearest.hopper.common import BLOCK_M, MOST_PARTS, PROGRAM_M, THREADS, SearchConfig, fits
 from capibara.kernels.ops.vq.nearest.hopper.few import few_scratch, nearest_of_few
 from capibara.kernels.ops.vq.nearest.hopper.prepare import prepare
 from capibara.kernels.ops.vq.nearest.hopper.resolve import resolve
+from capibara.kernels.ops.vq.nearest.hopper.resolve_parts import resolve_parts
 from capibara.kernels.ops.vq.nearest.hopper.search import search, search_scratch
+from capibara.kernels.ops.vq.nearest.hopper.search_parts import TILE as PART_TILE
+from capibara.kernels.ops.vq.nearest.hopper.search_parts import parts_scratch, search_parts, tiles_of_a_part
 from capibara.kernels.ops.vq.nearest.hopper.search_resident import TILE, search_resident, stages_for
 from capibara.kernels.ops.vq.nearest.rules import Sizes, sizes, sizes_of
 from capibara.kernels.ops.vq.nearest.xla import finish
@@ -35,6 +43,10 @@ from capibara.kernels.pallas.hopper import multiprocessors, refuses_chip
 MOST_WIDTH = 8192
 FEWEST_STAGES = 4  # of the ring beside rows that stay
 FEW_CODES = 128  # so few do not fill a tile beside rows that stay
+SIDE_BY_SIDE = 2  # programs of `search_parts` that a multiprocessor has registers for
+# Where each program of them has so many tiles of 64 x 128 x 128 numbers or fewer, rounding codes again and again was
+# reckoned to be less than two launches; it has not been timed.
+MOST_TILES = 8
 
 
 def padded_sizes(n: Sizes) -> Sizes:
@@ -44,10 +56,32 @@ def padded_sizes(n: Sizes) -> Sizes:
     return Sizes(rows + 8 if rows == 64 else rows, n.codes, -(-n.width // THREADS) * THREADS)
 
 
-def candidates(call: Call) -> Sequence[SearchConfig]:
-    """What keeps rows in shared memory first; then the widest tile that the codes fill, each with the deepest ring."""
-    rows, codes, width = padded_sizes(sizes_of(call))
-    dtype = call.need("x").dtype
+def parts_for(units: int, codes: int, tile: int, programs: int) -> int:
+    """How many parts of whole tiles, so that parts of `units` tiles of rows are as many as programs, or fewer."""
+    tiles = -(-codes // tile)
+    most = max(1, min(tiles, programs // units, MOST_PARTS))
+    return -(-tiles // -(-tiles // most))
+
+
+def by_parts(n: Sizes, dtype: Any, programs: int) -> list[SearchConfig]:
+    """Configs for rows too few for the programs: one that launches least, and one that rounds codes once."""
+    rows, codes, width = padded_sizes(n)
+    configs = []
+    units, tiles = -(-n.rows // BLOCK_M), -(-codes // PART_TILE)
+    parts = parts_for(units, codes, PART_TILE, SIDE_BY_SIDE * programs)
+    work = units * tiles * (width // THREADS)
+    if parts > 1 and work <= MOST_TILES * SIDE_BY_SIDE * programs and fits(parts_scratch(width, dtype)):
+        configs += [SearchConfig(PART_TILE, 2, kept, parts=parts) for kept in (4, 6)]
+    parts = parts_for(-(-rows // PROGRAM_M), codes, TILE, programs)
+    if parts > 1 and rows >= PROGRAM_M and stages_for(width) >= FEWEST_STAGES:
+        configs += [SearchConfig(TILE, stages_for(width), kept, resident=True, parts=parts) for kept in (6, 5)]
+    return configs
+
+
+def whole(n: Sizes, dtype: Any) -> list[SearchConfig]:
+    """Configs of which each program has all codes: what keeps rows in shared memory; then the widest tile that the
+    codes fill, each with the deepest ring."""
+    rows, codes, width = padded_sizes(n)
     configs = []
     if rows >= PROGRAM_M and codes > FEW_CODES and stages_for(width) >= FEWEST_STAGES:
         configs += [SearchConfig(TILE, stages_for(width), kept, resident=True) for kept in (6, 5)]
@@ -62,6 +96,15 @@ def candidates(call: Call) -> Sequence[SearchConfig]:
         few = (SearchConfig(BLOCK_M, stages, 6, resident=True) for stages in (4, 3, 2))
         configs += [config for config in few if fits(few_scratch(config, width, dtype))][:1]
     return configs
+
+
+def candidates(call: Call) -> Sequence[SearchConfig]:
+    """For few rows parts of the codes, and all of them."""
+    n, dtype = sizes_of(call), call.need("x").dtype
+    parts, others = by_parts(n, dtype, multiprocessors(call.target.device_kind)), whole(n, dtype)
+    # Parts were emulated, and have not been timed on a chip. Until then they are first where predictions are trusted;
+    # last they are only by name or by tuning.
+    return [*parts, *others] if trusted() == "predicted" else [*others, *parts]
 
 
 def refuses(call: Call) -> str | None:
@@ -81,6 +124,9 @@ def nearest_code_hopper(
     x: jax.Array, codebook: jax.Array, *, config: SearchConfig, return_distances: bool, return_stats: bool
 ) -> Any:
     size = sizes(x, codebook)
+    if config.parts > 1:
+        found = nearest_by_parts(x.reshape(-1, size.width), codebook, config)
+        return finish(x, codebook, found, return_distances, return_stats)
     padded = padded_sizes(size)
     columns = (0, padded.width - size.width)
     rows = jnp.pad(x.reshape(-1, size.width), ((0, padded.rows - size.rows), columns))
@@ -93,6 +139,24 @@ def nearest_code_hopper(
         lists = (search_resident if config.resident else search)(rows, *prepared, config, programs)
         indices = resolve(rows, codes, lists, prepared.half, config.kept, streams=config.resident)
     return finish(x, codebook, indices[: size.rows], return_distances, return_stats)
+
+
+def nearest_by_parts(x: jax.Array, codebook: jax.Array, config: SearchConfig) -> jax.Array:
+    """Indices [N] of rows x [N, D], found by parts of the codes. Neither rows nor codes have to fill tiles."""
+    (rows, width), codes = x.shape, codebook.shape[0]
+    if codes < PART_TILE:
+        raise rule_error(f"Parts are of {PART_TILE} codes or more", codes, "use parts=1")
+    columns = (0, -width % THREADS)
+    # One more launch is more than what padded rows cost; but a tile there has to be.
+    x = jnp.pad(x, ((0, max((PROGRAM_M if config.resident else BLOCK_M) - rows, 0)), columns))
+    padded = jnp.pad(codebook, ((0, 0), columns))
+    length = config.tile * tiles_of_a_part(codes, config.tile, config.parts)
+    if config.resident:
+        prepared = prepare(padded, length * config.parts)
+        lists = search_resident(x, *prepared, config, multiprocessors(current_target().device_kind))
+    else:
+        lists = search_parts(x, padded, config)
+    return resolve_parts(x, padded, lists, length, config)[:rows]
 
 
 IMPLEMENTATION = Implementation(

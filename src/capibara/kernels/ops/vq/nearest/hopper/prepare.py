@@ -25,16 +25,17 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.vq.nearest.hopper.common import (
     BLOCK_K,
     BLOCK_M,
-    COLUMN_LAYOUT,
     LARGEST_NARROW,
     LARGEST_SCALED,
     LARGEST_USABLE,
     LAYOUT,
     LOWEST,
     THREADS,
+    across,
     enlargement,
     narrow_type,
     row_full,
+    row_numbers,
     safe_sqrt,
 )
 from capibara.kernels.pallas.hopper import load, named, swizzled
@@ -94,7 +95,7 @@ def _program(
         collective_axes="warpgroup",
     )
     def _scoped(narrow_smem: Any, centre_smem: Any) -> None:
-        centre, scale = _sampled(codes_hbm, count, exact)
+        centre, scale = sampled(codes_hbm, count, exact)
         centre_smem[...] = centre
 
         @pl.when(program == 0)
@@ -118,34 +119,51 @@ def _program(
             return carry
 
         def rounded(step: Any, wide: Any, carry: Any) -> tuple[Any, Any]:
-            raw, norms, lost = carry
-            k = k_slice(step)
-            raw = raw + (wide * wide).sum(axis=1)
-            if exact:
-                wide, most = wide * scale, np.float32(np.inf)
-                taken = wide * scale
-            else:
-                most = np.float32(LARGEST_NARROW)
-                off = load(centre_smem.at[k], COLUMN_LAYOUT, optimized=False)
-                wide = taken = (wide - lax.broadcast_in_dim(off, (BLOCK_M, BLOCK_K), (1,))) * scale
-            in_range = jnp.abs(taken) < most
-            narrow = jnp.where(in_range, taken, 0.0).astype(narrow_hbm.dtype)
-            error = jnp.where(in_range, 0.0, wide) if exact else wide - narrow.astype(jnp.float32)
-            return narrow, (raw, norms + (wide * wide).sum(axis=1), lost + (error * error).sum(axis=1))
+            return rounded_codes(wide, carry, centre_smem, step * BLOCK_K, scale, narrow_hbm.dtype, exact)
 
-        raw, norms, lost = lax.fori_loop(0, k_steps // ahead, load_round_store, (zeros, zeros, zeros))
-        code = plgpu.broadcasted_iota(jnp.int32, (BLOCK_M, 8), 0, layout=LAYOUT).max(axis=1) + program * BLOCK_M
-        usable = (raw < np.inf) & (code < count)
-        # Norms beyond are of codes that are lost as a whole, so that every distance is computed.
-        norms = jnp.minimum(norms, LARGEST_USABLE)
-        half_hbm[own] = jnp.where(usable, norms * 0.5, -LOWEST)
-        largest = (safe_sqrt(jnp.where(usable, squares, 0.0).max()) for squares in (norms, lost))
+        squares = lax.fori_loop(0, k_steps // ahead, load_round_store, (zeros, zeros, zeros))
+        half_hbm[own], *usable_squares = norms_of(squares, row_numbers() + program * BLOCK_M < count)
+        largest = (safe_sqrt(each.max()) for each in usable_squares)
         for place, bound in enumerate((scale, *largest, np.float32(0))):
             bounds_hbm[program * 4 + place] = bound
         plgpu.wait_smem_to_gmem(0)
 
 
-def _sampled(codes_hbm: Any, count: int, exact: bool) -> tuple[Any, Any]:
+def rounded_codes(
+    wide: Any, carry: Any, centre: Any, first: Any, scale: Any, dtype: Any, exact: bool
+) -> tuple[Any, tuple[Any, Any, Any]]:
+    """(some columns of codes, moved, scaled and rounded, from the `first` on; the squares `carry` with theirs added).
+
+    The squares are of the codes as they are, of what they are scaled, and of what rounding took.
+    """
+    raw, norms, lost = carry
+    raw = raw + (wide * wide).sum(axis=1)
+    if exact:
+        wide, most = wide * scale, np.float32(np.inf)
+        taken = wide * scale
+    else:
+        most = np.float32(LARGEST_NARROW)
+        wide = taken = (wide - across(centre, first, wide.shape)) * scale
+    in_range = jnp.abs(taken) < most
+    narrow = jnp.where(in_range, taken, 0.0).astype(dtype)
+    error = jnp.where(in_range, 0.0, wide) if exact else wide - narrow.astype(jnp.float32)
+    return narrow, (raw, norms + (wide * wide).sum(axis=1), lost + (error * error).sum(axis=1))
+
+
+def norms_of(squares: Any, there: Any) -> tuple[Any, Any, Any]:
+    """(half norms, -LOWEST of codes that cannot be used; norms and what rounding took, zeros of those) of codes.
+
+    squares are those of `rounded_codes`; codes that are not `there` cannot be used.
+    """
+    raw, norms, lost = squares
+    usable = (raw < np.inf) & there
+    # A score has no place for norms beyond: such codes are lost as a whole, so that every distance is computed.
+    lost = jnp.where(norms < LARGEST_USABLE, lost, np.inf)
+    norms = jnp.minimum(norms, LARGEST_USABLE)
+    return jnp.where(usable, norms * 0.5, -LOWEST), jnp.where(usable, norms, 0.0), jnp.where(usable, lost, 0.0)
+
+
+def sampled(codes_hbm: Any, count: int, exact: bool) -> tuple[Any, Any]:
     """(the centre [D], the scale) from codes all over the codebook; 16-bit codes, whose products are exact, stay."""
     width = codes_hbm.shape[1]
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))

@@ -121,31 +121,40 @@ def look_again(
 
 def _of_a_few(row: Row, entry: Any, kept: int, codes: int, streams: bool) -> Any:
     listed, count = [entry(place) for place in range(kept - 1)], entry(kept)
+    start = np.float32(np.inf), np.int32(codes)
+    spanned = codes if streams else 0
+    return twice_if_small(lambda by: nearest_listed(row, entry, listed, count, codes, spanned, start, by))
 
-    def nearer(best: Any, others: list[Any], by: Any) -> Any:
+
+def nearest_listed(
+    row: Row, entry: Any, listed: list[Any], count: Any, codes: int, spanned: int, best: Any, by: Any
+) -> Any:
+    """(the least distance, its index) of `best` and `count` codes `entry(place)`, the first of which are `listed`.
+
+    With `spanned`, that many codes were searched together: two codes of a stream stand for all of it.
+    """
+
+    def nearer(best: Any, others: list[Any]) -> Any:
         least, index = best
         for there, other in zip(row.distances(others, by), others, strict=True):
             better = (there < least) | ((there == least) & (other < index))
             least, index = jnp.where(better, there, least), jnp.where(better, other, index)
         return least, index
 
-    def search(by: Any) -> Any:
-        best = nearer((np.float32(np.inf), np.int32(codes)), listed[: min(2, kept - 1)], by)
-        best = lax.fori_loop(2, count, lambda place, best: nearer(best, [entry(place)], by), best)
-        for place in range(1, kept - 1) if streams else ():
-            start, apart, length = stream_of(listed[place], codes)
-            alike = [stream_of(other, codes)[0] == start for other in listed[:place]]
-            # Where the list has another of its stream, all of it. Past the last code there is none: the first again.
-            repeated = (place < count) & functools.reduce(operator.or_, alike)
+    best = nearer(best, listed[:2])
+    best = lax.fori_loop(2, count, lambda place, best: nearer(best, [entry(place)]), best)
+    for place in range(1, len(listed)) if spanned else ():
+        start, apart, length = stream_of(listed[place], spanned)
+        alike = [stream_of(other, spanned)[0] == start for other in listed[:place]]
+        # Where the list has another of its stream, all of it. Past the last code there is none: the first again.
+        repeated = (place < count) & functools.reduce(operator.or_, alike)
 
-            def look(turn: Any, best: Any, start: Any = start, apart: int = apart) -> Any:
-                several = [start + (turn * TOGETHER + number) * apart for number in range(TOGETHER)]
-                return nearer(best, [jnp.where(code < codes, code, start) for code in several], by)
+        def look(turn: Any, best: Any, start: Any = start, apart: int = apart) -> Any:
+            several = [start + (turn * TOGETHER + number) * apart for number in range(TOGETHER)]
+            return nearer(best, [jnp.where(code < codes, code, start) for code in several])
 
-            best = lax.fori_loop(0, jnp.where(repeated, length // TOGETHER, 0), look, best)
-        return best
-
-    return twice_if_small(search)
+        best = lax.fori_loop(0, jnp.where(repeated, length // TOGETHER, 0), look, best)
+    return best
 
 
 class Row:

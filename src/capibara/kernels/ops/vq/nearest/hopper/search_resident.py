@@ -9,6 +9,9 @@ Of a row's scores x·c - |c|²/2 the two best of each stream are kept: a stream 
 tiles (one, where they are odd). That is three comparisons a score, and the streams need no exchange between threads.
 From a span's streams the best few go into the row's list. A third code of a stream may hide behind its two best:
 `resolve` looks at the whole stream where both of them may be the nearest.
+
+Where rows are too few for all programs, the codes are divided in parts, and what a program takes at a time is a tile of
+rows and a part. `resolve_parts` reads the lists of all parts of a row.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from capibara.kernels.ops.vq.nearest.hopper.common import (
     LAYOUT,
     LOWEST,
     PROGRAM_M,
+    PartLists,
     SearchConfig,
     across,
     count_close,
@@ -87,11 +91,15 @@ def search_resident(
 ) -> jax.Array:  # fmt: skip
     """[kept + 1, rows] int32: the best codes of every row, and how many may be the nearest.
 
-    As `search` returns it, but for the streams, and with no rows beyond x's. The ring has `config.stages` blocks.
+    As `search` returns it, but for the streams, and with no rows beyond x's. The ring has `config.stages` blocks. With
+    `config.parts` it is their `PartLists`, and the codes are as many whole tiles for each.
     """
+    shape = config.kept + 1, x.shape[0]
+    if config.parts > 1:
+        shape = x.shape[0], PartLists(config.parts, config.kept).words
     (lists,) = plgpu.kernel(
         named("nearest_code_search", _program, config=config, programs=programs),
-        out_type=[out_struct((config.kept + 1, x.shape[0]), jnp.int32, x)],
+        out_type=[out_struct(shape, jnp.int32, x)],
         grid=(programs,),
         grid_names=("program",),
         num_threads=3,
@@ -105,21 +113,26 @@ def _program(
     x_hbm: Any, codes_hbm: Any, half_hbm: Any, centre_hbm: Any, bounds_hbm: Any, lists_hbm: Any, *,
     config: SearchConfig, programs: int,
 ) -> None:  # fmt: skip
-    (rows, width), codes = x_hbm.shape, codes_hbm.shape[0]
+    parts = config.parts
+    (rows, width), codes = x_hbm.shape, codes_hbm.shape[0] // parts
     stages, kept, span_tiles = config.stages, config.kept, tiles_of_a_span(codes)
     k_steps, tiles = width // BLOCK_K, codes // TILE
     smem_steps = k_steps - IN_REGISTERS
     turns = k_steps * tiles * BLOCKS
 
     def each_row_tile(visit: Any) -> None:
-        """Call visit(first row, first row of the next tile, blocks fetched before) for this program's share."""
+        """Call visit(first row, that of the next turn, blocks fetched before, part) for this program's share."""
 
-        @plgpu.nd_loop((math.ceil(rows / PROGRAM_M),), collective_axes="program")
+        @plgpu.nd_loop((math.ceil(rows / PROGRAM_M) * parts,), collective_axes="program")
         def _tile(loop: Any) -> None:
             (index,) = loop.index
+            part: Any = 0
+            row_tiles = [index, index + programs]
+            if parts > 1:
+                row_tiles, part = [lax.div(each, parts) for each in row_tiles], lax.rem(index, parts)
             # The last starts early: it searches for some rows' codes again.
-            start, following = (jnp.minimum(each * PROGRAM_M, rows - PROGRAM_M) for each in (index, index + programs))
-            visit(start, following, loop.local_index * turns)
+            start, following = (jnp.minimum(each * PROGRAM_M, rows - PROGRAM_M) for each in row_tiles)
+            visit(start, following, loop.local_index * turns, part)
 
     allocate: Any = functools.partial(
         pl.run_scoped, **resident_scratch(width, stages, codes_hbm.dtype), collective_axes="warpgroup"
@@ -133,7 +146,7 @@ def _program(
         def _fetch() -> None:
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
-            def fetch(start: Any, following: Any, before: Any) -> None:
+            def fetch(start: Any, following: Any, before: Any, part: Any) -> None:
                 @pl.loop(0, turns)
                 def _turn(turn: Any) -> None:
                     @pl.when(turn < k_steps)
@@ -148,7 +161,8 @@ def _program(
                         plgpu.barrier_wait(drained.at[slot])
 
                     step = lax.div(turn, BLOCKS)
-                    n = pl.ds(lax.div(step, k_steps) * TILE + lax.rem(turn, BLOCKS) * BLOCK_N, BLOCK_N)
+                    first = lax.div(step, k_steps) * TILE + lax.rem(turn, BLOCKS) * BLOCK_N
+                    n = pl.ds(first + part * codes if parts > 1 else first, BLOCK_N)
                     k = pl.ds(lax.rem(step, k_steps) * BLOCK_K, BLOCK_K)
                     plgpu.copy_gmem_to_smem(codes_hbm.at[n, k], codes_smem.at[slot], filled.at[slot])
 
@@ -230,23 +244,32 @@ def _program(
                 accs = (plgpu.WGMMAAccumulatorRef((BLOCK_M, BLOCK_N), jnp.float32) for _ in range(BLOCKS))
                 return pl.run_scoped(products, *accs)
 
-            def compute(first: Any, following: Any, before: Any) -> None:
+            def compute(first: Any, following: Any, before: Any, part: Any) -> None:
                 start = first + warpgroup * BLOCK_M
                 last_rows, (squares, lost) = keep_rows(start)
 
+                def within(number: Any, of_a_part: int) -> Any:
+                    """The tile or span of all codes that is so far into the part."""
+                    return number + part * of_a_part if parts > 1 else number
+
                 def span_step(span: Any, best: Any) -> Any:
                     streams = None
-                    for part in range(span_tiles):
-                        tile = span * span_tiles + part
+                    for number in range(span_tiles):
+                        tile = span * span_tiles + number
                         blocks = contract(last_rows, before + tile * (k_steps * BLOCKS))
-                        tile_streams = _tile_streams(blocks, half_hbm, tile, part)
+                        tile_streams = _tile_streams(blocks, half_hbm, within(tile, tiles), number)
                         streams = tile_streams if streams is None else _both(streams, tile_streams)
-                    return merged(best, _span_best(streams, span * (span_tiles * TILE), kept))
+                    first_code = within(span, tiles // span_tiles) * (span_tiles * TILE)
+                    return merged(best, _span_best(streams, first_code, kept))
 
                 no_code = row_full(0, jnp.int32)
                 best = (row_full(LOWEST, jnp.float32),) * kept, (no_code,) * kept
                 values, indices = lax.fori_loop(0, tiles // span_tiles, span_step, best)
-                threshold = values[0] - 2 * error_bound(squares, lost, values[0], bounds_hbm, width, COLUMN_BITS)
+                error = error_bound(squares, lost, values[0], bounds_hbm, width, COLUMN_BITS)
+                if parts > 1:
+                    PartLists(parts, kept).write(lists_hbm, start, part, (values, indices), error, no_code)
+                    return
+                threshold = values[0] - 2 * error
                 count = count_close(values, threshold, no_code)
                 for place, entries in enumerate((*indices, count)):
                     lists_hbm[place, pl.ds(start, BLOCK_M)] = entries
