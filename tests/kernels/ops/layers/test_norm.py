@@ -18,7 +18,8 @@ from capibara.kernels.core.dispatch import recording
 from capibara.kernels.lab.check import check
 from capibara.kernels.ops.layers import NORM, NORM_GRAD
 from capibara.kernels.ops.layers.norm.cases import LOWERED
-from capibara.kernels.ops.layers.norm.hopper.forward import RingConfig, cut_row
+from capibara.kernels.ops.layers.norm.hopper.forward import MOST_PIECES, PIECE, THREADS, RingConfig, cut_row
+from capibara.kernels.ops.layers.norm.rules import MOST_COLUMNS
 from capibara.kernels.ops.layers.norm.tpu.forward import RowsConfig
 
 EVERYWHERE = ("xla", "pallas_tpu", "reference")
@@ -246,11 +247,19 @@ def _refusal(name: str, op: Any, *shapes: Any, platform: str, **params: Any) -> 
 def test_kernels_say_why_they_refuse() -> None:
     assert "VMEM" in str(_refusal("pallas_tpu", NORM, (64, 65536), platform="tpu"))
     assert "up to 65536" in str(_refusal("pallas_tpu", NORM, (64, 65537), platform="tpu"))
-    assert "multiple of 128" in str(_refusal("hopper", NORM, (64, 129), platform="gpu"))
+    assert "multiple of 64 columns, 128 or more" in str(_refusal("hopper", NORM, (64, 129), platform="gpu"))
+    assert "multiple of 64 columns, 128 or more" in str(_refusal("hopper", NORM, (64, 64), platform="gpu"))
+    assert _refusal("hopper", NORM, (64, 2880), platform="gpu") is None
     assert "shared memory" in str(_refusal("hopper", NORM, (64, 65536), platform="gpu"))
     assert _refusal("hopper", NORM, (64, 32768), platform="gpu") is None
-    layer = ((64, 16384), (16384,), (16384,), (64,), (64,), (64, 16384))
-    assert "up to 8192 columns" in str(_refusal("hopper", NORM_GRAD, *layer, platform="gpu"))
+
+    def layer_grad(columns: int) -> str | None:
+        x, vector, number = (64, columns), (columns,), (64,)
+        return _refusal("hopper", NORM_GRAD, x, vector, vector, number, number, x, platform="gpu")
+
+    assert "up to 8192 columns" in str(layer_grad(16384))
+    assert "up to 8192 columns" in str(layer_grad(8192 + 64))
+    assert layer_grad(8192 - 64) is None
     assert "empty" in str(_refusal("hopper", NORM, (0, 128), platform="gpu"))
 
 
@@ -274,6 +283,25 @@ def test_rows_are_cut_for_wide_vectors_first(columns: int, itemsize: int, pieces
     assert cut is not None
     assert (cut.columns, cut.pieces, cut.vector) == (columns, pieces, vector)
     assert cut_row(17 * 256, itemsize=2) is None  # seventeen pieces
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_rows_that_128_does_not_divide_are_covered_by_pieces_that_overlap(itemsize: int) -> None:
+    for columns in range(192, MOST_COLUMNS, 128):
+        cut = cut_row(columns, itemsize)
+        assert cut is not None
+        assert cut.columns == columns
+        assert (cut.pieces <= MOST_PIECES, cut.depth * cut.width <= PIECE, cut.vector * itemsize <= 16) == (True,) * 3
+        places = [cut.at(number) for number in range(cut.pieces)]
+        lines = [line for place in places for line in range(place.start, place.start + place.size)]
+        assert sorted(set(lines)) == list(range(cut.lines))
+        # Only the last piece has lines of another, at its beginning: those that are not counted again.
+        assert len(lines) - cut.lines == cut.overlap < cut.depth
+        # What registers are counted for is a whole number of vectors for every thread.
+        assert cut.depth * cut.width % (THREADS * cut.vector) == 0
+    gpt_oss = cut_row(2880, itemsize)
+    assert gpt_oss is not None
+    assert (gpt_oss.vector * itemsize, gpt_oss.overlap) == (16, 3)
 
 
 def test_vmap_of_vmap_of_no_rows() -> None:
