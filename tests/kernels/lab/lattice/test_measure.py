@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -98,3 +99,38 @@ def test_programs_are_several_calls_on_arrays_of_their_own() -> None:
     large = _workload(case=Case("large", ((1 << 29,),), "float32"))
     assert measure._calls(_workload()) == measure.CALLS
     assert measure._calls(large) == 1
+
+
+def test_programs_take_turns_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chip that has rested is faster: what begins a profile is none of the programs' time."""
+    spans: list[tuple[float, float]] = []
+    now = [0.0]
+
+    def program(name: str, seconds: float) -> measure.Program:
+        def run() -> None:
+            took = seconds * (0.5 if now[0] < 0.028 else 1.0)
+            spans.append((now[0], now[0] + took))
+            now[0] += took
+
+        return measure.Program(name, True, run=run, wait=lambda out: None, taken=[[1e6 * seconds]])
+
+    def trace(folder: str) -> contextlib.AbstractContextManager[None]:
+        spans.clear()
+        now[0] = 0.0
+        return contextlib.nullcontext()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    programs = [program("ours", 0.02), program("peer", 0.03), program("slow", 0.05)]
+    monkeypatch.setattr(measure.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(measure.jax.profiler, "trace", trace)
+    monkeypatch.setattr(measure.time, "sleep", sleep)
+    monkeypatch.setattr(measure, "_kernels", lambda folder: spans)
+    assert measure._timed_on_device(programs, calls=1) == "device"
+    assert [p.microseconds(0) for p in programs] == pytest.approx([20_000, 30_000, 50_000])
+    assert len(programs[0].taken[0]) == measure.ROUNDS
+    measure._timed_on_device(programs, calls=1, again=True)
+    assert [len(p.taken) for p in programs] == [2, 2, 2]
+    monkeypatch.setattr(measure, "_kernels", lambda folder: spans[:3])
+    assert measure._timed_on_device(programs, calls=1) is None
