@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from capibara.kernels import explain, interpret, layer_norm, rms_norm, target
+from capibara.kernels import explain, interpret, layer_norm, rms_norm, target, trust
 from capibara.kernels.core.dispatch import recording
 from capibara.kernels.lab.check import check
 from capibara.kernels.ops.layers import NORM, NORM_GRAD
@@ -302,6 +302,27 @@ def test_rows_that_128_does_not_divide_are_covered_by_pieces_that_overlap(itemsi
     gpt_oss = cut_row(2880, itemsize)
     assert gpt_oss is not None
     assert (gpt_oss.vector * itemsize, gpt_oss.overlap) == (16, 3)
+
+
+def test_what_no_chip_has_run_of_them_waits_for_trust() -> None:
+    """The forward pass alone was timed; with its statistics, a residual or a gradient it was emulated."""
+
+    def taken(*, grad: bool, residual: bool = False) -> list[str]:
+        def both(x: Any) -> Any:
+            return layer_norm(x, residual=x if residual else None).astype(jnp.float32).sum()
+
+        x = jax.ShapeDtypeStruct((13312, 1600), jnp.bfloat16)
+        with target("gpu", "NVIDIA H200"):
+            found = explain(jax.grad(both) if grad else both, x).selections
+        of_both = [s for s in found if s.call.op is NORM_GRAD or s.call.params["return_stats"]]
+        return [choice.implementation for choice in (of_both if grad else found)]
+
+    assert taken(grad=False) == ["hopper"]
+    assert taken(grad=False, residual=True) == ["xla"]
+    assert taken(grad=True) == ["xla", "xla"]
+    with trust("predicted"):
+        assert taken(grad=False, residual=True) == ["hopper"]
+        assert taken(grad=True) == ["hopper", "hopper"]
 
 
 def test_vmap_of_vmap_of_no_rows() -> None:

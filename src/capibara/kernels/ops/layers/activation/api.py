@@ -14,7 +14,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op, register
 from capibara.kernels.core.operands import as_array
 from capibara.kernels.core.spec import Gradient, Implementation
-from capibara.kernels.ops.layers.activation import gradient, hopper, mesh, peers, rules, times, xla
+from capibara.kernels.ops.layers.activation import gradient, hopper, mesh, peers, rules, xla
 from capibara.kernels.ops.layers.activation.cases import CASES, GRAD_CASES
 from capibara.kernels.ops.layers.activation.reference import reference, reference_grad
 
@@ -30,7 +30,6 @@ ACTIVATION_GRAD = Op(
     check=rules.check,
     cost=rules.cost_grad,
     tolerance=rules.tolerance_grad,
-    times=times.backward,
     batch=mesh.batch,
     partition=mesh.PARTITION,
     cases=GRAD_CASES,
@@ -46,7 +45,6 @@ ACTIVATION = Op(
     check=rules.check,
     cost=rules.cost,
     tolerance=rules.tolerance,
-    times=times.forward,
     gradient=Gradient(gradient.forward, lambda *args: gradient.backward(ACTIVATION_GRAD, *args)),
     batch=mesh.batch,
     partition=mesh.PARTITION,

@@ -46,8 +46,8 @@ def candidates(call: Call) -> Sequence[BothWaysConfig]:
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """On an H200 1.9 to 2.1 times the speed of XLA's two passes from a million numbers on, and 2.0 to 3.7 times of the
-    gradient's; at a quarter of that 1.0 and 1.7."""
+    """In a training step on an H200 16384 x 8192 take 0.22 ms, 3.7 TB/s, and their gradients 0.42 ms, 3.2 TB/s. XLA has
+    two passes there, which move 1.7 and 1.8 times the bytes at 1.9 TB/s."""
     return ("xla",) if math.prod(call.need("gate").shape) >= MANY else ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from capibara.kernels.core.spec import Call, TimeTerms, nbytes, short_dtype
+from capibara.kernels.ops.layers.norm.hopper.forward import overlaps
 from capibara.kernels.ops.layers.norm.rules import sizes_of, writes_sum
 
 # Columns beyond which a row is more than XLA's fused program, and our backward pass, keep at hand.
@@ -31,5 +32,7 @@ def _terms(call: Call, implementation: str, moved: int, words: tuple[str, ...]) 
         "launch": 1.0, f"bytes, {kind}": 1e-6 * moved, "rows": 1e-3 * n.rows,
         "bytes of long rows": 1e-6 * moved if n.columns > LONG_ROW else 0.0,
     }  # fmt: skip
+    # What no run had: of such rows the model says nothing.
+    words += ("overlapping pieces",) if overlaps(n.columns) else ()
     found = (short_dtype(call.need("x").dtype), kind, *words)
     return TimeTerms(terms, {"rows": n.rows, "columns": n.columns}, found)
