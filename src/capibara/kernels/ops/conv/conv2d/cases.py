@@ -7,7 +7,7 @@ from typing import Any
 from capibara.kernels.core.spec import Case
 
 REAL = frozenset({"bench", "tpu", "tune"})
-ON_GPU = REAL | {"gpu"}  # lowered for a GPU too: one for each number of channels to a thread
+ON_GPU = REAL | {"gpu"}  # lowered for a GPU too: one for each number of channels to a thread, and one product
 HOSTILE = frozenset({"test", "tpu"})
 
 
@@ -29,7 +29,7 @@ CASES = (
     case("112x112x128", (16, 112, 112, 128), (3, 3), 128, REAL),
     case("1x1", (64, 56, 56, 256), (1, 1), 64, REAL),
     case("stem", (64, 224, 224, 3), (7, 7), 64, REAL, strides=(2, 2)),
-    case("patches", (64, 224, 224, 3), (16, 16), 768, REAL, strides=(16, 16), padding="VALID"),
+    case("patches", (64, 224, 224, 3), (16, 16), 768, ON_GPU, strides=(16, 16), padding="VALID"),
     # Hostile: odd, prime, every parameter, no image.
     case("odd", (2, 7, 5, 3), (3, 3), 5, HOSTILE, "float32", padding=((2, 0), (0, 1))),
     case("prime", (1, 13, 11, 37), (3, 3), 7, HOSTILE, padding="VALID"),
@@ -39,4 +39,5 @@ CASES = (
     case("one", (1, 1, 1, 1), (3, 3), 1, HOSTILE, "float32"),
     case("hopper-edges", (1, 10, 9, 128), (3, 3), 128, frozenset({"gpu"}), "float32", precision="highest"),
     case("shardable", (16, 6, 6, 8), (3, 3), 16, frozenset({"shard", "tpu"}), "float32"),
+    case("shardable-patches", (16, 6, 6, 8), (3, 3), 16, frozenset({"shard"}), "float32", strides=(3, 3)),
 )
