@@ -7,8 +7,8 @@ Each form is a process of its own, one after another, round after round, so that
 same batches, of ids as frequent as words are (the n-th as 1 / (n + 2.7)): how often an id comes decides how long the
 embedding's gradient takes. `capibara` is the command as a user runs it: data read and packed as a stream (so that
 attention is over whole rows, as the others' is), every step logged, checkpoints on; its figure is the median of
-metrics.jsonl. `hand` is the best step written by hand around our attention and loss, `plain` is jax.numpy and cuDNN's
-attention, both unrolled, without data or logs.
+metrics.jsonl. `models` is the library's decoder, `hand` a step written by hand around our attention and loss, `plain`
+is jax.numpy and cuDNN's attention: all unrolled, without data or logs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 BATCH, LENGTH = 8, 2048
-FORMS = ("capibara", "hand", "plain", "hf")
+FORMS = ("capibara", "models", "hand", "plain", "hf")
 VOCAB = 32000
 
 
@@ -89,6 +89,9 @@ def _by_hand(form: str, precision: str, steps: int, ids: Path) -> dict[str, Any]
 
     llama = bench.llama
     config = llama.SHAPES["1b"]
+    model = bench.model_of(config)
+    if form == "models" and precision == "bfloat16":
+        raise SystemExit("the form models is of float32 weights: leave --precision out")
     parts = frozenset({"attention", "loss"} if form == "hand" else ()) | {"unrolled"}
     dtype = jnp.bfloat16 if precision == "bfloat16" else jnp.float32
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), llama.param_shapes(config))
@@ -96,18 +99,25 @@ def _by_hand(form: str, precision: str, steps: int, ids: Path) -> dict[str, Any]
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, gradients = jax.value_and_grad(functools.partial(bench.loss, config, parts))(params, batch)
         params, state = llama.adamw(params, gradients, state)
-        return jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(dtype), (params, state)), value
+        params, state = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(dtype), (params, state))
+        return params, state, value
 
     batches = [
         {"inputs": jnp.asarray(rows[:, :-1]), "targets": jnp.asarray(rows[:, 1:])} for rows in _batches(ids, steps)
     ]
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, llama.state_shapes(shapes), batches[0]).compile()
-    params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(dtype), llama.init(config, key)))(jax.random.key(0))
-    state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), llama.state_shapes(shapes))
+    if form == "models":  # the library's own decoder
+        words = frozenset({"models", "unrolled"})
+        compiled, init = bench.compiled_step(config, words, batches[0]), functools.partial(bench.decoder.init, model)
+        state_shapes = bench.state_shapes(config, words, jax.eval_shape(init, jax.random.key(0)))
+    else:
+        state_shapes, init = llama.state_shapes(shapes), functools.partial(llama.init, config)
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state_shapes, batches[0]).compile()
+    params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(dtype), init(key)))(jax.random.key(0))
+    state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state_shapes)
     seconds, losses = [], []
     for batch in batches:
         start = time.perf_counter()
-        (params, state), value = compiled(params, state, batch)
+        params, state, value = compiled(params, state, batch)
         losses.append(float(value))
         seconds.append(time.perf_counter() - start)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30

@@ -36,6 +36,9 @@ OPS = ("attention", "attention_grad", "norm", "norm_grad")
 FORWARD = {"attention_grad": "attention", "norm_grad": "norm"}
 UNTUNED = "2026-11-16-h200-untuned-shapes.json"
 LATTICE = "2026-11-17-h200-lattice.json"
+SHAPES = "2026-11-19-h200-shapes.json"  # of benchmarks/shapes_gpu.py
+# Passes over memory, a few microseconds long: the host's clock has a launch of another length.
+BY_DEVICE = ("norm", "norm_grad")
 # Since this file the programs of our attention go over its tiles in another order: of earlier files its forward times
 # still say what to take off a time of both passes, and nothing more.
 WALKS = "2026-11-17-h200-attention-walks.json"
@@ -67,7 +70,7 @@ def rows() -> Iterator[Row]:
     for file, read in {**READERS, UNTUNED: side_by_side}.items():
         document = json.loads((RESULTS / file).read_text(encoding="utf-8"))
         for found in read(document):
-            if found.op in OPS:
+            if found.op in OPS and found.op not in BY_DEVICE:
                 call = lookup(found.op).call(*map(operand, found.operands), **found.params)
                 kept = document["rows"][found.row].get("set") == "held back"
                 kept = document["rows"][found.row].get("held_back", kept)
@@ -86,7 +89,8 @@ def rows() -> Iterator[Row]:
         for key, us in calls.items():
             call = lookup(op).call(*map(operand, key[:-1]), **params[key])
             yield Row(call, us, False, "tuned")
-    yield from _lattice()
+    for file in (LATTICE, SHAPES):
+        yield from _lattice(file)
 
 
 def apart(found: Sequence[Row]) -> list[Row]:
@@ -104,18 +108,20 @@ def _superseded(call: Call, name: str) -> bool:
     return q[-1] not in (64, 128, 256) or q[2] % 8 != 0
 
 
-def _lattice() -> Iterator[Row]:
-    path = RESULTS / LATTICE
+def _lattice(name: str) -> Iterator[Row]:
+    path = RESULTS / name
     if not path.exists():
         return
     document = json.loads(path.read_text(encoding="utf-8"))
     for row in document["rows"]:
-        if "failed" in row or row["op"] not in OPS or _host_shows(row) or _other_clock(row):
+        if "failed" in row or row["op"] not in OPS or _host_shows(row):
+            continue
+        if row["op"] in BY_DEVICE and (row.get("clock") != "device" or _returned_twice(row)):
             continue
         commit = document["runs"][row["run"]]["commit"]
         if commit in RESTED:
             continue
-        file = f"{LATTICE} at {commit}" if commit in BEFORE_WALKS else LATTICE
+        file = f"{name} at {commit}" if commit in BEFORE_WALKS else name
         us = {name: min(row["microseconds"][name]) for name in row["ours"] if row["right"].get(name)}
         taken = us.pop("dispatch", None)
         us |= {} if taken is None else dict.fromkeys(row["same_as_dispatch"], taken)
@@ -139,9 +145,9 @@ def _host_shows(row: Mapping[str, Any]) -> bool:
     return row.get("clock", "host") == "host" and row["calls_a_program"] * shortest < HOST_SHOWS_US
 
 
-def _other_clock(row: Mapping[str, Any]) -> bool:
-    """A norm by the device's clock, where the other runs of them are by the host's: with a launch of another length."""
-    return row["op"] == "norm" and row.get("clock") == "device"
+def _returned_twice(row: Mapping[str, Any]) -> bool:
+    """A norm's gradient by x and by what is added to it is one array: a program that returns both makes a copy."""
+    return row["direction"] != "forward" and row["operands"][-1] != "-"
 
 
 def _value(text: str) -> Any:
@@ -153,7 +159,7 @@ def _value(text: str) -> Any:
 
 def current(found: Sequence[Row]) -> list[Row]:
     """Without the times of kernels that have changed."""
-    kept = (WALKS, LATTICE, "tuned")
+    kept = (WALKS, LATTICE, SHAPES, "tuned")
 
     def us(row: Row) -> Mapping[str, float]:
         changed = row.call.op.name == "attention" and row.file not in kept

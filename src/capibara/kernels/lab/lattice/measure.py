@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -41,7 +43,7 @@ HOST_SHOWS_US = 400.0
 # programs come one after another with pauses between. A chip that has rested is up to 5 % faster than one that is held
 # up by its power, so they take turns, another one first in each round.
 PAUSES_SHOW_US = 10_000.0
-ROUNDS, ROUND_RUNS, ROUND_SECONDS, PAUSE_SECONDS = 3, 4, 0.04, 0.005
+ROUNDS, ROUND_RUNS, ROUND_SECONDS, PAUSE_SECONDS = 3, 4, 0.04, 0.02
 
 
 def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -327,8 +329,8 @@ def _timed_on_device(running: Sequence[Program], calls: int, again: bool = False
                 for _ in range(repeats[program.name]):
                     last = program.kernel_by_kernel()
                 program.wait(last)
-        busy = busy_parts(_kernels(folder))
-    if len(busy) != len(order):
+        busy = busy_parts(_kernels(folder), len(order))
+    if busy is None:
         return None
     samples: dict[str, list[float]] = {program.name: [] for program in running}
     for program, seconds in zip(order, busy, strict=True):
@@ -370,20 +372,29 @@ def _kernels(folder: str) -> list[tuple[float, float]]:
     return [(1e-9 * e.start_ns, 1e-9 * e.end_ns) for line in streams for e in line.events]
 
 
-def busy_parts(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """How long something ran in each part between pauses.
+def busy_parts(spans: Sequence[tuple[float, float]], count: int) -> list[float] | None:
+    """How long something ran in each of so many parts, which the longest pauses are between; None where a pause is too
+    short to be one of ours. What stops a program in its midst, as a profiler does now and then, is shorter.
 
-    >>> [round(part, 3) for part in busy_parts([(0.0, 0.1), (0.05, 0.2), (0.2005, 0.3), (0.31, 0.4)])]
-    [0.299, 0.09]
+    >>> spans = [(0.0, 0.1), (0.05, 0.2), (0.205, 0.3), (0.32, 0.4)]
+    >>> [round(part, 3) for part in busy_parts(spans, 2)], busy_parts(spans, 3)
+    ([0.295, 0.08], None)
     """
-    parts: list[float] = []
-    end = None
+    runs: list[tuple[float, float]] = []  # from one pause to the next
     for start, stop in sorted(spans):
-        if end is None or start - end > PAUSE_SECONDS / 2:
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(runs[-1][1], stop)
+        else:
+            runs.append((start, stop))
+    pauses = sorted(after[0] - before[1] for before, after in itertools.pairwise(runs))
+    if count > len(runs) or (count > 1 and pauses[1 - count] < PAUSE_SECONDS / 2):
+        return None
+    shortest = pauses[1 - count] if count > 1 else math.inf
+    parts = [0.0]
+    for number, (start, stop) in enumerate(runs):
+        if number and start - runs[number - 1][1] >= shortest:
             parts.append(0.0)
-            end = start
-        parts[-1] += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+        parts[-1] += stop - start
     return parts
 
 

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+import jax
+
 from capibara.kernels.lab.lattice import measure
 from capibara.kernels.lab.lattice.workloads import Workload, draw
 
@@ -24,9 +26,14 @@ from capibara.kernels.lab.lattice.workloads import Workload, draw
 FIRST_ROUND, LATER_ROUNDS = 2, 4
 # A worker whose rows fail one after another has lost its device.
 MOST_FAILURES = 4
-# Of the device's memory, of a worker at the most: few rows need as much, and hardly ever at the same time.
-_MEMORY_SHARE = 0.25
+# Of the device's memory, of a worker at the most: few rows need as much, and hardly ever at the same time. JAX hands
+# none back, so a worker that kept more than its part of the second share begins anew.
+_MEMORY_SHARE, _KEPT_SHARE = 0.25, 0.5
 Row = dict[str, Any]
+
+
+def _drawn(settings: Settings) -> Iterator[Workload]:
+    return draw(settings.seed, settings.families, settings.shrink)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +46,8 @@ class Settings:
       most_rows: an end by number, None for none.
       workers: processes that compile, 0 for none but this one.
       skip: rows of the stream that another run with this seed has made.
+      workloads: what to time in the place of draws, as a function of the settings; workers are processes of their own,
+        so it is one that a module has.
     """
 
     minutes: float = 8.0
@@ -48,6 +57,7 @@ class Settings:
     most_rows: int | None = None
     workers: int = 0
     skip: int = 0
+    workloads: Callable[[Settings], Iterator[Workload]] = _drawn
 
 
 class _Share:
@@ -55,7 +65,7 @@ class _Share:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.stream: Iterator[Workload] = draw(settings.seed, settings.families, settings.shrink)
+        self.stream = settings.workloads(settings)
         self.place = 0
         self.ready: list[measure.Prepared] = []
         self.pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // max(settings.workers, 1)))
@@ -119,14 +129,15 @@ def _together(settings: Settings, on_row: Callable[[Row], None], end: float) -> 
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{max(_MEMORY_SHARE, 0.8 / settings.workers):.3f}"
     spawn = multiprocessing.get_context("spawn")
     taken = spawn.Value("i", settings.skip)
-    members = []
-    for _ in range(settings.workers):
+
+    def started() -> Member:
         here, there = spawn.Pipe()
         process = spawn.Process(target=_work, args=(settings, there, taken), daemon=True)
         process.start()
         there.close()
-        members.append((process, here))
+        return process, here
 
+    members = [started() for _ in range(settings.workers)]
     per_row, size = 0.0, FIRST_ROUND * settings.workers
     drawn = 0
     while members:
@@ -142,6 +153,7 @@ def _together(settings: Settings, on_row: Callable[[Row], None], end: float) -> 
         goal = settings.skip + drawn + size
         members = _told(members, ("compile", goal, start + 2 * left / 3), on_row, together=True)
         members = _told(members, ("time",), on_row, together=False)
+        members = [started() if _ended_for_memory(member, settings.workers) else member for member in members]
         drawn = min(goal, taken.value) - settings.skip
         taken.value = settings.skip + drawn
         per_row = max((time.monotonic() - start) / size, per_row / 2)
@@ -176,12 +188,27 @@ def _told(
     return alive
 
 
+def _ended_for_memory(member: Member, workers: int) -> bool:
+    """Ask a worker how much of its share of memory it has ever taken, and end it where that is too much."""
+    process, here = member
+    here.send(("memory",))
+    if here.recv() * _MEMORY_SHARE * workers <= _KEPT_SHARE:
+        return False
+    here.send(("end",))
+    process.join(10)
+    return True
+
+
 def _work(settings: Settings, pipe: Connection, taken: Any) -> None:
     share, failures = _Share(settings), 0
     while True:
         command, *given = pipe.recv()
         if command == "end":
             return
+        if command == "memory":
+            held = jax.devices()[0].memory_stats() or {}
+            pipe.send(held.get("pool_bytes", 0) / held.get("bytes_limit", 1))
+            continue
         if command == "time":
             for row in share.times():
                 pipe.send(row)

@@ -30,7 +30,7 @@ from capibara.kernels.ops.layers.grouped.cases import even
 from capibara.kernels.ops.scan.selective.cases import make_case as selective_case
 from capibara.kernels.ops.scan.ssd.cases import make_case as dual_case
 
-__all__ = ["FAMILIES", "Workload", "draw"]
+__all__ = ["FAMILIES", "Workload", "attention_of", "draw", "with_op"]
 
 # What a call may take at the most: some milliseconds of an H200, so that a row is a second of timing.
 MOST_FLOPS = 3e12
@@ -139,10 +139,11 @@ def _first_groups(op: Op, arrays: Sequence[Any]) -> Excerpt:
     return Excerpt(part, lambda leaves: [x[:rows] for x in leaves], gradients, f"the first {kept} groups")
 
 
-def _of_op(
+def with_op(
     family: str, model: str, what: str, name: str, case: Case, grad: bool, *, peers: Mapping[str, Any],
     torch: Mapping[str, Any] | None = None,
 ) -> Workload:  # fmt: skip
+    """One op at a case, as the public call of its name makes it."""
     op = lookup(name)
     workload = Workload(
         family, model, what, op, case, grad, _plain(op, case), _accepting(op, case), dict(peers), dict(torch or {})
@@ -178,19 +179,25 @@ def attention(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
             params["window"] = (model.window - 1, 0)
     if model.softcap is not None:
         params["softcap"] = model.softcap
+    return attention_of(name, (batch, length, model.heads, model.kv_heads, model.head_dim), params, grad)
+
+
+def attention_of(name: str, sizes: tuple[int, int, int, int, int], params: Mapping[str, Any], grad: bool) -> Workload:
+    """Attention within a sequence: `sizes` are batch, length, heads, heads of keys, and columns of a head."""
+    batch, length, heads, kv_heads, head_dim = sizes
     op = lookup("attention")
-    shapes = tuple((batch, heads, length, model.head_dim) for heads in (model.heads, model.kv_heads, model.kv_heads))
+    shapes = tuple((batch, number, length, head_dim) for number in (heads, kv_heads, kv_heads))
     case = Case(name, (*shapes, *(None,) * 6), "bfloat16", params)
 
     def ours(q: Any, k: Any, v: Any, *rest: Any, form: str | None = None) -> Any:
         made = op(*_swapped((q, k, v)), *rest, implementation=form, physical="bthd", **params)
         return made.swapaxes(1, 2)
 
-    said = [f"B{batch} T{length} H{model.heads}/{model.kv_heads} D{model.head_dim}"]
-    said += ["causal"] if causal else []
-    said += [f"window {model.window}"] if "window" in params else []
-    said += [f"softcap {model.softcap:g}"] if model.softcap is not None else []
-    quadratic = batch * model.heads * length * length > 1 << 28
+    said = [f"B{batch} T{length} H{heads}/{kv_heads} D{head_dim}"]
+    said += ["causal"] if params.get("causal") else []
+    said += [f"window {params['window'][0] + 1}"] if "window" in params else []
+    said += [f"softcap {params['softcap']:g}"] if "softcap" in params else []
+    quadratic = batch * heads * length * length > 1 << 28
     forms = tuple(form for form in _accepting(op, case) if not (form == "xla" and quadratic))
     return Workload(
         "attention", name, " ".join(said), op, case, grad, ours, forms, peers.attention(params, not quadratic),
@@ -223,7 +230,7 @@ def paged(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         name, shapes, "bfloat16", {}, NO_TAGS, {3: "int32", 4: "int32"}, {3: table, 4: lambda g, shape: lengths}
     )
     said = f"{sequences} of {longest}, pages of {page}, H{model.heads}/{model.kv_heads} D{model.head_dim}"
-    return _of_op("paged decode", name, said, "paged_attention", case, False, peers={"gathered": peers.gathered_pages})
+    return with_op("paged decode", name, said, "paged_attention", case, False, peers={"gathered": peers.gathered_pages})
 
 
 def rotary(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
@@ -271,7 +278,7 @@ def gemm(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         bias, params["activation"] = (columns,), "gelu"
     case = Case(name, ((rows, inner), (inner, columns), bias, residual), "bfloat16", params)
     said = f"{part} {rows}x{inner}x{columns}" + (" +residual" if residual else "") + (" bias gelu" if bias else "")
-    return _of_op(
+    return with_op(
         "gemm", name, said, "gemm", case, grad, peers={"plain": peers.gemm(params)}, torch=peers.torch_gemm(params)
     )
 
@@ -291,13 +298,13 @@ def grouped(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         weight = (experts, model.hidden, model.expert_ffn)
         case = Case(name, ((rows, model.hidden), weight, weight, (experts,)), "bfloat16", {}, NO_TAGS, {3: "int32"},
                     {3: sizes})  # fmt: skip
-        return _of_op("grouped gemm", name, f"gated {said}", "grouped_gated_gemm", case, grad,
+        return with_op("grouped gemm", name, f"gated {said}", "grouped_gated_gemm", case, grad,
                       peers=peers.grouped_gated(rows), torch=peers.torch_grouped_gated())  # fmt: skip
     up = draw.chance(0.5)
     inner, columns = (model.hidden, model.expert_ffn) if up else (model.expert_ffn, model.hidden)
     shapes = ((rows, inner), (experts, inner, columns), (experts,))
     case = Case(name, shapes, "bfloat16", {}, NO_TAGS, {2: "int32"}, {2: sizes})
-    return _of_op("grouped gemm", name, f"{'up' if up else 'down'} {said}", "grouped_gemm", case, grad,
+    return with_op("grouped gemm", name, f"{'up' if up else 'down'} {said}", "grouped_gemm", case, grad,
                   peers=peers.grouped(rows), torch=peers.torch_grouped())  # fmt: skip
 
 
@@ -311,7 +318,7 @@ def router(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         {1: "float32"},
     )  # fmt: skip
     said = f"{model.top_k} of {model.experts}, {tokens} tokens, {model.gate}"
-    return _of_op("router", name, said, "route", case, False, peers={"plain": peers.router(model.gate, model.top_k)},
+    return with_op("router", name, said, "route", case, False, peers={"plain": peers.router(model.gate, model.top_k)},
                   torch=peers.torch_router(model.gate, model.top_k))  # fmt: skip
 
 
@@ -326,7 +333,7 @@ def norm(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     bias = (columns,) if model.norm == "layer" else None
     params = {"kind": model.norm}
     case = Case(name, ((rows, columns), (columns,), bias, None), "bfloat16", params)
-    return _of_op("norm", name, f"{model.norm} {rows}x{columns}", "norm", case, grad,
+    return with_op("norm", name, f"{model.norm} {rows}x{columns}", "norm", case, grad,
                   peers={"plain": peers.norm(model.norm)}, torch=peers.torch_norm(model.norm))  # fmt: skip
 
 
@@ -336,7 +343,7 @@ def activation(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     shape = (rows, model.ffn)
     case = Case(name, (shape, shape if model.gated else None, None, None), "bfloat16", {"kind": model.activation})
     said = f"{model.activation}{' gated' if model.gated else ''} {rows}x{model.ffn}"
-    return _of_op("activation", name, said, "activation", case, grad,
+    return with_op("activation", name, said, "activation", case, grad,
                   peers={"plain": peers.activation(model.activation)},
                   torch=peers.torch_activation(model.activation))  # fmt: skip
 
@@ -348,7 +355,7 @@ def rounding(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     rows = draw.rows()
     if draw.chance(0.4) and not grad:
         case = Case(name, ((rows, model.hidden), (1,)), "bfloat16", {}, NO_TAGS, {1: "float32"}, {1: _eights})
-        return _of_op("fp8 rounding", name, f"{rows}x{model.hidden}", "round_fp8", case, False,
+        return with_op("fp8 rounding", name, f"{rows}x{model.hidden}", "round_fp8", case, False,
                       peers={"plain": peers.round_fp8})  # fmt: skip
     operands = 3 if grad else 2
     shapes = (*((rows, model.ffn),) * operands, (2 if grad else 1,))
@@ -357,7 +364,7 @@ def rounding(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     op, plain = ("gated_fp8_grad", peers.gated_fp8_grad) if grad else ("gated_fp8", peers.gated_fp8)
     said = f"{'gradients of ' if grad else ''}{model.activation} gated {rows}x{model.ffn}"
     # Gradients are what it computes, and nothing asks for theirs.
-    return _of_op("fp8 rounding", name, said, op, case, False, peers={"plain": plain(model.activation)})
+    return with_op("fp8 rounding", name, said, op, case, False, peers={"plain": plain(model.activation)})
 
 
 def _eights(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -409,7 +416,7 @@ def codes(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     rows = model.code_rows * max(1, int(2 ** draw.generator.uniform(4, 10)) // draw.shrink)
     rows = min(rows, 1 << 20)
     case = Case(name, ((rows, model.code_width), (model.codes, model.code_width)), "float32")
-    return _of_op("nearest code", name, f"{rows} rows of {model.code_width}, {model.codes} codes", "nearest_code",
+    return with_op("nearest code", name, f"{rows} rows of {model.code_width}, {model.codes} codes", "nearest_code",
                   case, False, peers={"plain": peers.nearest_code}, torch=peers.torch_nearest_code())  # fmt: skip
 
 
@@ -425,7 +432,7 @@ def selective(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         batch //= 2
     case = selective_case(name, batch, length, model.inner, model.state, NO_TAGS, z=True, bias=True, dt_softplus=True)
     fits = batch * length * model.inner * model.state <= 1 << 29
-    return _of_op("selective scan", name, f"B{batch} T{length} {model.inner} channels, {model.state} states",
+    return with_op("selective scan", name, f"B{batch} T{length} {model.inner} channels, {model.state} states",
                   "selective_scan", case, grad,
                   peers={"associative scan": peers.selective_scan} if fits else {})  # fmt: skip
 
@@ -444,7 +451,7 @@ def dual(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         name, batch, length, model.dual_heads, model.dual_head_dim, model.dual_groups, model.state, NO_TAGS
     )
     said = f"B{batch} T{length}, {model.dual_heads} heads of {model.dual_head_dim}, {model.state} states"
-    return _of_op("state space dual", name, said, "ssd", case, grad, peers={"chunked einsum": peers.chunked_dual})
+    return with_op("state space dual", name, said, "ssd", case, grad, peers={"chunked einsum": peers.chunked_dual})
 
 
 def recurrence(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
@@ -456,7 +463,7 @@ def recurrence(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
         return (jax.nn.sigmoid(arrays[0] + 3), *arrays[1:])
 
     case = Case(name, (shape, shape, None), "float32", complete=complete)
-    return _of_op("linear recurrence", name, f"B{batch} T{length} {model.recurrence} channels", "linear_recurrence",
+    return with_op("linear recurrence", name, f"B{batch} T{length} {model.recurrence} channels", "linear_recurrence",
                   case, grad, peers={"associative scan": peers.linear_recurrence})  # fmt: skip
 
 
@@ -470,7 +477,7 @@ def conv1d(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     activation = "silu" if model.inner else None
     params: dict[str, Any] = {} if activation is None else {"activation": activation}
     case = conv1d_case(name, (batch, length, channels), model.conv_width, NO_TAGS, **params)
-    return _of_op("causal conv1d", name, f"B{batch} T{length} {channels} channels, {model.conv_width} taps",
+    return with_op("causal conv1d", name, f"B{batch} T{length} {channels} channels, {model.conv_width} taps",
                   "causal_conv1d", case, grad, peers=peers.causal_conv1d(activation),
                   torch=peers.torch_conv1d(activation))  # fmt: skip
 
@@ -484,7 +491,7 @@ def long_conv(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     while batch > 1 and batch * length * model.hidden > 1 << 26:
         batch //= 2
     case = Case(name, ((batch, length, model.hidden), (taps, model.hidden)), "float32")
-    return _of_op("long conv", name, f"B{batch} T{length} {model.hidden} channels, {taps} taps", "long_conv", case,
+    return with_op("long conv", name, f"B{batch} T{length} {model.hidden} channels, {taps} taps", "long_conv", case,
                   grad, peers={"jnp.fft": peers.long_conv}, torch=peers.torch_long_conv())  # fmt: skip
 
 
@@ -499,7 +506,7 @@ def conv2d(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     if window == stride:
         params["padding"] = "VALID"
     case = conv2d_case(name, (images, side, side, channels), (window, window), filters, NO_TAGS, **params)
-    return _of_op("conv2d", name, f"{images}x{side}x{side}x{channels}, {filters} of {window}x{window} /{stride}",
+    return with_op("conv2d", name, f"{images}x{side}x{side}x{channels}, {filters} of {window}x{window} /{stride}",
                   "conv2d", case, grad, peers={"plain": peers.conv2d(stride, params.get("padding", "SAME"))},
                   torch=peers.torch_conv2d(stride, window))  # fmt: skip
 
@@ -509,7 +516,7 @@ def transform(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
     points, _ = draw.pick(model.transforms) if model.transforms else (2 * (model.long_filter or 512), 1)
     signals = max(1, draw.tokens(12, 15) * 256 // points)
     case = Case(name, ((signals, points), (signals, points)), "float32")
-    return _of_op("fft", name, f"{signals} of {points} points", "fft", case, False,
+    return with_op("fft", name, f"{signals} of {points} points", "fft", case, False,
                   peers={"jnp.fft": peers.fft}, torch=peers.torch_fft())  # fmt: skip
 
 
