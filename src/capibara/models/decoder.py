@@ -39,7 +39,7 @@ from capibara.models.blocks.spec import (
     Unsummed,
     Weight,
 )
-from capibara.parallel.remat import LAYER_INPUT
+from capibara.parallel.remat import LAYER_INPUT, keeps_everything
 from capibara.precision import Fp8Settings
 
 if TYPE_CHECKING:
@@ -189,12 +189,14 @@ def _embedded(model: ModularModelConfig, params: Any, inputs: jax.Array, dtype: 
 
 
 def _layers(
-    model: ModularModelConfig, params: Any, x: jax.Array, sequences: Sequences
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """One pass over the pattern: (x, the blocks' own losses, their metrics)."""
+    model: ModularModelConfig, params: Any, x: jax.Array, added: jax.Array | None, sequences: Sequences
+) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array, dict[str, jax.Array]]:
+    """One pass over the pattern: ((x, what the last block adds to it), the blocks' own losses, their metrics).
+
+    What a block adds, the next one's norm adds up, in its own pass over memory; `added` is of the layer before.
+    """
     extra = jnp.float32(0)
     metrics: dict[str, list[jax.Array]] = {}
-    added = None  # what the last block adds to x: the next one's norm does so
     for place, (names, layer) in enumerate(zip(model.period, params, strict=True)):
         for number, name in enumerate(names):
             own = dict(layer[slot_of(names, number)])
@@ -211,8 +213,11 @@ def _layers(
                 extra = extra + out.loss
             for key, value in (out.metrics or {}).items():
                 metrics.setdefault(key, []).append(value)
-    x = x if added is None else with_sharding_constraint(x + added, _RESIDUAL)
-    return x, extra, {key: jnp.stack(values) for key, values in metrics.items()}
+    return (x, added), extra, {key: jnp.stack(values) for key, values in metrics.items()}
+
+
+def _sum(x: jax.Array, added: jax.Array | None) -> jax.Array:
+    return x if added is None else with_sharding_constraint(x + added, _RESIDUAL)
 
 
 def hidden_states(
@@ -239,19 +244,26 @@ def hidden_states(
     # A loss and metrics are carried only where a block has them, so that a plain decoder's scan carries x alone.
     plain = not any(block_has_losses(model, name) for layer in model.period for name in layer)
 
-    def body(x: jax.Array, layers_and_number: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+    # Layers that are written out one after another leave their last sum to the next one's norm. A loop, or what
+    # computes layers again, would keep both of its terms.
+    leaves_sum = unroll is True and keeps_everything() and not is_placing()
+
+    def body(before: Any, layers_and_number: tuple[Any, Any]) -> tuple[Any, Any]:
         layers, number = layers_and_number
+        x, added = before
         x = checkpoint_name(x, LAYER_INPUT)
         own = sequences
         if key is not None:
             own = Sequences(positions, segment_ids, jax.random.fold_in(key, number))
-        x, extra, metrics = _layers(model, layers, x, own)
-        return x, None if plain else (extra, metrics)
+        (x, added), extra, metrics = _layers(model, layers, x, added, own)
+        after = (x, added) if leaves_sum else (_sum(x, added), None)
+        return after, None if plain else (extra, metrics)
 
     numbers = None if key is None else jnp.arange(model.repeats)
     layers = params["layers"] if fp8 is None else _with_fp8(model, params["layers"], fp8, fp8_history)
-    x, beside = jax.lax.scan(body, x, (layers, numbers), unroll=unroll, length=model.repeats)
-    x = _norm(model, params["norm"], x)
+    added = jnp.zeros_like(x) if leaves_sum else None
+    (x, added), beside = jax.lax.scan(body, (x, added), (layers, numbers), unroll=unroll, length=model.repeats)
+    x = _norm(model, params["norm"], x) if added is None else _normed_with(model, params["norm"], x, added)[0]
     if beside is None:
         return x, jnp.float32(0), {}
     extra, metrics = beside

@@ -18,7 +18,15 @@ from jax.extend import core
 from capibara.errors import unknown_name
 from capibara.program.jaxprs import scan_parts
 
-__all__ = ["LAYER_INPUT", "OFFLOAD", "POLICIES", "checkpoint_scans", "keeps_products", "outermost_scans"]
+__all__ = [
+    "LAYER_INPUT",
+    "OFFLOAD",
+    "POLICIES",
+    "checkpoint_scans",
+    "keeps_everything",
+    "keeps_products",
+    "outermost_scans",
+]
 
 POLICIES = ("none", "dots", "full")
 """What a scan's body keeps: everything, its matrix products without batch dimensions, or only the carry."""
@@ -33,7 +41,7 @@ LAYER_INPUT = "layer_input"
 # are already checkpointed are left alone, since what they keep is their author's choice.
 _TRANSPARENT = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
-_KEEPS_PRODUCTS: ContextVar[bool] = ContextVar("capibara_keeps_products", default=False)
+_POLICY: ContextVar[str] = ContextVar("capibara_remat_policy", default="none")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,11 +65,11 @@ def checkpoint_scans(fn: Callable[P, R], policy: str) -> Callable[P, R]:
         return fn
 
     def rewritten(*args: Any) -> Any:
-        before = _KEEPS_PRODUCTS.set(policy == "dots")
+        before = _POLICY.set(policy)
         try:
             closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         finally:
-            _KEEPS_PRODUCTS.reset(before)
+            _POLICY.reset(before)
         flat = core.jaxpr_as_fun(_rewritten(closed, policy))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), flat)
 
@@ -71,7 +79,12 @@ def checkpoint_scans(fn: Callable[P, R], policy: str) -> Callable[P, R]:
 def keeps_products() -> bool:
     """Whether what is traced here keeps its matrix products, and computes the rest again: those inside of a kernel are
     none that it would keep."""
-    return _KEEPS_PRODUCTS.get()
+    return _POLICY.get() == "dots"
+
+
+def keeps_everything() -> bool:
+    """Whether nothing of what is traced here is computed again: what a layer is given is then not kept for that."""
+    return _POLICY.get() == "none"
 
 
 def outermost_scans(fn: Callable[..., Any], *args: Any) -> int:

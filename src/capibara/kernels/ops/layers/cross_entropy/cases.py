@@ -73,8 +73,9 @@ def grad_case(case: Case) -> Case:
 GRAD_CASES = tuple(map(grad_case, CASES))
 
 
-def and_grad_case(case: Case) -> Case:
-    """The loss with its gradient, for a forward case: a weight for each token, some of them 0."""
+def and_grad_case(case: Case, tags: frozenset[str] = frozenset({"test", "tpu", "tune"})) -> Case:
+    """The loss with its gradient, for a forward case: a weight for each token, some of them 0. Of its tags those that
+    are among `tags` stay: meshes are tested as above."""
     lead = case.shapes[2]
     params: dict[str, Any] = {name: value for name, value in case.params.items() if name != "return_sum"}
     if case.params.get("return_sum"):
@@ -84,10 +85,18 @@ def and_grad_case(case: Case) -> Case:
         return np.maximum(generator.uniform(-0.2, 1, shape), 0)
 
     dtypes, draw = {2: "int32", 3: "float32"}, {**case.draw, 3: weights}
-    tags = case.tags - {"bench", "gpu", "shard"}  # as above
+    tags &= case.tags
     if case.name not in GRAD_TESTED:
         tags -= {"test"}
     return Case(case.name, (*case.shapes, lead), case.dtype, params, tags, dtypes, draw)
 
 
-AND_GRAD_CASES = tuple(map(and_grad_case, CASES))
+# What the kernel for rows of logits meets: a row that shared memory holds, cut evenly and not, and longer ones.
+_ON_GPU = frozenset({"gpu"})
+_ROWS = (
+    _case("row", (300,), 32, 2048, _ON_GPU, return_sum=True),
+    _case("row-overlapping", (150,), 16, 32064, _ON_GPU),
+    _case("long-row", (140,), 8, 65536, _ON_GPU),
+    _case("long-row-overlapping", (3, 50), 8, 75968, _ON_GPU, return_sum=True),
+)
+AND_GRAD_CASES = (*map(and_grad_case, CASES), *(and_grad_case(case, _ON_GPU) for case in _ROWS))

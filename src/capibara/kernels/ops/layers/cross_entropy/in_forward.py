@@ -14,8 +14,10 @@ a few numbers of it a chunk, and the gradient of its hidden state.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -26,7 +28,7 @@ from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Call, Implementation, Partition, Prefer, unit_roundoff
 from capibara.kernels.core.varying import vary_like
-from capibara.kernels.ops.layers.cross_entropy import rules
+from capibara.kernels.ops.layers.cross_entropy import hopper, rules
 from capibara.kernels.ops.layers.cross_entropy.cases import AND_GRAD_CASES
 from capibara.kernels.ops.layers.cross_entropy.explicit_mesh import on_one_device
 from capibara.kernels.ops.layers.cross_entropy.loss import token_flows, token_losses
@@ -103,10 +105,58 @@ def chunks(call: Call) -> int:
     return math.ceil(n.tokens / chunk_tokens(n.tokens, n.depth, n.vocabulary, itemsize, block)) or 1
 
 
-def xla(
-    hidden: jax.Array, weights: jax.Array, labels: jax.Array, token_weights: jax.Array, *, transpose_weights: bool,
-    soft_cap: float | None, label_smoothing: float, z_loss: float, narrow: bool, return_lse: bool, block: int | None,
-    over: tuple[str, ...] = (),
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What the rows of a chunk are turned into their gradient by.
+
+    Attributes:
+      vocabulary: its size, over all devices.
+      columns: the number of each column here; `is_word` says which are words, None for all.
+      over: mesh axes that split the vocabulary.
+      dtype: of the logits' gradient.
+    """
+
+    vocabulary: int
+    columns: jax.Array
+    is_word: jax.Array | None
+    over: tuple[str, ...]
+    soft_cap: float | None
+    label_smoothing: float
+    z_loss: float
+    dtype: Any
+
+
+RowsOfAChunk = Callable[[jax.Array, jax.Array, jax.Array, Chunk], tuple[jax.Array, ...]]
+"""(logits, labels, factors, how) -> (each row's lse, its label's logit[, the sum of its logits], the gradient)."""
+
+
+def _rows_by_xla(logits: jax.Array, label: jax.Array, factor: jax.Array, how: Chunk) -> tuple[jax.Array, ...]:
+    is_label = label[:, None] == how.columns
+    # A word that is none has a logit of 0, which adds nothing to their sum.
+    highest, total, *sums = row_sums(logits, is_label, bool(how.label_smoothing), how.is_word)
+    if how.over:
+        own, highest = highest, lax.pmax(highest, how.over)
+        total, *sums = (lax.psum(x, how.over) for x in (total * jnp.exp(own - highest), *sums))
+    lse = highest + jnp.log(total)
+    of_lse, of_picked, of_sum = token_flows(lse, how.vocabulary, how.label_smoothing, how.z_loss)
+    flow = logit_flow(
+        logits, is_label, lse[:, None], (factor * of_lse)[:, None], (factor * of_picked)[:, None],
+        None if of_sum is None else (factor * of_sum)[:, None], how.soft_cap,
+    )  # fmt: skip
+    return lse, *sums, (flow if how.is_word is None else jnp.where(how.is_word, flow, 0)).astype(how.dtype)
+
+
+def _rows_by_kernel(logits: jax.Array, label: jax.Array, factor: jax.Array, how: Chunk) -> tuple[jax.Array, ...]:
+    return hopper.logit_rows(
+        logits, label, factor, words=how.vocabulary, label_smoothing=how.label_smoothing, z_loss=how.z_loss,
+        dtype=how.dtype,
+    )  # fmt: skip
+
+
+def by_chunks(
+    rows_of_a_chunk: RowsOfAChunk, hidden: jax.Array, weights: jax.Array, labels: jax.Array, token_weights: jax.Array,
+    *, transpose_weights: bool, soft_cap: float | None, label_smoothing: float, z_loss: float, narrow: bool,
+    return_lse: bool, block: int | None, over: tuple[str, ...] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`over`: mesh axes that split the vocabulary; `weights` is then this device's part, and labels count from it."""
     product = Product(hidden, transpose_weights, soft_cap, narrow)
@@ -119,25 +169,13 @@ def xla(
     weights = lax.pad(weights, weights.dtype.type(0), [(0, (padded - size) * (a == product.axis), 0) for a in (0, 1)])
     columns = lax.iota(labels.dtype, padded)
     is_word = None if padded == size else columns < size
+    how = Chunk(vocabulary, columns, is_word, over, soft_cap, label_smoothing, z_loss, hidden.dtype)
 
     def step(start: Any, count: int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         each, d_rows, d_weights, *kept = carry
         here, label, factor = (lax.dynamic_slice_in_dim(x, start, count) for x in (rows, flat_labels, scale))
-        logits = product.logits(here, weights)
-        is_label = label[:, None] == columns
-        # A word that is none has a logit of 0, which adds nothing to their sum.
-        highest, total, *sums = row_sums(logits, is_label, bool(label_smoothing), is_word)
-        if over:
-            own, highest = highest, lax.pmax(highest, over)
-            total, *sums = (lax.psum(x, over) for x in (total * jnp.exp(own - highest), *sums))
-        lse = highest + jnp.log(total)
+        lse, *sums, flow = rows_of_a_chunk(product.logits(here, weights), label, factor, how)
         loss = factor * token_losses((lse, *sums), vocabulary, label_smoothing, z_loss)
-        of_lse, of_picked, of_sum = token_flows(lse, vocabulary, label_smoothing, z_loss)
-        flow = logit_flow(
-            logits, is_label, lse[:, None], (factor * of_lse)[:, None], (factor * of_picked)[:, None],
-            None if of_sum is None else (factor * of_sum)[:, None], soft_cap,
-        )  # fmt: skip
-        flow = (flow if is_word is None else jnp.where(is_word, flow, 0)).astype(hidden.dtype)
         part = product.of_rows(flow, weights)
         part = (lax.psum(part, over) if over else part).astype(hidden.dtype)
         update = lax.dynamic_update_slice_in_dim
@@ -167,6 +205,9 @@ def xla(
     d_weights = lax.slice_in_dim(d_weights, 0, size, axis=product.axis).astype(weights.dtype)
     lse = [x.reshape(labels.shape) for x in kept]
     return each.reshape(labels.shape), d_rows.reshape(hidden.shape), d_weights, *lse
+
+
+xla = functools.partial(by_chunks, _rows_by_xla)
 
 
 def mesh_rule(call: Call) -> str:
@@ -227,6 +268,15 @@ CROSS_ENTROPY_AND_GRAD = Op(
 # As in the module xla: a loop over what the mesh splits is each device's own, so to JAX it is a kernel.
 CROSS_ENTROPY_AND_GRAD.implement(
     Implementation("xla", xla, kernel=True, hints=("block",)),
+    Implementation(
+        "hopper",
+        functools.partial(by_chunks, _rows_by_kernel),
+        platforms=("gpu",),
+        refuses=hopper.refuses,
+        ahead_of=("xla",),
+        kernel=True,
+        hints=("block",),
+    ),
     Implementation("reference", reference_and_grad, refuses=rules.refuses_block),
 )
 
