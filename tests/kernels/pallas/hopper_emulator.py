@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.ref import AbstractRef
 
-from capibara.kernels.ops.attention.hopper import backward, backward_loops, forward, masking, panels
+from capibara.kernels.ops.attention.hopper import backward, backward_divided, backward_loops, forward, masking, panels
 from capibara.kernels.pallas import hopper, overlap, prng
 
 PATIENCE = 60.0  # seconds until a barrier counts as stuck; compilation of single operations is slow at first
@@ -41,7 +41,7 @@ LATE = 0.02  # seconds that a warpgroup starts after another at most, where all 
 _here = threading.local()
 _adding = threading.Lock()
 _held: tuple[tuple[int, ...], ...] | None = None
-KERNELS = (forward, backward, backward_loops, masking, panels)
+KERNELS = (forward, backward, backward_loops, backward_divided, masking, panels)
 
 
 class _Shim:
@@ -500,6 +500,12 @@ def _fori_loop(first: Any, end: Any, body: Callable[..., Any], carry: Any) -> An
     return carry
 
 
+def _while_loop(goes_on: Callable[[Any], Any], body: Callable[[Any], Any], carry: Any) -> Any:
+    while bool(goes_on(carry)):
+        carry = body(carry)
+    return carry
+
+
 def _when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return lambda body: body() if bool(condition) else None
 
@@ -656,7 +662,8 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
         pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when, multiple_of=lambda x, by: x
     )  # fmt: skip
     cpu_lax = _Shim(
-        lax, axis_index=_axis_index, fori_loop=_fori_loop, optimization_barrier=lambda x: x, max=max, min=min,
+        lax, axis_index=_axis_index, fori_loop=_fori_loop, while_loop=_while_loop,
+        optimization_barrier=lambda x: x, max=max, min=min,
         # Toward zero, as the hardware divides; every divisor here is positive.
         div=lambda x, y: np.int32(int(x / y)), rem=lambda x, y: np.int32(x - int(x / y) * y),
         clamp=lambda low, x, high: min(max(x, low), high), shift_right_logical=_shift,

@@ -18,7 +18,6 @@ from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.vq.nearest.api import NEAREST_CODE
 from capibara.kernels.ops.vq.nearest.hopper import (
     common,
-    few,
     forward,
     prepare,
     resolve,
@@ -34,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in cast"),  # the emulator marks integers as NaN
 ]
 
-KERNELS = (common, few, prepare, resolve, resolve_parts, search, search_parts, search_resident)
+KERNELS = (common, prepare, resolve, resolve_parts, search, search_parts, search_resident)
 
 PROGRAMS = 2
 
@@ -500,7 +499,7 @@ def test_the_default_is_what_was_fastest_on_a_chip(codes: int, width: int, confi
 
 
 def test_what_stays_has_its_tile() -> None:
-    with pytest.raises(ValueError, match="tile is 64 where codes stay"):
+    with pytest.raises(ValueError, match="tile is 256 where rows stay"):
         SearchConfig(128, 4, resident=True)
 
 
@@ -510,7 +509,7 @@ def test_what_stays_has_its_tile() -> None:
         ("parts is from 1 to 1024", {"tile": 128, "stages": 2, "parts": 0}),
         ("parts is from 1 to 1024", {"tile": 128, "stages": 2, "parts": 1025}),
         ("else 128", {"tile": 256, "stages": 2, "parts": 2}),
-        ("tile is 256 for parts", {"tile": 64, "stages": 2, "parts": 2, "resident": True}),
+        ("tile is 256 where rows stay", {"tile": 64, "stages": 2, "parts": 2, "resident": True}),
     ],
 )
 def test_parts_have_their_tile(message: str, config: dict[str, Any]) -> None:
@@ -528,41 +527,6 @@ def test_one_code() -> None:
     indices, counts = _found(x, codebook, SearchConfig(64, 2))
     assert (indices == 0).all()
     assert (counts == 1).all()
-
-
-def _of_few(x: Any, codebook: Any) -> np.ndarray:
-    config = SearchConfig(64, 3, 4, resident=True)
-    with emulated():
-        nearest = jax.jit(lambda x, c: few.nearest_of_few(x, c, config, PROGRAMS))
-        return np.asarray(nearest(jnp.asarray(x), jnp.asarray(codebook)))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("codes", [64, 37])
-def test_codes_that_stay(codes: int, dtype: str) -> None:
-    """Near ties, more rows than the programs take at once, a last tile that overlaps the one before it."""
-    x, codebook = _normal(0, 296, 128), _normal(1, codes, 128)
-    codebook[20:30] = codebook[:10] * np.float32(1 + 2**-13)
-    codebook[30:35] = codebook[5:10]
-    x, codebook = (jnp.asarray(v).astype(dtype) for v in (x, codebook))
-    np.testing.assert_array_equal(_of_few(x, codebook), _distances(x, codebook).argmin(1))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_small_codes_that_stay(dtype: str) -> None:
-    x, codebook = (jnp.asarray(1e-25 * v, dtype) for v in (_normal(5, 136, 128), _normal(6, 60, 128)))
-    np.testing.assert_array_equal(_of_few(x, codebook), _distances(x, codebook).argmin(1))
-
-
-def test_codes_that_stay_and_what_float16_cannot_hold() -> None:
-    x, codebook = _normal(7, 136, 128), np.tile(_normal(8, 12, 128), (5, 1))
-    x[3, 5], x[70], x[100, 0], x[135] = np.nan, np.inf, 1e6, 1e-9
-    codebook[0], codebook[1, 0], codebook[2] = np.nan, np.inf, 1e5
-    indices = _of_few(x, codebook)
-    codebook[:2] = 1e30  # nobody's nearest
-    right = _distances(x, codebook).argmin(1)
-    right[[3, 70]] = -1
-    np.testing.assert_array_equal(indices, right)
 
 
 @pytest.mark.parametrize("config", [SearchConfig(64, 2), PARTS, RESIDENT_PARTS], ids=str)

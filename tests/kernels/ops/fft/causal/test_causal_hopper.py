@@ -17,7 +17,8 @@ from capibara.kernels import explain, fft_convolve, target
 from capibara.kernels.ops.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
 from capibara.kernels.ops.fft.causal.hopper import forward, kernel
 from capibara.kernels.ops.fft.causal.hopper.forward import ProgramsConfig, refuses
-from capibara.kernels.ops.fft.causal.hopper.kernel import ROWS, places
+from capibara.kernels.ops.fft.causal.hopper.kernel import places
+from capibara.kernels.ops.fft.causal.hopper.products import ROWS
 from capibara.kernels.ops.fft.causal.reference import reference, reference_taps
 
 
@@ -31,12 +32,22 @@ def _store_in_order(ref: Any, value: np.ndarray) -> None:
     ref.write(value.reshape(-1)[places()].reshape(value.shape))
 
 
+def _added(total: Any, left: Any, right: Any, *, turned: tuple[bool, bool] = (False, False)) -> np.ndarray:
+    left, right = (ref.transpose((1, 0)) if turn else ref for ref, turn in zip((left, right), turned, strict=True))
+    made = total if total is not None else np.zeros((ROWS, ROWS), np.float32)
+    read = (np.asarray(x.read() if isinstance(x, emulator.Ref) else x, np.float32) for x in (left, right))
+    return made + np.matmul(*read)
+
+
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """The emulator has no registers: blocks in their order are put in a matrix's, and back."""
+    """The emulator has no registers: blocks in their order are put in a matrix's, and back. Products do not wait."""
     with emulator.emulated(kernel), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "load_in_order", _load_in_order)
         patch.setattr(kernel, "store_in_order", _store_in_order)
+        patch.setattr(kernel, "keep_block", lambda ref, value, layout: ref.write(value))
+        patch.setattr(kernel, "added", _added)
+        patch.setattr(kernel, "ready", lambda sums, later: tuple(sums))
         patch.setattr(kernel, "hidden_zero", lambda step, stage: np.int32(0))
         kernel.run.clear_cache()  # what was traced outside is not emulated, and must not be found there afterwards
         try:

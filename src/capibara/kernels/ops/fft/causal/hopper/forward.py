@@ -30,7 +30,8 @@ import numpy as np
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.ops.fft.causal.composed import powers
-from capibara.kernels.ops.fft.causal.hopper.kernel import BLOCKS, LONGEST, ROWS, SIDE, places, run
+from capibara.kernels.ops.fft.causal.hopper.kernel import BLOCKS, LONGEST, SIDE, places, run
+from capibara.kernels.ops.fft.causal.hopper.products import ROWS
 from capibara.kernels.ops.fft.hopper.forward import TILE
 from capibara.kernels.ops.fft.plan import smooth_length
 from capibara.kernels.ops.fft.twiddles import roots

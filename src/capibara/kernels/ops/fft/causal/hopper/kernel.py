@@ -11,7 +11,6 @@ a row.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -23,29 +22,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.kernels.core.varying import out_struct
-from capibara.kernels.pallas.hopper import LANE, hidden_zero, load, named, store_to_memory, swizzled
+from capibara.kernels.ops.fft.causal.hopper.products import LAYOUT, ROWS, added, ready
+from capibara.kernels.pallas.hopper import LANE, SWIZZLE, hidden_zero, load, named, store_to_memory, swizzled
 
-ROWS = 64  # of one wgmma, and of a block
 SIDE = 2 * ROWS
 LONGEST = SIDE * SIDE
 BLOCKS = 8  # of 64 x 64 in two planes of 128 x 128; see `_block`
 BF16 = jnp.bfloat16
 # Pallas lets the whole warpgroup meet around every store. The program says itself where threads must; without those
 # barriers it ran right on an H200 and hardly faster (0.654 ms against 0.665), so they stay.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=False)
-# Of spectra the same instructions come without inferring layouts; of filters the spills do not.
-SPECTRA_PARAMS = dataclasses.replace(COMPILER_PARAMS, lowering_semantics=LANE)
+COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=False, lowering_semantics=LANE)
 # A signal's numbers as they come from memory: a warp has two rows of 64, a thread four neighbours.
 _LINES_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((8, ROWS), (2, ROWS), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
-LAYOUT = plgpu.Layout.WGMMA
 _THREADS = 128
 _VECTOR = 8  # bfloat16 numbers in 16 bytes
 _PAIRS = _VECTOR // 2
 _IN_ORDER_LAYOUT = plgpu.Layout.WG_STRIDED((ROWS, ROWS), vec_size=_VECTOR)
 HALVES = (0, 1)
 COSINE, SINE, MINUS_SINE = range(3)  # the planes of the matrix
+NOTHING = None, None  # sums of nothing yet
 PRODUCTS = 4  # that each function of products here starts, and does not wait for
 
 
@@ -67,7 +64,7 @@ def run(
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS if filters else SPECTRA_PARAMS,
+        compiler_params=COMPILER_PARAMS,
     )
     return kernel(x, *([] if h is None else [h]), *(sizes or ()), *constants)[0]
 
@@ -128,7 +125,7 @@ def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, filters: bool, p
 
         def keep_signal(columns: list[Any]) -> None:
             for column, value in enumerate(columns):
-                shared[_block(0, half, column)] = value.astype(BF16)
+                keep_block(shared.at[_block(0, half, column)], value.astype(BF16), _LINES_LAYOUT)
             plgpu.commit_smem()
             plgpu.barrier_arrive(x_kept)
 
@@ -142,7 +139,7 @@ def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, filters: bool, p
             own = h_hbm.at[lax.rem(signal(step), h_hbm.shape[0])]
             return [load_in_order(own.at[_block(plane, half, column)]) for plane in range(2)]
 
-        def filtered(z: tuple[Any, Any], h: list[Any]) -> tuple[Any, Any]:
+        def filtered(z: Any, h: list[Any]) -> tuple[Any, Any]:
             re, im = (plane.astype(jnp.float32) for plane in h)
             return _times(z, re, im)
 
@@ -162,79 +159,53 @@ def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, filters: bool, p
 
         def forward(step: Any) -> Any:
             """The two halves of Z's columns, or, with filters, V's first, the filter for the other, and Z's other."""
-
-            def of_x(*accs: Any) -> Any:
-                left, right = accs[:2], accs[2:]
-                a, x = blocks(step, 0)
-                for column, planes in enumerate((left, right)):
-                    (_first_of_pair if pairs else _first)(planes, a, x, half, column)
-                u_left = _times(_after(left, PRODUCTS), *factor(0))
-
-                def of_u_left(*z_left: Any) -> Any:
-                    a, _ = blocks(step, 1)
-                    _second(z_left, a, u_left, 0, 0)
-                    u_right = _times(_after(right, PRODUCTS), *factor(1))
-                    plgpu.barrier_arrive(x_read)
-                    h = spectrum(step, 0)
-                    _second(z_left, a, u_right, 1, 0)
-
-                    def of_u(*z_right: Any) -> Any:
-                        a, _ = blocks(step, 2)
-                        _second(z_right, a, u_left, 0, 1)
-                        _second(z_right, a, u_right, 1, 1)
-                        left = _after(z_left, 2 * PRODUCTS)
-                        if not filters:
-                            return left, _after(z_right, 0)
-                        return filtered(left, h), spectrum(step, 1), _after(z_right, 0)
-
-                    return _with_accs(of_u, 2)
-
-                return _with_accs(of_u_left, 2)
-
-            return _with_accs(of_x, 4)
+            product = _first_of_pair if pairs else _first
+            left, right = [product(*blocks(step, column), half, column) for column in HALVES]
+            u_left = _times(ready(left, PRODUCTS), *factor(0))
+            a, _ = blocks(step, 2)
+            z_left = _second(NOTHING, a, u_left, 0, 0)
+            u_right = _times(ready(right, PRODUCTS), *factor(1))
+            plgpu.barrier_arrive(x_read)
+            h = spectrum(step, 0)
+            z_left = _second(z_left, a, u_right, 1, 0)
+            a, _ = blocks(step, 3)
+            z_right = _second(NOTHING, a, u_left, 0, 1)
+            z_right = _second(z_right, a, u_right, 1, 1)
+            whole = ready(z_left, 2 * PRODUCTS)
+            if not filters:
+                return whole, ready(z_right, 0)
+            return filtered(whole, h), spectrum(step, 1), ready(z_right, 0)
 
         def keep_spectrum(step: Any, column: int, z: tuple[Any, Any]) -> None:
             for plane, value in enumerate(_rounded(*z)):
                 store_in_order(out_hbm.at[signal(step), _block(plane, half, column)], value)
 
-        def keep_w(column: int, y: tuple[Any, Any]) -> None:
+        def keep_w(column: int, y: Any) -> None:
             for plane, value in enumerate(_times_conjugate(y, *factor(column))):
-                shared[_block(plane, half, column)] = value
+                keep_block(shared.at[_block(plane, half, column)], value, LAYOUT)
 
         def back(step: Any, v_left: Any, h: list[Any], z_right: Any, following: Any) -> list[Any]:
             """W to shared memory, and the next signal's numbers, asked for meanwhile."""
+            a, _ = blocks(step, 4)
+            y_left = _third(NOTHING, a, v_left, 0, 0)
+            v_right = filtered(z_right, h)
+            y_left = _third(y_left, a, v_right, 1, 0)
+            a, _ = blocks(step, 5)
+            y_right = _third(NOTHING, a, v_left, 0, 1)
+            y_right = _third(y_right, a, v_right, 1, 1)
+            plgpu.barrier_wait(x_read)
+            keep_w(0, ready(y_left, 2 * PRODUCTS))
+            coming = fetched(following)
+            keep_w(1, ready(y_right, 0))
+            return coming
 
-            def of_v_left(*y_left: Any) -> Any:
-                a, _ = blocks(step, 3)
-                _third(y_left, a, v_left, 0, 0)
-                v_right = filtered(z_right, h)
-                _third(y_left, a, v_right, 1, 0)
-
-                def of_v(*y_right: Any) -> Any:
-                    a, _ = blocks(step, 4)
-                    _third(y_right, a, v_left, 0, 1)
-                    _third(y_right, a, v_right, 1, 1)
-                    plgpu.barrier_wait(x_read)
-                    keep_w(0, _after(y_left, 2 * PRODUCTS))
-                    coming = fetched(following)
-                    keep_w(1, _after(y_right, 0))
-                    return coming
-
-                return _with_accs(of_v, 2)
-
-            return _with_accs(of_v_left, 2)
-
-        def last(step: Any, coming: list[Any]) -> list[Any]:
-            def of_w(left: Any, right: Any) -> Any:
-                a, w = blocks(step, 5)
-                for column, acc in enumerate((left, right)):
-                    (_last_of_pair if pairs else _last)(acc, a, w, half, column)
-                narrow = [value.astype(BF16) for value in coming]
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(w_read)
-                return narrow, (left[...], right[...])
-
-            return _with_accs(of_w, 2)
+        def last(step: Any, coming: list[Any]) -> Any:
+            product = _last_of_pair if pairs else _last
+            y = [product(*blocks(step, 6 + column), half, column) for column in HALVES]
+            narrow = [value.astype(BF16) for value in coming]
+            columns = ready(y, 0)
+            plgpu.barrier_arrive(w_read)
+            return narrow, columns
 
         def keep_result(step: Any, columns: Any) -> None:
             for column, y in enumerate(columns):
@@ -267,16 +238,6 @@ def _program(x_hbm: Any, *rest: Any, programs: int, batch: int, filters: bool, p
             pl.when(element(step) < batch)(lambda: keep_result(step, [columns * size for columns in y]))
 
 
-def _with_accs(use: Any, count: int) -> Any:
-    """What `use` makes of `count` accs [64, 64]."""
-    return pl.run_scoped(use, *(plgpu.WGMMAAccumulatorRef((ROWS, ROWS), jnp.float32) for _ in range(count)))
-
-
-def _after(accs: tuple[Any, ...], later: int) -> tuple[Any, ...]:
-    """Accumulators, when no more than the `later` last products are under way."""
-    return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=later) for ref in accs)
-
-
 def _wide(ref: Any) -> Any:
     return load_in_order(ref).astype(jnp.float32)
 
@@ -285,11 +246,11 @@ def _rounded(re: Any, im: Any) -> tuple[Any, Any]:
     return re.astype(BF16), im.astype(BF16)
 
 
-def _times(z: tuple[Any, Any], re: Any, im: Any) -> tuple[Any, Any]:
+def _times(z: Any, re: Any, im: Any) -> tuple[Any, Any]:
     return _rounded(z[0] * re - z[1] * im, z[0] * im + z[1] * re)
 
 
-def _times_conjugate(z: tuple[Any, Any], re: Any, im: Any) -> tuple[Any, Any]:
+def _times_conjugate(z: Any, re: Any, im: Any) -> tuple[Any, Any]:
     return _rounded(z[0] * re + z[1] * im, z[1] * re - z[0] * im)
 
 
@@ -308,58 +269,55 @@ class _Blocks:
         return self.ref.at[self.zero + _block(plane, row, column)]
 
 
-def _transposed(ref: Any) -> Any:
-    return ref.transpose((1, 0))
-
-
-def _first(accs: Any, matrix: Any, x: Any, half: Any, column: int) -> None:
+def _first(matrix: Any, x: Any, half: Any, column: int) -> list[Any]:
     """A X for 64 rows and 64 columns: two planes."""
+    sums: list[Any] = [None, None]
     for inner in HALVES:
         for plane in (COSINE, SINE):
-            plgpu.wgmma(accs[plane], matrix(plane, half, inner), x(0, inner, column))
+            sums[plane] = added(sums[plane], matrix(plane, half, inner), x(0, inner, column))
+    return sums
 
 
-def _first_of_pair(accs: Any, matrix: Any, x: Any, half: Any, column: int) -> None:
+def _first_of_pair(matrix: Any, x: Any, half: Any, column: int) -> list[Any]:
     """The same where X has 64 rows, and the places of the other 64 have its imaginary plane."""
     re, im = (x(0, plane, column) for plane in range(2))
-    plgpu.wgmma(accs[0], matrix(COSINE, half, 0), re)
-    plgpu.wgmma(accs[1], matrix(SINE, half, 0), re)
-    plgpu.wgmma(accs[0], matrix(MINUS_SINE, half, 0), im)
-    plgpu.wgmma(accs[1], matrix(COSINE, half, 0), im)
+    real, imag = added(None, matrix(COSINE, half, 0), re), added(None, matrix(SINE, half, 0), re)
+    return [added(real, matrix(MINUS_SINE, half, 0), im), added(imag, matrix(COSINE, half, 0), im)]
 
 
-def _second(accs: Any, matrix: Any, planes: Any, inner: int, column: int) -> None:
-    """What 64 columns of U give of U Aᵀ, for 64 of its columns."""
-    cosine, sine, minus = (_transposed(matrix(plane, column, inner)) for plane in range(3))
+def _second(sums: Any, matrix: Any, planes: Any, inner: int, column: int) -> list[Any]:
+    """What 64 columns of U give of U Aᵀ, for 64 of its columns, added to `sums`."""
+    cosine, sine, minus = (matrix(plane, column, inner) for plane in range(3))
     re, im = planes
-    plgpu.wgmma(accs[0], re, cosine)
-    plgpu.wgmma(accs[1], re, sine)
-    plgpu.wgmma(accs[0], im, minus)
-    plgpu.wgmma(accs[1], im, cosine)
+    add = functools.partial(added, turned=(False, True))
+    real, imag = add(sums[0], re, cosine), add(sums[1], re, sine)
+    return [add(real, im, minus), add(imag, im, cosine)]
 
 
-def _third(accs: Any, matrix: Any, planes: Any, inner: int, column: int) -> None:
-    """What 64 columns of V give of V conj(A), for 64 of its columns."""
+def _third(sums: Any, matrix: Any, planes: Any, inner: int, column: int) -> list[Any]:
+    """What 64 columns of V give of V conj(A), for 64 of its columns, added to `sums`."""
     cosine, sine, minus = (matrix(plane, inner, column) for plane in range(3))
     re, im = planes
-    plgpu.wgmma(accs[0], re, cosine)
-    plgpu.wgmma(accs[1], re, minus)
-    plgpu.wgmma(accs[0], im, sine)
-    plgpu.wgmma(accs[1], im, cosine)
+    real, imag = added(sums[0], re, cosine), added(sums[1], re, minus)
+    return [added(real, im, sine), added(imag, im, cosine)]
 
 
-def _last(acc: Any, matrix: Any, w: Any, half: Any, column: int) -> None:
+def _last(matrix: Any, w: Any, half: Any, column: int) -> Any:
     """The real part of A^H W for 64 rows and 64 columns."""
+    total = None
     for inner in HALVES:
         for plane in (COSINE, SINE):
-            plgpu.wgmma(acc, _transposed(matrix(plane, inner, half)), w(plane, inner, column))
+            total = added(total, matrix(plane, inner, half), w(plane, inner, column), turned=(True, False))
+    return total
 
 
-def _last_of_pair(acc: Any, matrix: Any, w: Any, half: Any, column: int) -> None:
+def _last_of_pair(matrix: Any, w: Any, half: Any, column: int) -> Any:
     """Of the first 64 rows of A^H W, the real part by one warpgroup, the imaginary one by the other."""
+    total = None
     for inner in HALVES:
-        plgpu.wgmma(acc, _transposed(matrix(COSINE, inner, 0)), w(half, inner, column))
-        plgpu.wgmma(acc, _transposed(matrix(SINE + half, inner, 0)), w(1 - half, inner, column))
+        total = added(total, matrix(COSINE, inner, 0), w(half, inner, column), turned=(True, False))
+        total = added(total, matrix(SINE + half, inner, 0), w(1 - half, inner, column), turned=(True, False))
+    return total
 
 
 def places() -> np.ndarray:
@@ -401,6 +359,20 @@ def store_in_order(ref: Any, value: Any) -> None:
         return _fragments(whole, _IN_ORDER_LAYOUT.to_mgpu())
 
     store_to_memory(ref, emit(value))
+
+
+def keep_block(ref: Any, value: Any, layout: Any) -> None:
+    """A block to shared memory. Stores by `ref[...] = x` also read what was there, which nothing takes out again."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(BF16)), layout))
+    def emit(_: Any, to: Any, block: Any) -> None:
+        from jax.experimental.mosaic.gpu import warpgroup_barrier
+
+        warpgroup_barrier()
+        block.store_tiled(to, swizzle=SWIZZLE)
+        warpgroup_barrier()
+
+    emit(ref, value)
 
 
 def _fragments(registers: list[Any], layout: Any) -> Any:

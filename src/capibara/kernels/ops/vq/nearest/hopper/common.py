@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
-from capibara.kernels.pallas.hopper import REDUCTION_BYTES, SMEM_BYTES, load, smem_bytes
+from capibara.kernels.pallas.hopper import REDUCTION_BYTES, SMEM_BYTES, load, smem_bytes, store_to_memory
 
 THREADS = 128  # of a warpgroup
 LAYOUT = plgpu.Layout.WGMMA
@@ -36,10 +36,9 @@ MOST_PARTS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-    """Codes of a tile, stages of the ring, how many codes are kept for every row; and what stays in SMEM.
+    """Codes of a tile, stages of the ring, how many codes are kept for every row; and whether rows stay in SMEM.
 
-    With `resident` and a tile of 256 it is the rows, and a stage is a block of 64 x 64 numbers of the codes, see
-    `search_resident`; with a tile of 64 it is the codes, all of them, see `few`. Else nothing stays.
+    With `resident` they do, and a stage is a block of 64 x 64 numbers of the codes, see `search_resident`.
 
     With several `parts` the codes are divided, for rows that are too few for all multiprocessors, and a program has
     some rows and a part. With `resident` that is `search_resident`; else `search_parts`, where what stays are the rows
@@ -59,8 +58,8 @@ class SearchConfig:
             raise rule_error("stages is 2 or more", self.stages, "use 3")
         if not 2 <= self.kept <= 8:
             raise rule_error("kept is from 2 to 8", self.kept, "use 4")
-        if self.resident and self.tile not in (64, 256):
-            raise rule_error("tile is 64 where codes stay in shared memory, 256 where rows do", self.tile, "use 256")
+        if self.resident and self.tile != 256:
+            raise rule_error("tile is 256 where rows stay in shared memory", self.tile, "use 256")
         if not 1 <= self.parts <= MOST_PARTS:
             raise rule_error(f"parts is from 1 to {MOST_PARTS}", self.parts, "use 1")
         if self.parts > 1 and self.tile != (256 if self.resident else 128):
@@ -230,7 +229,7 @@ class PartLists(NamedTuple):
         values, indices = best
         low, high = values[0] - error, values[0] + error
         rows = pl.ds(start, BLOCK_M)
-        lists[rows, part] = lax.bitcast_convert_type(low, jnp.int32)
-        lists[rows, self.parts + part] = lax.bitcast_convert_type(high, jnp.int32)
+        store_to_memory(lists.at[rows, part], lax.bitcast_convert_type(low, jnp.int32))
+        store_to_memory(lists.at[rows, self.parts + part], lax.bitcast_convert_type(high, jnp.int32))
         for entry, numbers in enumerate((*indices, count_close(values, values[0] - 2 * error, zero))):
-            lists[rows, self.place(part, entry)] = numbers
+            store_to_memory(lists.at[rows, self.place(part, entry)], numbers)

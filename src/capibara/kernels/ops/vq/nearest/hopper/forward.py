@@ -6,8 +6,7 @@ error. Where one code is ahead of all others by more than that, it is the neares
 float16, NaN), the distances to all codes, which many programs share. Nothing waits for the host,
 and no table of rows by codes is ever stored.
 
-What stays in shared memory makes three searches: of 64 codes or fewer the codes do, and all is one kernel
-(`few`); rows do that fit beside a ring of codes (`search_resident`); else both come by again and again
+Rows that fit beside a ring of codes stay in shared memory (`search_resident`); else both come by again and again
 (`search`).
 
 Rows too few for all multiprocessors are searched for by parts of the codes, side by side, and `resolve_parts` reads
@@ -28,7 +27,6 @@ from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.trusting import trusted
 from capibara.kernels.ops.vq.nearest.hopper.common import BLOCK_M, MOST_PARTS, PROGRAM_M, THREADS, SearchConfig, fits
-from capibara.kernels.ops.vq.nearest.hopper.few import few_scratch, nearest_of_few
 from capibara.kernels.ops.vq.nearest.hopper.prepare import prepare
 from capibara.kernels.ops.vq.nearest.hopper.resolve import resolve
 from capibara.kernels.ops.vq.nearest.hopper.resolve_parts import resolve_parts
@@ -92,10 +90,6 @@ def whole(n: Sizes, dtype: Any) -> list[SearchConfig]:
         for kept in (6, 4, 3) if codes <= FEW_CODES else (4, 6, 3):
             rings = (SearchConfig(tile, stages, kept) for stages in (6, 5, 4, 3, 2))
             configs += [ring for ring in rings if fits(search_scratch(ring, codes, dtype))][:1]
-    if rows >= PROGRAM_M and codes <= BLOCK_M:
-        # Last, so only by name or by tuning: it was emulated, and has not been timed on a chip.
-        few = (SearchConfig(BLOCK_M, stages, 6, resident=True) for stages in (4, 3, 2))
-        configs += [config for config in few if fits(few_scratch(config, width, dtype))][:1]
     return configs
 
 
@@ -133,12 +127,9 @@ def nearest_code_hopper(
     rows = jnp.pad(x.reshape(-1, size.width), ((0, padded.rows - size.rows), columns))
     codes = jnp.pad(codebook, ((0, 0), columns))
     programs = multiprocessors(current_target().device_kind)
-    if config.resident and config.tile == BLOCK_M:
-        indices = nearest_of_few(rows, codes, config, programs)
-    else:
-        prepared = prepare(codes, config.tile)
-        lists = (search_resident if config.resident else search)(rows, *prepared, config, programs)
-        indices = resolve(rows, codes, lists, prepared.half, config.kept, streams=config.resident)
+    prepared = prepare(codes, config.tile)
+    lists = (search_resident if config.resident else search)(rows, *prepared, config, programs)
+    indices = resolve(rows, codes, lists, prepared.half, config.kept, streams=config.resident)
     return finish(x, codebook, indices[: size.rows], return_distances, return_stats)
 
 

@@ -38,7 +38,7 @@ from capibara.kernels.ops.vq.nearest.hopper.common import (
     row_numbers,
     safe_sqrt,
 )
-from capibara.kernels.pallas.hopper import load, named, swizzled
+from capibara.kernels.pallas.hopper import LANE, load, named, swizzled
 
 SAMPLE = 16  # codes that the centre and the scale are from
 MOST_AHEAD = 4  # steps of the codes that are on the way from memory together
@@ -70,9 +70,7 @@ def prepare(codebook: jax.Array, tile: int) -> Prepared:
         ],
         grid=(programs,),
         grid_names=("program",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LANE),
     )(codes)
     # Each program wrote those of its codes; the largest are those of all.
     if programs > 1:
@@ -92,7 +90,6 @@ def _program(
         pl.run_scoped,
         narrow_smem=plgpu.SMEM((ahead, BLOCK_M, BLOCK_K), narrow_hbm.dtype, transforms=swizzled(narrow_hbm.dtype)),
         centre_smem=plgpu.SMEM((width,), jnp.float32),
-        collective_axes="warpgroup",
     )
     def _scoped(narrow_smem: Any, centre_smem: Any) -> None:
         centre, scale = sampled(codes_hbm, count, exact)

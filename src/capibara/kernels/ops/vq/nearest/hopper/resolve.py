@@ -143,18 +143,27 @@ def nearest_listed(
 
     best = nearer(best, listed[:2])
     best = lax.fori_loop(2, count, lambda place, best: nearer(best, [entry(place)]), best)
-    for place in range(1, len(listed)) if spanned else ():
-        start, apart, length = stream_of(listed[place], spanned)
-        alike = [stream_of(other, spanned)[0] == start for other in listed[:place]]
-        # Where the list has another of its stream, all of it. Past the last code there is none: the first again.
-        repeated = (place < count) & functools.reduce(operator.or_, alike)
+    if not spanned:
+        return best
+    starts = [stream_of(code, spanned)[0] for code in listed]
+    _, apart, length = stream_of(listed[0], spanned)
 
-        def look(turn: Any, best: Any, start: Any = start, apart: int = apart) -> Any:
+    def look_at_stream(place: Any, best: Any) -> Any:
+        start = starts[1]
+        for number in range(2, len(starts)):
+            start = jnp.where(place == number, starts[number], start)
+        alike = [(place > number) & (start == starts[number]) for number in range(len(starts) - 1)]
+        # Where the list has another of its stream, all of it.
+        repeated = functools.reduce(operator.or_, alike)
+
+        def look(turn: Any, best: Any) -> Any:
             several = [start + (turn * TOGETHER + number) * apart for number in range(TOGETHER)]
+            # Past the last code there is none: the first again.
             return nearer(best, [jnp.where(code < codes, code, start) for code in several])
 
-        best = lax.fori_loop(0, jnp.where(repeated, length // TOGETHER, 0), look, best)
-    return best
+        return lax.fori_loop(0, jnp.where(repeated, length // TOGETHER, 0), look, best)
+
+    return lax.fori_loop(1, count, look_at_stream, best)
 
 
 class Row:
@@ -170,7 +179,7 @@ class Row:
     def distances(self, indices: list[Any], by: Any) -> list[Any]:
         # All are on the way from memory before the first is added up.
         several = [load(self.codes_hbm.at[index], self.layout).astype(jnp.float32) for index in indices]
-        differences = [self.values - code if by is None else (self.values - code) * by for code in several]
+        differences = [(self.values - code) * by for code in several]
         return [jnp.sum(difference * difference) for difference in differences]
 
     def is_finite(self) -> Any:
@@ -200,10 +209,15 @@ class Row:
 
 
 def twice_if_small(search: Callable[[Any], tuple[Any, Any]]) -> Any:
-    """The index of (the least distance, its index) that `search(by)` finds of differences enlarged `by`, or plain."""
-    plain = search(None)
-    again = jnp.where(plain[0] < SMALLEST_DISTANCE, np.int32(1), np.int32(0))
-    return lax.fori_loop(0, again, lambda _, __: search(np.float32(ENLARGED)), plain)[1]
+    """The index of (the least distance, its index) that `search(by)` finds of differences by 1, or enlarged."""
+
+    def turn(state: Any) -> Any:
+        by = state[0]
+        least, index = search(by)
+        return np.float32(ENLARGED), index, (least < SMALLEST_DISTANCE) & (by == 1)
+
+    # One program for both: by 1 a difference is what it was.
+    return lax.while_loop(lambda state: state[2], turn, (np.float32(1), np.int32(0), np.bool_(True)))[1]
 
 
 def usable(half: Any, code: Any) -> tuple[Any, Any]:

@@ -161,7 +161,7 @@ def _nearer(x_hbm: Any, codes_hbm: Any, row: Any, first: Any, best: Any, by: Any
         tile = codes_hbm.at[pl.ds(first, BLOCK_M), pl.ds(step * BLOCK_K, BLOCK_K)]
         code = load(tile, LAYOUT, optimized=False).astype(jnp.float32)
         values = across(x_hbm.at[row], step * BLOCK_K, (BLOCK_M, BLOCK_K)).astype(jnp.float32)
-        difference = values - code if by is None else (values - code) * by
+        difference = (values - code) * by
         return squares + (difference * difference).sum(axis=1), norms + (code * code).sum(axis=1)
 
     squares, norms = lax.fori_loop(0, width // BLOCK_K, k_step, (zeros, zeros))

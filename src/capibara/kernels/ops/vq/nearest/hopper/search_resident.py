@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -252,13 +253,16 @@ def _program(
                     """The tile or span of all codes that is so far into the part."""
                     return number + part * of_a_part if parts > 1 else number
 
+                nothing = _no_streams()
+
                 def span_step(span: Any, best: Any) -> Any:
-                    streams = None
-                    for number in range(span_tiles):
+                    # One program for both tiles of a span; nothing of one is made beside the other anyway.
+                    def tile_step(number: Any, streams: Any) -> Any:
                         tile = span * span_tiles + number
                         blocks = contract(last_rows, before + tile * (k_steps * BLOCKS))
-                        tile_streams = _tile_streams(blocks, half_hbm, within(tile, tiles), number)
-                        streams = tile_streams if streams is None else _both(streams, tile_streams)
+                        return _both(streams, _tile_streams(blocks, half_hbm, within(tile, tiles), number))
+
+                    streams = lax.fori_loop(0, span_tiles, tile_step, (nothing, nothing))
                     first_code = within(span, tiles // span_tiles) * (span_tiles * TILE)
                     return merged(best, _span_best(streams, first_code, kept))
 
@@ -277,7 +281,11 @@ def _program(
             each_row_tile(compute)
 
 
-def _tile_streams(blocks: Any, half_hbm: Any, tile: Any, part: int) -> tuple[Any, Any]:
+def _no_streams() -> Any:
+    return plgpu.layout_cast(jnp.full((BLOCK_M, STREAMS), -np.inf, jnp.float32), LAYOUT)
+
+
+def _tile_streams(blocks: Any, half_hbm: Any, tile: Any, part: Any) -> tuple[Any, Any]:
     """The two best scores of each stream [64, STREAMS] of a tile, the `part`-th of its span.
 
     Their low bits say which code of the span it is.
