@@ -63,13 +63,15 @@ def test_our_backward_pass_has_a_program_for_keys_of_a_key_head() -> None:
 
 
 def test_wide_heads_and_panels_cost_more() -> None:
-    def extra(head_dim: int, length: int = 4096) -> tuple[bool, bool]:
-        terms = _backward(shape=(4, 16, length, head_dim)).terms
-        return terms["wide"] > 0, terms["panels"] > 0
+    """Heads of which two warpgroups have a role each, by a coefficient of their own; only calls like those fit it."""
 
-    assert [extra(64), extra(96), extra(128, 1500), extra(256), extra(208)] == [
-        (False, False), (False, True), (False, True), (True, False), (True, True),
-    ]  # fmt: skip
+    def extra(head_dim: int, length: int = 4096) -> set[str]:
+        found = _backward(shape=(4, 16, length, head_dim))
+        assert ("divided" in found.words) == (head_dim in (192, 256))
+        return {name for name in ("wide", "panels", "divided") if found.terms[name] > 0}
+
+    assert [extra(64), extra(96), extra(128, 1500), extra(208)] == [set(), {"panels"}, {"panels"}, {"wide", "panels"}]
+    assert [extra(192), extra(256), extra(256, 1500)] == [{"divided"}, {"divided"}, {"divided", "panels"}]
 
 
 def test_of_what_was_not_run_it_says_nothing() -> None:

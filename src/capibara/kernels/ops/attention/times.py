@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from capibara.kernels.core.spec import Call, TimeTerms, short_dtype
-from capibara.kernels.ops.attention.hopper.backward import NARROWEST, VERY_LONG
+from capibara.kernels.ops.attention.hopper.backward import DQ_COLUMNS, NARROWEST, VERY_LONG
 from capibara.kernels.ops.attention.masking import Window, columns_seen, span
 from capibara.kernels.ops.attention.rules import sizes, window_of
 from capibara.kernels.pallas.hopper import multiprocessors
@@ -45,10 +45,12 @@ def backward(call: Call, implementation: str) -> TimeTerms | None:
     busiest = found.terms["work"] + found.terms["idle"]
     q, k = call.need("q"), call.need("k")
     panels = q.shape[-1] % 64 != 0 or q.shape[2] % 8 != 0 or k.shape[2] % 8 != 0
-    return TimeTerms(
-        {**found.terms, "wide": busiest if wide else 0.0, "panels": busiest if panels else 0.0}, found.sizes,
-        found.words,
-    )  # fmt: skip
+    divided = implementation == "hopper" and q.shape[-1] in DQ_COLUMNS
+    terms = {
+        **found.terms, "wide": busiest if wide and not divided else 0.0, "panels": busiest if panels else 0.0,
+        "divided": busiest if divided else 0.0,
+    }  # fmt: skip
+    return TimeTerms(terms, found.sizes, (*found.words, *(("divided",) if divided else ())))
 
 
 def _terms(call: Call, tile: int, step: int, columns: int, *, key_programs: bool) -> TimeTerms | None:

@@ -10,7 +10,7 @@ operands (block mask, segments, mask) out of a table. Keys that nobody sees have
 where they have none in the forward pass.
 
 Here is what XLA prepares, and the launch; the kernels, one for head_dim up to 128 and one for more, are in
-backward_loops.py.
+backward_loops.py, and one for 192 and 256 in backward_divided.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from capibara.errors import rule_error
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct, vary_alike, vary_like
 from capibara.kernels.ops.attention.hopper import calls
+from capibara.kernels.ops.attention.hopper.backward_divided import DIVIDED
 from capibara.kernels.ops.attention.hopper.backward_loops import (
     COUNTS,
     NARROW,
@@ -63,11 +64,27 @@ from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
 
 NARROWEST = 512  # keys that a row sees beside its own: windows of fewer are slower than cuDNN's
+# Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a step 1.07 times as
+# fast as 32, and those 1.08 times as fast as 16.
+DQ_COLUMNS = {192: 96, 256: 64}
 VERY_LONG = 32768  # queries, from which on memory counts for more than the last few percent of speed
 
 
-def _loop(head_dim: int) -> Loop:
-    return NARROW if head_dim <= 128 else WIDE
+def _loop(head_dim: int, config: HopperGradConfig) -> Loop:
+    if head_dim <= 128:
+        return NARROW
+    return DIVIDED if config.divided else WIDE
+
+
+def _divides_roles(head_dim: int, params: Mapping[str, Any]) -> bool:
+    """Whether the kernel of divided roles takes the call: whoever has the gradients of the scores knows of these only
+    the rounded probabilities, and dq leaves by whole tiles of a half of the columns."""
+    return head_dim in DQ_COLUMNS and params["softcap"] is None and not params["dropout_rate"]
+
+
+def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any]) -> HopperGradConfig:
+    """Without divided roles where they cannot be."""
+    return config if _divides_roles(head_dim, params) else dataclasses.replace(config, divided=False)
 
 
 def _block_q(head_dim: int) -> int:
@@ -76,7 +93,8 @@ def _block_q(head_dim: int) -> int:
 
 def _columns(call: Call, config: HopperGradConfig) -> Columns:
     q, k = call.need("q"), call.need("k")
-    return _loop(q.shape[-1]).columns(config, q.shape[-1], q.dtype, (q.shape[2], k.shape[2]))
+    config = _settled(config, q.shape[-1], call.params)
+    return _loop(q.shape[-1], config).columns(config, q.shape[-1], q.dtype, (q.shape[2], k.shape[2]))
 
 
 def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
@@ -87,7 +105,8 @@ def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
 def _fits(call: Call, config: HopperGradConfig) -> bool:
     q, mask = call.need("q"), call["mask"]
     size: Any = call.params["block_size"]
-    loop = _loop(q.shape[-1])
+    config = _settled(config, q.shape[-1], call.params)
+    loop = _loop(q.shape[-1], config)
     cut = call["block_mask"] is not None and not _divides(size, config.block_q, loop.tile)
     # A mask of one row for all queries is counted like one of pairs.
     mask_words = config.block_q // WORD if mask is not None or cut else 0
@@ -96,10 +115,19 @@ def _fits(call: Call, config: HopperGradConfig) -> bool:
 
 
 def candidates(call: Call) -> Sequence[HopperGradConfig]:
-    block_q = _block_q(call.need("q").shape[-1])
+    head_dim = call.need("q").shape[-1]
+    block_q = _block_q(head_dim)
     orders = (HEADS_TOGETHER, TILES_TOGETHER)
     configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
+    if _divides_roles(head_dim, call.params):
+        configs = [*(_divided(head_dim, order) for order in reversed(orders)), *configs]
     return [c for c in configs if _fits(call, c)]
+
+
+def _divided(head_dim: int, order: str, parts: int = 1) -> HopperGradConfig:
+    return HopperGradConfig(
+        order=order, parts=parts, divided=True, do_stages=1, dq_columns=DQ_COLUMNS[head_dim]
+    )  # fmt: skip
 
 
 def default_config(call: Call) -> HopperGradConfig:
@@ -107,19 +135,25 @@ def default_config(call: Call) -> HopperGradConfig:
     q, k = call.need("q"), call.need("k")
     parts = 2 if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0 else 1
     head_dim = q.shape[-1]
+    if _divides_roles(head_dim, call.params):
+        config = _divided(head_dim, best_order(head_dim), parts)
+        if _fits(call, config):
+            return config
     return HopperGradConfig(_block_q(head_dim), order=best_order(head_dim), parts=parts)
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
-    8k on, by 1 to 11 %, and at 256. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes
-    from 72 to 240, and level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by
-    23 %; one of 128 was behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN
-    wants beside the gradients."""
+    8k on, by 1 to 11 %. At 256, with divided roles, it was ahead by 23 % at 4k. Where columns come in panels it was
+    behind by 1 to 27 % at most of the head sizes from 72 to 240, and level at 112, but with a window of 512 keys, where
+    programs skip what lies outside, ahead by 23 %; one of 128 was behind, by 35 %. Very long calls go in two parts,
+    which take half of the memory that cuDNN wants beside the gradients."""
     length, head_dim = call.need("q").shape[2:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
         return AHEAD_OF_CUDNN if above - below >= NARROWEST else BEHIND_CUDNN
+    if default_config(call).divided:
+        return AHEAD_OF_CUDNN
     if head_dim > 128 or not isinstance(_columns(call, default_config(call)), WholeColumns):
         return BEHIND_CUDNN
     return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or length >= VERY_LONG else BEHIND_CUDNN
@@ -148,7 +182,8 @@ def hopper_backward(
     left, right = window or (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)
-    loop = _loop(head_dim)
+    config = _settled(config, head_dim, {"softcap": softcap, "dropout_rate": dropout_rate})
+    loop = _loop(head_dim, config)
     below, above = span(causal, q_offset, window)
     grid = Grid(length, Band(below, above, keys), config.block_q, loop.tile)
     params = {"causal": causal, "q_offset": q_offset, "window": window}

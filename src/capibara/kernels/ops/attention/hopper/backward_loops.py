@@ -44,12 +44,24 @@ class HopperGradConfig:
     The axis that `order` names last changes first: with the tile last, neighbouring programs have different keys of
     one head. Each of `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq
     exist at a time.
+
+    `divided` is the form of heads wider than 128 in which one warpgroup has the scores and the other their gradients
+    (see backward_divided.py), and what follows is of that form alone: gradients of the output may have fewer stages
+    than queries (`do_stages`; 0: as many), and a step's dq leaves `dq_columns` at a time for each warpgroup.
     """
 
     block_q: int = 64
     stages: int = 2
     order: str = HEADS_TOGETHER
     parts: int = 1
+    divided: bool = False
+    do_stages: int = 0
+    dq_columns: int = 64
+
+    @property
+    def stages_of(self) -> dict[str, int]:
+        """How many steps of queries are in memory, and of gradients of the output."""
+        return {"q": self.stages, "do": self.do_stages if self.divided and self.do_stages else self.stages}
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -93,25 +105,25 @@ class Lines:
         return refs
 
 
-def _ring_scratch(
+def ring_scratch(
     config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines, tile: int, key_tiles: int
 ) -> dict[str, Any]:
     """What both kernels have: the ring of steps, the barriers, and the lines. The keys come in `key_tiles`."""
-    block_q, num_stages = config.block_q, config.stages
+    block_q, stages = config.block_q, config.stages_of
     once, each_step = lines.arrivals
     copies = head.copies(dtype)
     return {
-        "q": head.scratch((num_stages,), block_q, dtype),
-        "do": head.scratch((num_stages,), block_q, dtype),
-        "lse": plgpu.SMEM((num_stages, block_q), jnp.float32),
-        "delta": plgpu.SMEM((num_stages, block_q), jnp.float32),
+        "q": head.scratch((stages["q"],), block_q, dtype),
+        "do": head.scratch((stages["do"],), block_q, dtype),
+        "lse": plgpu.SMEM((stages["q"], block_q), jnp.float32),
+        "delta": plgpu.SMEM((stages["do"], block_q), jnp.float32),
         "pairs": lines.scratch(config, tile),
         "kv_arrived": plgpu.Barrier(num_arrivals=2 * key_tiles * copies + once),
         # The rows and their lines.
-        "q_arrived": plgpu.Barrier(num_arrivals=copies + 1 + each_step, num_barriers=num_stages),
-        "do_arrived": plgpu.Barrier(num_arrivals=copies + 1, num_barriers=num_stages),
-        "q_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),  # by both computing warpgroups
-        "do_drained": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "q_arrived": plgpu.Barrier(num_arrivals=copies + 1 + each_step, num_barriers=stages["q"]),
+        "do_arrived": plgpu.Barrier(num_arrivals=copies + 1, num_barriers=stages["do"]),
+        "q_drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages["q"]),  # by both computing warpgroups
+        "do_drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages["do"]),
         "both_here": plgpu.Barrier(num_arrivals=2),
     }
 
@@ -290,20 +302,35 @@ class Walk:
 
             return
 
-        def visit_entries(first: Any, last: Any, entry: Any, masked: bool) -> Any:
-            def visit(i: Any, entry: Any) -> Any:
-                number = first + i
-                next_entry = self.read(COUNTS + number + 1)  # a visit ahead: its latency is hidden
-                body(self._listed(number, entry), masked)
-                return next_entry
-
-            # From zero on: inside shard_map a counter may not start from what was read from an operand.
-            return lax.fori_loop(zero, last - first, visit, entry)
-
         whole_end = self.read(0)
-        entry = visit_entries(zero, whole_end, self.read(COUNTS + zero), False)
+        entry = self._visit_entries(zero, whole_end, self.read(COUNTS + zero), lambda visit: body(visit, False))
         if masks:
-            visit_entries(whole_end, self.end, entry, True)
+            self._visit_entries(whole_end, self.end, entry, lambda visit: body(visit, True))
+
+    def each(self, body: Callable[[Visit], None]) -> None:
+        """body(visit) for every visit, in the same order, by a warpgroup that does not ask who sees whom."""
+        zero = self.first_key * 0
+        if self.table is not None:
+            self._visit_entries(zero, self.end, self.read(COUNTS + zero), body)
+            return
+
+        @pl.loop(zero, zero + self.plan.group)
+        def _head(member: Any) -> None:
+            @pl.loop(self.begin, self.end)
+            def _(step: Any) -> None:
+                body(Visit(self, member, step))
+
+    def _visit_entries(self, first: Any, last: Any, entry: Any, body: Callable[[Visit], None]) -> Any:
+        """body(visit) from the table's entry of the first visit on; returns that of the last."""
+
+        def visit(i: Any, entry: Any) -> Any:
+            number = first + i
+            next_entry = self.read(COUNTS + number + 1)  # a visit ahead: its latency is hidden
+            body(self._listed(number, entry))
+            return next_entry
+
+        # From zero on: inside shard_map a counter may not start from what was read from an operand.
+        return lax.fori_loop(first * 0, last - first, visit, entry)
 
     def fetch(self, copy: Callable[[Any, Any, Any], None]) -> None:
         """copy(done, head, first_row) for every visit."""
@@ -439,14 +466,14 @@ class Pairs:
         return dv * self.plan.upscale if self.plan.dropout_rate else dv
 
 
-def _fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str, Any]) -> None:
+def fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str, Any]) -> None:
     """Stream every visit's queries and gradients of the output, each with its lines, as the stages drain."""
     plan = walk.plan
 
     def copy(done: Any, head: Any, first_row: Any) -> None:
         rows = pl.ds(first_row, plan.block_q)
         for name, source, line in (("q", "q", "lse"), ("do", "d_out", "delta")):
-            num_stages = plan.config.stages
+            num_stages = plan.config.stages_of[name]
             slot = lax.rem(done, num_stages)
 
             @pl.when(done >= num_stages)
@@ -464,7 +491,7 @@ def _fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str,
     walk.fetch(copy)
 
 
-def _swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int, Any]:
+def swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int, Any]:
     """What is multiplied by panels of a head, by the panel's swizzle: both sides of a product are swizzled alike."""
     widths = sorted({panel.swizzled for panel in head.panels(dtype)})
     swizzles = {width: swizzled(dtype, width * jnp.dtype(dtype).itemsize) for width in widths}
@@ -475,11 +502,11 @@ NARROW_TILE = 2 * WGMMA_ROWS
 
 
 def narrow_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines) -> dict[str, Any]:
-    return _ring_scratch(config, head, dtype, lines, NARROW_TILE, key_tiles=2) | {
+    return ring_scratch(config, head, dtype, lines, NARROW_TILE, key_tiles=2) | {
         "k": head.scratch((2,), WGMMA_ROWS, dtype),
         "v": head.scratch((2,), WGMMA_ROWS, dtype),
         # Two of them: a warpgroup writes the next step's while the other still reads this one's.
-        "ds": _swizzled_for(head, (2, 2, WGMMA_ROWS, config.block_q), dtype),
+        "ds": swizzled_for(head, (2, 2, WGMMA_ROWS, config.block_q), dtype),
         "dq": head.narrowed(head.part_width).scratch((2,), 64, jnp.float32),
     }
 
@@ -512,7 +539,7 @@ def narrow_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
                 smem["k"].at(half).fetch(refs["k"], at, smem["kv_arrived"])
                 smem["v"].at(half).fetch(refs["v"], at, smem["kv_arrived"])
             pairs.fetch_keys(smem["kv_arrived"])
-            _fetch_steps(walk, pairs, refs, smem)
+            fetch_steps(walk, pairs, refs, smem)
 
         @pl.when(warpgroup < 2)
         def _() -> None:
@@ -620,11 +647,11 @@ def wide_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: Lin
     block_q = config.block_q
     # How many pieces of dq a warpgroup has on their way: lines beyond the plain form's leave room for one.
     pieces = 2 if lines == Lines(False, False, 0) else 1
-    return _ring_scratch(config, head, dtype, lines, WIDE_TILE, key_tiles=1) | {
+    return ring_scratch(config, head, dtype, lines, WIDE_TILE, key_tiles=1) | {
         # One of each; the first index is where a product's own zero goes.
         "all_keys": head.scratch((1,), WIDE_TILE, dtype),
         "all_values": head.scratch((1,), WIDE_TILE, dtype),
-        "ds": _swizzled_for(head, (2, WIDE_TILE, block_q), dtype),
+        "ds": swizzled_for(head, (2, WIDE_TILE, block_q), dtype),
         "dq": head.narrowed(DQ_COLUMNS).scratch((2, pieces), block_q, jnp.float32),
     }
 
@@ -653,7 +680,7 @@ def wide_kernel(*args: Any, plan: Plan, names: tuple[str, ...]) -> None:
             smem["all_keys"].at(0).fetch(refs["k"], at_keys, smem["kv_arrived"])
             smem["all_values"].at(0).fetch(refs["v"], at_keys, smem["kv_arrived"])
             pairs.fetch_keys(smem["kv_arrived"])
-            _fetch_steps(walk, pairs, refs, smem)
+            fetch_steps(walk, pairs, refs, smem)
 
         @pl.when(warpgroup < 2)
         def _() -> None:
@@ -707,7 +734,9 @@ def _wide_compute(
             transposed = {width: ref.transpose((1, 0)) for width, ref in my_ds.items()}
             multiply(dq_ref, transposed, all_keys.at(zeros[2]).part(my_part))
             my_queries = q.part(my_part)
-            multiply(dk_ref, ds, my_queries)
+            # From memory, where dq wants them too: kept in registers until here, they are more than there are, and the
+            # compiler makes every product wait for the one before.
+            multiply(dk_ref, my_ds, my_queries)
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WIDE_TILE, block_q), 0, jnp.float32), LAYOUT)
             return plgpu.wgmma_accumulator_load(dq_ref, wait_n=len(my_queries))  # dq leaves under the product for dk
