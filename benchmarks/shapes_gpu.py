@@ -11,11 +11,18 @@ device's clock, right before fast, dispatch's choice beside every implementation
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from capibara import hardware
 from capibara.cli.kernels.lattice import told
@@ -23,14 +30,21 @@ from capibara.kernels.core.op import lookup
 from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.lattice import peers, report, run
 from capibara.kernels.lab.lattice.workloads import Workload, attention_of, with_op
+from capibara.kernels.ops.attention.hopper import backward
+from capibara.kernels.ops.attention.hopper.calls import LONGEST_FIRST, best_order
 
 # columns and rows of each
 NORMS = {
     128: (65536, 400000), 768: (300, 16384), 1024: (3000,), 1280: (8192,), 1600: (600, 13312), 2048: (200, 4096, 16384),
-    2304: (6000,), 2880: (2000, 12288), 3072: (8192,), 3584: (12000,), 4096: (100, 3000, 16384), 5120: (6000,),
-    8192: (2048,),
+    2304: (6000,), 2880: (2000, 12288), 3072: (8192,), 3584: (12000,), 4096: (100, 3000, 16384), 5120: (100, 6000),
+    6144: (3000,), 7168: (8192,), 8192: (100, 2048),
 }  # fmt: skip
 LAYER_NORMS = (768, 1280, 1600, 5120)
+# tokens, width, words
+LOSSES = (
+    (4096, 2048, 32000), (16384, 2048, 32000), (6000, 5120, 32064), (4096, 4096, 128256), (3000, 2048, 151936),
+    (4096, 3584, 256000), (8192, 1024, 50304),
+)  # fmt: skip
 # rows, columns: few rows, whose time is a launch and what a core does at a time
 ACTIVATIONS = (
     (16, 5120), (100, 3072), (64, 16384), (300, 3072), (387, 10240), (700, 4096), (1000, 5120), (2000, 3072),
@@ -40,7 +54,18 @@ ACTIVATIONS = (
 ATTENTION = (
     (2, 3100, 32, 8, 64), (1, 3260, 32, 8, 64), (4, 1450, 32, 8, 64), (2, 2700, 16, 16, 64), (1, 5300, 14, 2, 64),
     (3, 1900, 32, 8, 128), (1, 4500, 28, 4, 128), (2, 2700, 32, 32, 96), (2, 1111, 40, 8, 128), (8, 700, 12, 12, 64),
+    (2, 4096, 8, 8, 256), (1, 3000, 16, 8, 256), (3, 1900, 8, 4, 256), (4, 1024, 10, 1, 256), (1, 4096, 32, 32, 192),
+    (2, 3000, 16, 16, 192),
 )  # fmt: skip
+# The same of gradients, in every way that programs may share tiles of keys and query heads; causal, and not.
+GRADIENTS = (
+    (1, 4500, 28, 4, 128), (66, 353, 14, 2, 64), (4, 1450, 32, 8, 64), (2, 3100, 32, 8, 64), (1, 5300, 14, 2, 64),
+    (2, 4096, 32, 8, 64), (6, 1024, 28, 4, 128), (1, 2048, 32, 8, 128), (3, 1900, 32, 8, 128), (4, 4096, 32, 8, 128),
+    (1, 16384, 32, 8, 128), (2, 2700, 32, 32, 96), (4, 1024, 10, 1, 256), (2, 4096, 8, 8, 256), (1, 3000, 16, 8, 256),
+    (2, 3000, 16, 16, 192), (1, 4096, 32, 32, 192),
+)  # fmt: skip
+WHOLE_GRADIENTS = ((6, 1500, 16, 16, 128), (3, 1500, 20, 20, 64), (4, 1100, 16, 16, 80))
+SOFTCAPS = ((3, 4096, 16, 8, 256), (2, 3000, 32, 16, 128))
 
 
 def norms() -> Iterator[Workload]:
@@ -65,6 +90,65 @@ def attentions() -> Iterator[Workload]:
             yield attention_of("grid", sizes, {"causal": True}, grad)
 
 
+def gradients() -> Iterator[Workload]:
+    for causal, shapes in ((True, GRADIENTS), (False, WHOLE_GRADIENTS)):
+        for sizes in shapes:
+            yield _by_configs(sizes, {"causal": True} if causal else {})
+
+
+def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -> Workload:
+    """The gradient by cuDNN, and by our kernel in the default's way and in others."""
+    batch, length, heads, kv_heads, head_dim = sizes
+    made = attention_of("grid", sizes, params, True)
+    op, grad = lookup("attention"), lookup("attention_grad")
+    q, k = (jax.ShapeDtypeStruct((batch, n, length, head_dim), jnp.bfloat16) for n in (heads, kv_heads))
+    lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    default = backward.default_config(grad.call(q, k, k, *(None,) * 6, q, lse, q, None, **params))
+    configs = {
+        "usual": dataclasses.replace(default, order=best_order(head_dim), sharers=0),
+        "longest first": dataclasses.replace(default, order=LONGEST_FIRST, sharers=0),
+        "a head a program": dataclasses.replace(default, order=best_order(head_dim), sharers=int(kv_heads < heads)),
+    }
+    if head_dim <= 64:
+        configs["64 queries"] = dataclasses.replace(default, block_q=64)
+    configs = {name: config for name, config in configs.items() if config != default}
+    if batch == 1 or not params:  # the same order
+        configs.pop("longest first", None)
+
+    def by(config: Any) -> Any:
+        def forward(*arrays: Any) -> Any:
+            return op(*arrays, *(None,) * 6, implementation="hopper", physical="bthd", return_lse=True, **params)
+
+        @jax.custom_vjp
+        def attended(q: Any, k: Any, v: Any) -> Any:
+            return forward(q, k, v)[0]
+
+        def saved(q: Any, k: Any, v: Any) -> Any:
+            out, lse = forward(q, k, v)
+            return out, (q, k, v, out, lse)
+
+        def pulled(kept: Any, d_out: Any) -> Any:
+            q, k, v, out, lse = kept
+            absent = (None,) * 6
+            how: dict[str, Any] = {"implementation": "hopper", "physical": "bthd", "config": config, **params}
+            return grad(q, k, v, *absent, out, lse, d_out, None, **how)[:3]
+
+        attended.defvjp(saved, pulled)
+        return attended
+
+    def ours(q: Any, k: Any, v: Any, *rest: Any, form: str | None = None) -> Any:
+        if form not in configs:
+            return made.ours(q, k, v, *rest, form=form)
+        return by(configs[form])(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+
+    return dataclasses.replace(made, ours=ours, forms=("cudnn", "hopper", *configs), peers={}, torch={})
+
+
+def softcaps() -> Iterator[Workload]:
+    for sizes in SOFTCAPS:
+        yield attention_of("grid", sizes, {"causal": True, "softcap": 50.0}, False)
+
+
 def activations() -> Iterator[Workload]:
     for kind in ("gelu", "gelu_tanh"):
         for shape in ACTIVATIONS:
@@ -75,26 +159,44 @@ def activations() -> Iterator[Workload]:
                 yield with_op("activation", "grid", what, "activation", case, grad, peers=plain)
 
 
-PARTS = {"norm": norms, "attention": attentions, "activation": activations}
+def losses() -> Iterator[Workload]:
+    for tokens, depth, words in LOSSES:
+        shapes = ((tokens, depth), (depth, words), (tokens,), (tokens,))
+
+        def labels(generator: Any, shape: tuple[int, ...], words: int = words) -> Any:
+            return generator.integers(0, words, shape, dtype=np.int32)
+
+        case = Case("grid", shapes, "bfloat16", {}, dtypes={2: "int32", 3: "float32"}, draw={2: labels})
+        what = f"{tokens}x{depth}x{words}"
+        yield with_op("cross-entropy", "grid", what, "cross_entropy_and_grad", case, False, peers={})
 
 
-def chosen(settings: run.Settings) -> Iterator[Workload]:
+PARTS = {
+    "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
+    "activation": activations,
+}  # fmt: skip
+
+
+def chosen(settings: run.Settings, match: str = "") -> Iterator[Workload]:
     assert settings.families is not None
     for part in settings.families:
-        yield from PARTS[part]()
+        yield from (workload for workload in PARTS[part]() if re.search(match, workload.what))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--match", default="", help="only shapes in whose name this is found, a regular expression")
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
     asked = parser.parse_args()
     parts = tuple(asked.part or PARTS)
     workers = max(1, min(8, (os.cpu_count() or 2) // 2))
-    settings = run.Settings(minutes=asked.minutes, families=parts, workers=workers, workloads=chosen)
-    count = sum(1 for _ in chosen(settings))
+    settings = run.Settings(
+        minutes=asked.minutes, families=parts, workers=workers, workloads=functools.partial(chosen, match=asked.match)
+    )
+    count = sum(1 for _ in settings.workloads(settings))
     results = None
 
     def on_row(row: run.Row) -> None:

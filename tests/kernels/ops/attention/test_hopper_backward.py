@@ -43,7 +43,8 @@ class Form:
     mask: tuple[int, ...] | None = None
     segments: str | None = None
     blocks: tuple[int, int, int, int] | None = None  # batch, heads, queries and keys of a block
-    config: HopperGradConfig | None = None  # None: the default for the call
+    config: HopperGradConfig | None = None  # None: the default for the call, with `sharers`
+    sharers: int = 0
     poisoned: tuple[int, ...] = ()  # keys that nobody sees, and that hold NaN
     d_lse: bool = False
     physical: str = "bhtd"
@@ -114,7 +115,7 @@ class Form:
             return ATTENTION_GRAD.call(*(given.get(n) for n in ATTENTION_GRAD.operands), **self.all_params)
 
     def run(self, given: Mapping[str, Any]) -> Any:
-        config = self.config or default_config(self.call())
+        config = self.config or dataclasses.replace(default_config(self.call()), sharers=self.sharers)
         absent = dict.fromkeys(ATTENTION_GRAD.operands)
         return hopper_backward(**(absent | dict(given)), config=config, physical=self.physical, **self.all_params)[:3]
 
@@ -139,6 +140,13 @@ FORMS = {
         h=4, kv=2, t=300, s=300, config=HopperGradConfig(128, 2, parts=2), segments="packed", physical="bthd",
     ),
     "two-parts-256": Form(h=4, kv=2, d=256, config=HopperGradConfig(64, 2, parts=2), params=CAUSAL),
+    # Several programs of a tile of keys, whose gradients are added to sums.
+    "sharers": Form(b=2, h=6, kv=1, t=200, s=150, d=128, sharers=2, params=CAUSAL),
+    "sharers-64-packed": Form(b=2, h=4, kv=2, t=300, s=264, segments="packed", sharers=1, physical="bthd"),
+    "sharers-80": Form(h=4, kv=1, t=131, s=77, d=80, sharers=2, params={"dropout_rate": 0.2, **CAUSAL}),
+    "sharers-256": Form(b=2, h=4, kv=1, s=200, d=256, sharers=2, physical="bthd", params=CAUSAL),
+    "sharers-208": Form(h=2, t=131, s=77, d=208, sharers=1, params={"softcap": 2.0, **CAUSAL}),
+    "sharers-masked": Form(d=128, h=4, kv=1, mask=(1, 4, 200, 136), sharers=2, params=CAUSAL, poisoned=(100, 135)),
     "packed": Form(b=2, h=4, kv=2, t=300, s=300, d=128, segments="packed", params=CAUSAL, d_lse=True),
     "packed-64": Form(b=2, t=300, s=300, segments="packed"),
     "packed-256": Form(b=2, h=4, kv=2, s=200, d=256, segments="packed", params=CAUSAL),
@@ -209,8 +217,8 @@ def _lowered(form: Form) -> str:
 
 # One of each body and each operand; the others differ in sizes only.
 LOWERED = (
-    "plain", "capped", "head-96", "head-112", "head-208", "packed", "packed-64", "dropped", "dropped-256", "blocks",
-    "masked-64", "masked-row", "everything-256", "unseen-by-segment",
+    "plain", "capped", "head-96", "head-112", "head-208", "sharers", "sharers-256", "packed", "packed-64",
+    "dropped", "dropped-256", "blocks", "masked-64", "masked-row", "everything-256", "unseen-by-segment",
 )  # fmt: skip
 
 
@@ -344,8 +352,8 @@ def test_a_hidden_zero_is_zero_at_every_visit(
 ) -> None:
     monkeypatch.setattr(hopper, "hidden_zero", lambda done, stage: done >> 20 + stage)
     plan = Plan(
-        HopperGradConfig(block_q=64), tile=128, keys=length, length=length, group=group, offset=0, left=None,
-        right=right, scale=1.0, softcap=None, physical="bhtd",
+        HopperGradConfig(block_q=64), tile=128, keys=length, length=length, sharers=group, programs=1, offset=0,
+        left=None, right=right, scale=1.0, softcap=None, physical="bhtd",
     )  # fmt: skip
     last = np.int32(group * plan.steps - 1)
     assert [int(zero) for zero in plan.hidden_zeros(head_dim, last, 3)] == [0, 0, 0]

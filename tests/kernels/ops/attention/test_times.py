@@ -56,9 +56,12 @@ def test_cores_wait_for_the_last_programs() -> None:
 
 def test_our_backward_pass_has_a_program_for_keys_of_a_key_head() -> None:
     heads = (2, 14, 6144, 64)
+    # 96 programs of seven query heads, which one core after another would wait for: as many as there are heads.
     alone, shared = _backward(kv_heads=14, shape=heads), _backward(kv_heads=2, shape=heads)
-    assert alone.terms["programs"] == pytest.approx(7 * shared.terms["programs"])
-    assert shared.terms["idle"] > 4 * alone.terms["idle"]  # 192 programs on 132 cores, to 1344
+    assert alone.terms["programs"] == pytest.approx(shared.terms["programs"])
+    assert shared.terms["idle"] == pytest.approx(alone.terms["idle"])
+    # 2048 programs suffice.
+    assert _backward(kv_heads=2, shape=(16, 16, 4096, 128)).terms["programs"] == pytest.approx(16 * 2 * 32 / 132)
     assert _backward("cudnn", 16).terms["programs"] == _backward("cudnn", 2).terms["programs"]
 
 
@@ -68,10 +71,10 @@ def test_wide_heads_and_panels_cost_more() -> None:
     def extra(head_dim: int, length: int = 4096) -> set[str]:
         found = _backward(shape=(4, 16, length, head_dim))
         assert ("divided" in found.words) == (head_dim in (192, 256))
-        return {name for name in ("wide", "panels", "divided") if found.terms[name] > 0}
+        return {name for name in ("wide", "panels", "by rows", "divided") if found.terms[name] > 0}
 
-    assert [extra(64), extra(96), extra(128, 1500), extra(208)] == [set(), {"panels"}, {"panels"}, {"wide", "panels"}]
-    assert [extra(192), extra(256), extra(256, 1500)] == [{"divided"}, {"divided"}, {"divided", "panels"}]
+    assert [extra(64), extra(96), extra(128, 1500), extra(208)] == [set(), {"panels"}, {"by rows"}, {"wide", "panels"}]
+    assert [extra(192), extra(256), extra(256, 1500)] == [{"divided", "panels"}, {"divided"}, {"divided", "by rows"}]
 
 
 def test_of_what_was_not_run_it_says_nothing() -> None:
@@ -83,4 +86,4 @@ def test_of_what_was_not_run_it_says_nothing() -> None:
     lse = jax.ShapeDtypeStruct((1, 8, 32768), "float32")
     with target("gpu", "NVIDIA H200"):
         very_long = lookup("attention_grad").call(q, q, q, *[None] * 6, q, lse, q, None)
-    assert times.backward(very_long, "hopper") is None  # memory decides there
+    assert times.backward(very_long, "hopper") is None  # as are all of 16k

@@ -1,7 +1,8 @@
 """Attention backward for Hopper's tensor cores, in Pallas (Mosaic GPU): five products, one kernel.
 
 A program has a tile of keys of one key head and goes over the queries that see them, of every query head that shares
-the key head. The gradients of its keys and values stay in registers until the end; the gradient of the queries is a
+the key head, or of some of these where the programs would be few and long. The gradients of its keys and values stay in
+registers until the end, and are then written, or added to sums of several programs; the gradient of the queries is a
 sum over programs, added in float32 by the copy engine. The order of that sum is the order in which programs arrive, so
 dq may differ in its last bits from run to run.
 
@@ -57,7 +58,8 @@ from capibara.kernels.ops.attention.hopper.masking import (
     pad_to,
     pad_to_blocks,
 )
-from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, aligned
+from capibara.kernels.ops.attention.hopper.panels import Columns, aligned
+from capibara.kernels.ops.attention.hopper.walks import programs_of_keys
 from capibara.kernels.ops.attention.masking import FAR, both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.ops.attention.rules import window_of
 from capibara.kernels.pallas import prng
@@ -67,7 +69,7 @@ NARROWEST = 512  # keys that a row sees beside its own: windows of fewer are slo
 # Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a step 1.07 times as
 # fast as 32, and those 1.08 times as fast as 16.
 DQ_COLUMNS = {192: 96, 256: 64}
-VERY_LONG = 32768  # queries, from which on memory counts for more than the last few percent of speed
+VERY_LONG = 32768  # queries, from which on sums of dq are a large part of the memory, and go in two launches
 
 
 def _loop(head_dim: int, config: HopperGradConfig) -> Loop:
@@ -80,6 +82,19 @@ def _divides_roles(head_dim: int, params: Mapping[str, Any]) -> bool:
     """Whether the kernel of divided roles takes the call: whoever has the gradients of the scores knows of these only
     the rounded probabilities, and dq leaves by whole tiles of a half of the columns."""
     return head_dim in DQ_COLUMNS and params["softcap"] is None and not params["dropout_rate"]
+
+
+def tile_of_keys(config: HopperGradConfig, head_dim: int) -> int:
+    """Keys of a program."""
+    return _loop(head_dim, config).tile
+
+
+def _sharers(config: HopperGradConfig, group: int) -> int:
+    """Query heads of a program."""
+    sharers = config.sharers or group
+    if group % sharers:
+        raise rule_error("sharers divides the query heads of a key head", f"{sharers} of {group}", "use sharers=0")
+    return sharers
 
 
 def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any]) -> HopperGradConfig:
@@ -121,42 +136,46 @@ def candidates(call: Call) -> Sequence[HopperGradConfig]:
     configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
     if _divides_roles(head_dim, call.params):
         configs = [*(_divided(head_dim, order) for order in reversed(orders)), *configs]
-    return [c for c in configs if _fits(call, c)]
+    configs = [c for c in (default_config(call), *configs) if _fits(call, c)]
+    return list(dict.fromkeys(configs))
 
 
-def _divided(head_dim: int, order: str, parts: int = 1) -> HopperGradConfig:
-    return HopperGradConfig(
-        order=order, parts=parts, divided=True, do_stages=1, dq_columns=DQ_COLUMNS[head_dim]
-    )  # fmt: skip
+def _divided(head_dim: int, order: str = TILES_TOGETHER) -> HopperGradConfig:
+    return HopperGradConfig(order=order, divided=True, do_stages=1, dq_columns=DQ_COLUMNS[head_dim])
 
 
 def default_config(call: Call) -> HopperGradConfig:
     """The sums of dq, in float32, are a quarter of what a long call takes; two parts need half of that."""
     q, k = call.need("q"), call.need("k")
-    parts = 2 if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0 else 1
     head_dim = q.shape[-1]
+    made = [HopperGradConfig(_block_q(head_dim))]
     if _divides_roles(head_dim, call.params):
-        config = _divided(head_dim, best_order(head_dim), parts)
-        if _fits(call, config):
-            return config
-    return HopperGradConfig(_block_q(head_dim), order=best_order(head_dim), parts=parts)
+        made.insert(0, _divided(head_dim))
+    config = next((c for c in made if _fits(call, c)), made[-1])
+    if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0:
+        return dataclasses.replace(config, order=best_order(head_dim), parts=2)
+    return dataclasses.replace(config, **programs_of_keys(call, tile_of_keys(config, head_dim), config.block_q))
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """On an H200 it was ahead of cuDNN at head_dim 64 (12 to 15 %), and at 128 up to 4k (2 to 12 %); it was behind from
-    8k on, by 1 to 11 %. At 256, with divided roles, it was ahead by 23 % at 4k. Where columns come in panels it was
-    behind by 1 to 27 % at most of the head sizes from 72 to 240, and level at 112, but with a window of 512 keys, where
-    programs skip what lies outside, ahead by 23 %; one of 128 was behind, by 35 %. Very long calls go in two parts,
-    which take half of the memory that cuDNN wants beside the gradients."""
+    """On an H200 it was ahead of cuDNN at head_dim 64 (5 to 30 %), and at 128 up to 4k (1 to 14 %, but 7 % behind at
+    1,024 tokens of 28 heads on 4); it was behind from 8k on, by 1 to 11 %, and at lengths that are no multiple of 8
+    without causality, by 12 %. At 256, with divided roles, it was ahead by 13 to 23 %, and at 192 between 10 % behind
+    and 6 % ahead. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes from 72 to 240, and
+    level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %; one of 128 was
+    behind, by 35 %. Very long calls go in two parts, by name: these take half of the memory that cuDNN wants beside the
+    gradients, and at 32k, with heads of 128, 1.07 times as long."""
     length, head_dim = call.need("q").shape[2:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
         return AHEAD_OF_CUDNN if above - below >= NARROWEST else BEHIND_CUDNN
     if default_config(call).divided:
         return AHEAD_OF_CUDNN
-    if head_dim > 128 or not isinstance(_columns(call, default_config(call)), WholeColumns):
+    if head_dim > 128 or head_dim % 64:
         return BEHIND_CUDNN
-    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or length >= VERY_LONG else BEHIND_CUDNN
+    if above == FAR and length % 8:
+        return AHEAD_OF_CUDNN if head_dim == 64 else BEHIND_CUDNN
+    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 else BEHIND_CUDNN
 
 
 def refuses(call: Call) -> str | None:
@@ -187,7 +206,10 @@ def hopper_backward(
     below, above = span(causal, q_offset, window)
     grid = Grid(length, Band(below, above, keys), config.block_q, loop.tile)
     params = {"causal": causal, "q_offset": q_offset, "window": window}
-    operands = mask_operands(grid, (heads, kv_heads), mask, q_segments, kv_segments, block_mask, block_size, params)
+    sharers = _sharers(config, heads // kv_heads)
+    programs = heads // kv_heads // sharers
+    of_programs = heads, kv_heads * programs
+    operands = mask_operands(grid, of_programs, mask, q_segments, kv_segments, block_mask, block_size, params)
     if dropout_rate:
         assert dropout_seed is not None  # the op's check has seen to it
         operands["row_keys"] = _dropout_row_keys(dropout_seed, batch, heads, length, config.block_q)
@@ -209,9 +231,9 @@ def hopper_backward(
     q, k, v, d_out = (laid_out(x, physical) for x in (q, k, v, d_out.astype(q.dtype)))
     q, k, v, d_out = (pad_to(x, (0, 0, 0, aligned(head_dim, q.dtype))) for x in (q, k, v, d_out))
     plan = Plan(
-        config=config, tile=loop.tile, keys=keys, length=length, group=heads // kv_heads, offset=q_offset, left=left,
-        right=right, scale=1 / math.sqrt(head_dim) if scale is None else scale, softcap=softcap, physical=physical,
-        dropout_rate=dropout_rate,
+        config=config, tile=loop.tile, keys=keys, length=length, sharers=sharers, programs=programs, offset=q_offset,
+        left=left, right=right, scale=1 / math.sqrt(head_dim) if scale is None else scale, softcap=softcap,
+        physical=physical, dropout_rate=dropout_rate,
     )  # fmt: skip
     arrays = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": log2_lse, "delta": delta} | operands
     arrays = dict(zip(arrays, vary_alike(tuple(arrays.values())), strict=True))
@@ -228,8 +250,8 @@ def _launch(loop: Loop, plan: Plan, arrays: dict[str, jax.Array]) -> tuple[Any, 
     kv_heads, parts = k.shape[head_axis], plan.config.parts
     if kv_heads % parts:
         raise rule_error("parts divides the number of key heads", f"{parts} of {kv_heads}", "use parts=1")
-    part_heads = kv_heads // parts
-    sum_shape = [size if axis != head_axis else part_heads * plan.group for axis, size in enumerate(q.shape)]
+    part_heads = kv_heads // parts * plan.programs
+    sum_shape = [size if axis != head_axis else part_heads * plan.sharers for axis, size in enumerate(q.shape)]
     sizes = {"tile": math.ceil(plan.keys / loop.tile), "head": part_heads, "batch": q.shape[0]}
     names = tuple(plan.config.order.split())
     outs = [out_struct(k.shape, k.dtype, q)] * 2
@@ -257,16 +279,21 @@ def _launch(loop: Loop, plan: Plan, arrays: dict[str, jax.Array]) -> tuple[Any, 
     # References that live in run_state alone: custom_vmap, which stands around this, takes no function that makes one
     # for itself.
     if parts == 1:
+        # Zeros that are known beforehand the compiler makes for all layers at once, before the first one's gradient.
+        varies = jax.typeof(q).manual_axis_type.varying
+        zero = 0.0 if varies else _zero_after(arrays["d_out"])
+        zeros = jnp.full(sum_shape, zero, jnp.float32)
+        if plan.adds_keys:
+            key_zeros = jnp.full(k.shape, zero, jnp.float32)
+            sums = pl.run_state(lambda refs: kernel(0, ())(*arrays.values(), *refs))((zeros, key_zeros, key_zeros))
+            return finished(sums[0]), *(vary_like(x, q).astype(k.dtype) for x in sums[1:])
 
         def whole(refs: tuple[Any, Any, Any]) -> None:
             dq_sum, dk, dv = refs
             dk[...], dv[...] = kernel(0, outs)(*arrays.values(), dq_sum)
 
-        # What dk and dv start from is overwritten and never made. Zeros that are known beforehand the compiler makes
-        # for all layers at once, before the first one's gradient.
+        # What dk and dv start from is overwritten and never made.
         empty = vary_like(jnp.zeros(k.shape, k.dtype), q)
-        varies = jax.typeof(q).manual_axis_type.varying
-        zeros = jnp.full(sum_shape, 0.0 if varies else _zero_after(arrays["d_out"]), jnp.float32)
         dq_sum, dk, dv = pl.run_state(whole)((zeros, empty, empty))
         return finished(dq_sum), dk, dv
 
@@ -299,7 +326,8 @@ def mask_operands(
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The kernel's operands that say who sees whom, by name; none where position alone decides.
 
-    `heads` are those of the queries and of the keys. Positions are in `params`, as the op has them.
+    `heads` are those of the queries, and the sets of them that programs have: of a key head all or a part. Positions
+    are in `params`, as the op has them.
     """
     if block_mask is not None and not _divides(block_size, grid.block_q, grid.block_k):
         # Blocks that cut through a tile: from here on it is a mask of pairs.
@@ -323,14 +351,14 @@ def mask_operands(
 
 
 def step_table(grid: Grid, heads: tuple[int, int], kinds: jax.Array, visible: Any) -> jax.Array:
-    """The live steps of each tile of keys, int32 [B|1, Hkv|1, tiles of keys, COUNTS + steps of all members + 1].
+    """The live steps of each tile of keys, int32 [B|1, sets|1, tiles of keys, COUNTS + steps of all members + 1].
 
-    First the counts, then `member * steps + step` for each live step of the query heads that share the key head,
-    those that see all of the tile's keys first. One entry more than steps: the kernel reads one ahead. Tiles start
+    First the counts, then `member * steps + step` for each live step of the query heads of a set, those that see all of
+    the tile's keys first. One entry more than steps: the kernel reads one ahead. Tiles start
     at different steps, so that their sums into dq do not meet in the same rows.
     """
-    query_heads, kv_heads = heads
-    group = query_heads // kv_heads
+    query_heads, sets = heads
+    group = query_heads // sets
     batch, per_head, steps, tiles = kinds.shape
     kinds = jnp.swapaxes(kinds, 2, 3).reshape(batch, -1, 1 if per_head == 1 else group, tiles, steps)
     kinds = jnp.broadcast_to(jnp.swapaxes(kinds, 2, 3), (batch, kinds.shape[1], tiles, group, steps))

@@ -31,6 +31,7 @@ from capibara.kernels.ops.attention.hopper.backward_loops import (
     Plan,
     Visit,
     Walk,
+    add_to_sums,
     fetch_steps,
     ring_scratch,
     swizzled_for,
@@ -117,7 +118,7 @@ class Half:
 
     def hidden_zeros(self, done: Any) -> list[Any]:
         """What is added to the places of operands that stay: see `hidden_zero`. Registers are short with every mask."""
-        if self.plan.group * self.plan.steps > HIDDEN_STEPS:
+        if self.plan.sharers * self.plan.steps > HIDDEN_STEPS:
             return [0, 0]
         return [hopper.hidden_zero(done, stage) for stage in range(2)]
 
@@ -146,22 +147,23 @@ class Half:
             drained(len(keys) + len(queries))
             return plgpu.wgmma_accumulator_load(dq_ref, wait_n=len(queries))
 
-        self.add_to_sums(visit, pl.run_scoped(multiplied, self.accumulator(self.plan.block_q)))
+        rows = self.walk.dq_at(visit.member, pl.ds(visit.first_row, self.plan.block_q))
+        self._add_to_sums(pl.run_scoped(multiplied, self.accumulator(self.plan.block_q)), "dq", rows)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["q_drained"].at[self.slot("q", visit.done)])
 
-    def add_to_sums(self, visit: Visit, dq: Any) -> None:
-        rows = self.walk.dq_at(visit.member, pl.ds(visit.first_row, self.plan.block_q))
-        piece, width = self.smem["dq"].at(self.role), self.plan.config.dq_columns
-        for column in range(0, self.width, width):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            piece.store(dq[:, column : column + width])
-            plgpu.commit_smem()
-            piece.send(self.refs["dq"], rows, first_column=self.role * self.width + column, reduction_op="add")
+    def _add_to_sums(self, value: Any, target: str, at: tuple[Any, ...]) -> None:
+        add_to_sums(self.smem["dq"].at(self.role), value, self.refs[target], at, self.role * self.width)
 
     def finish(self, dk_ref: Any, dv_ref: Any) -> None:
         """The gradients of the keys and values to memory, by way of where these were."""
         dk, dv = dk_ref[...] * self.plan.scale, dv_ref[...]
+        at = self.walk.keys_at(pl.ds(self.walk.first_key, TILE))
+        if self.plan.adds_keys:
+            self._add_to_sums(dk, "dk", at)
+            self._add_to_sums(dv, "dv", at)
+            plgpu.wait_smem_to_gmem(0)
+            return
         self._meet()  # the other warpgroup's last products read all of the keys and values
         self.k_smem.store(dk.astype(self.dtype), self.part)
         self.v_smem.store(dv.astype(self.dtype), self.part)
@@ -169,7 +171,7 @@ class Half:
         self._meet()
         # A copy takes whole tiles of rows, so one warpgroup sends the keys and the other the values.
         source, target = ((self.k_smem, self.refs["dk"]), (self.v_smem, self.refs["dv"]))[self.role]
-        source.send(target, self.walk.keys_at(pl.ds(self.walk.first_key, TILE)))
+        source.send(target, at)
         plgpu.wait_smem_to_gmem(0)
 
     def _meet(self) -> None:

@@ -43,7 +43,8 @@ class HopperGradConfig:
 
     The axis that `order` names last changes first: with the tile last, neighbouring programs have different keys of
     one head. Each of `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq
-    exist at a time.
+    exist at a time. A program visits as many as `sharers` of the query heads that share its key head; 0: all of them.
+    With fewer there are more programs, each shorter, and the gradients of keys and values are summed in memory too.
 
     `divided` is the form of heads wider than 128 in which one warpgroup has the scores and the other their gradients
     (see backward_divided.py), and what follows is of that form alone: gradients of the output may have fewer stages
@@ -54,6 +55,7 @@ class HopperGradConfig:
     stages: int = 2
     order: str = HEADS_TOGETHER
     parts: int = 1
+    sharers: int = 0
     divided: bool = False
     do_stages: int = 0
     dq_columns: int = 64
@@ -70,6 +72,12 @@ class HopperGradConfig:
             raise rule_error("stages is two or more", self.stages, "use 2")
         if self.parts < 1:
             raise rule_error("parts is one or more", self.parts, "use 1")
+        if self.sharers < 0 or (self.sharers and self.parts > 1):
+            raise rule_error(
+                "sharers is 0, or more where all key heads go in one launch",
+                (self.sharers, self.parts),
+                "use sharers=0",
+            )
         check_order(self.order)
 
 
@@ -139,7 +147,8 @@ class Plan:
     tile: int
     keys: int
     length: int
-    group: int  # query heads of one key head
+    sharers: int  # query heads of a program, which share a key head
+    programs: int  # that share a tile of keys, for their gradients are sums over all query heads of a key head
     offset: int
     left: int | None
     right: int | None
@@ -149,6 +158,11 @@ class Plan:
     dropout_rate: float = 0.0
     first_head: int = 0
     """The first key head of this launch."""
+
+    @property
+    def adds_keys(self) -> bool:
+        """Whether gradients of keys and values are added to sums in memory: several programs make them."""
+        return self.programs > 1
 
     @property
     def block_q(self) -> int:
@@ -176,33 +190,21 @@ class Plan:
         256; without a mask it cost 7 %, at 64 2 %. Programs with too many visits for it (a million queries of 64 heads
         that share their keys) go without.
         """
-        spilled = head_dim > 64 and (self.left is not None or self.right is not None)
-        if not spilled or self.group * self.steps > HIDDEN_STEPS:
+        masks = self.left is not None or self.right is not None or self.keys % self.tile != 0
+        spilled = head_dim > 64 and masks
+        if not spilled or self.sharers * self.steps > HIDDEN_STEPS:
             return [0] * count
         return [hopper.hidden_zero(done, stage) for stage in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """One step of queries of one head: the `member`-th of those that share the program's key head."""
+    """One step of queries of one head: the `member`-th of the program's."""
 
-    walk: Walk
     member: Any
-    step: Any
-    number: Any = None
-    """How many visits came before, where a table lists them; a range counts by itself."""
-
-    @property
-    def done(self) -> Any:
-        if self.number is not None:
-            return self.number
-        return self.member * (self.walk.end - self.walk.begin) + self.step - self.walk.begin
-
-    @property
-    def first_row(self) -> Any:
-        if self.number is not None:
-            return self.step * self.walk.plan.block_q
-        return self.walk.first_row(self.step)
+    first_row: Any
+    done: Any
+    """How many visits came before."""
 
 
 class Walk:
@@ -211,7 +213,9 @@ class Walk:
     def __init__(self, plan: Plan, refs: dict[str, Any]) -> None:
         self.plan = plan
         self.batch, self.launch_head, self.warpgroup = (lax.axis_index(n) for n in ("batch", "head", "warpgroup"))
-        self.kv_head = self.launch_head + plan.first_head
+        # Which of all sets of query heads that programs have; as many as `programs` of them share a key head.
+        self.heads = self.launch_head + plan.first_head
+        self.kv_head = lax.div(self.heads, self.heads * 0 + plan.programs) if plan.adds_keys else self.heads
         program = lax.axis_index("tile")
         # Programs with the most queries go first: with no right edge but a left one, those are the last keys.
         if plan.right is None and plan.left is not None:
@@ -230,14 +234,14 @@ class Walk:
     def read(self, place: Any) -> Any:
         """An entry of the program's row of the table."""
         tile = lax.div(self.first_key, self.plan.tile)
-        return self.table[(*self.shared(self.table, self.kv_head), tile, place)]
+        return self.table[(*self.shared(self.table, self.heads), tile, place)]
 
     def keys_at(self, keys: Any) -> tuple[Any, ...]:
         return self.plan.at(self.batch, self.kv_head, keys)
 
     def dq_at(self, member: Any, rows: Any) -> tuple[Any, ...]:
         """Where rows of queries of a head lie in the sums of dq, which hold the launch's heads alone."""
-        return self.plan.at(self.batch, self.launch_head * self.plan.group + member, rows)
+        return self.plan.at(self.batch, self.launch_head * self.plan.sharers + member, rows)
 
     def first_row(self, step: Any) -> Any:
         """Where a step's queries start. When every program sees every query each starts elsewhere, so that their
@@ -272,36 +276,26 @@ class Walk:
             edge = lax.clamp(zero, first_key - plan.offset + plan.left + 1, most)
             whole_end = lax.clamp(whole_begin, lax.div(edge, block_q), end)
         if plan.keys % plan.tile:  # keys past the end are masked in every step
-            whole_end = jnp.where(first_key + keys > plan.keys, whole_begin, whole_end)
+            past_the_end = first_key + keys > plan.keys
+            if self.masked_last:
+                whole_end = jnp.where(past_the_end, whole_begin, whole_end)
+            else:
+                whole_begin = jnp.where(past_the_end, end, whole_begin)
         return whole_begin, whole_end
 
-    def _listed(self, number: Any, entry: Any) -> Visit:
-        steps = self.plan.steps
-        return Visit(self, lax.div(entry, steps), lax.rem(entry, steps), number)
+    @property
+    def masked_last(self) -> bool:
+        """Whether steps with a mask may come after those without. Where they may come before as well the program has a
+        third loop, and registers are short in all of them."""
+        return self.plan.left is not None or (self.plan.right is None and self.plan.keys % self.plan.tile != 0)
 
     def compute(self, my_first_key: Any, keys: int, body: Callable[[Visit, bool], None], masks: bool) -> None:
         """body(visit, masked) for every visit, by a warpgroup with `keys` keys. A table's last ones are masked when
         `masks`: otherwise there are none that see the tile in part."""
-        plan = self.plan
-        zero = self.first_key * 0
         if self.table is None:
-            whole_begin, whole_end = self._whole_steps(my_first_key, keys)
-
-            @pl.loop(zero, zero + plan.group)
-            def _head(member: Any) -> None:
-                def visit_steps(first: Any, last: Any, masked: bool) -> None:
-                    @pl.loop(first, last)
-                    def _(step: Any) -> None:
-                        body(Visit(self, member, step), masked)
-
-                if plan.right is not None:
-                    visit_steps(self.begin, whole_begin, True)
-                visit_steps(whole_begin, whole_end, False)
-                if plan.left is not None or plan.keys % plan.tile:
-                    visit_steps(whole_end, self.end, True)
-
+            self._visit_ranges(body, my_first_key, keys)
             return
-
+        zero = self.first_key * 0
         whole_end = self.read(0)
         entry = self._visit_entries(zero, whole_end, self.read(COUNTS + zero), lambda visit: body(visit, False))
         if masks:
@@ -312,13 +306,66 @@ class Walk:
         zero = self.first_key * 0
         if self.table is not None:
             self._visit_entries(zero, self.end, self.read(COUNTS + zero), body)
-            return
+        elif self.plan.sharers == 1:
+            # Once more, rather than from above: what fetches has few registers for values.
+            begin, end = self._live_steps()
 
-        @pl.loop(zero, zero + self.plan.group)
-        def _head(member: Any) -> None:
-            @pl.loop(self.begin, self.end)
+            @pl.loop(begin, end)
             def _(step: Any) -> None:
-                body(Visit(self, member, step))
+                body(Visit(zero, self.first_row(step), step - begin))
+        else:
+            ranges = self._ranges(self.first_key, self.plan.tile)
+
+            @pl.loop(zero, (self.end - self.begin) * self.plan.sharers)
+            def _(done: Any) -> None:
+                (first, last, _), *others = ranges
+                number = done
+                for (_, before, _), (start, stop, _) in zip(ranges, others, strict=False):
+                    left = number - (before - first) * self.plan.sharers
+                    is_next = left >= 0
+                    number = jnp.where(is_next, left, number)
+                    first, last = jnp.where(is_next, start, first), jnp.where(is_next, stop, last)
+                member = lax.div(number, last - first)
+                body(Visit(member, self.first_row(first + number - member * (last - first)), done))
+
+    def _ranges(self, first_key: Any, keys: int) -> list[tuple[Any, Any, bool]]:
+        """(first, end, masked) of steps: before those whose queries see all of `keys` keys, these, and the rest."""
+        whole_begin, whole_end = self._whole_steps(first_key, keys)
+        ranges = [(whole_begin, whole_end, False)]
+        if self.plan.right is not None:
+            ranges.insert(0, (self.begin, whole_begin, True))
+        if self.masked_last:
+            ranges.append((whole_end, self.end, True))
+        return ranges
+
+    def _visit_ranges(self, body: Callable[[Visit, bool], None], my_first_key: Any, keys: int) -> None:
+        """A range of steps of every head, and then the next range.
+
+        Without a loop of heads around them: with one the compiler found too few registers to have several products in
+        flight, where the last keys are masked. So all warpgroups have the ranges of the whole tile; of one head the
+        order is the same for any, and a warpgroup has those of its own keys.
+        """
+        plan = self.plan
+        zero = self.first_key * 0
+        if plan.sharers > 1:
+            my_first_key, keys = self.first_key, plan.tile
+        before = zero
+        for first, last, masked in self._ranges(my_first_key, keys):
+            if plan.sharers == 1:
+
+                @pl.loop(first, last)
+                def _(step: Any, masked: bool = masked) -> None:
+                    body(Visit(zero, self.first_row(step), step - self.begin), masked)
+
+                continue
+
+            def visit(number: Any, place: Any, first: Any = first, last: Any = last, masked: bool = masked) -> Any:
+                done, member, step = place
+                body(Visit(member, self.first_row(step), done), masked)
+                ended = step + 1 == last
+                return done + 1, jnp.where(ended, member + 1, member), jnp.where(ended, first, step + 1)
+
+            before = lax.fori_loop(zero, (last - first) * plan.sharers, visit, (before, zero, first))[0]
 
     def _visit_entries(self, first: Any, last: Any, entry: Any, body: Callable[[Visit], None]) -> Any:
         """body(visit) from the table's entry of the first visit on; returns that of the last."""
@@ -332,29 +379,9 @@ class Walk:
         # From zero on: inside shard_map a counter may not start from what was read from an operand.
         return lax.fori_loop(first * 0, last - first, visit, entry)
 
-    def fetch(self, copy: Callable[[Any, Any, Any], None]) -> None:
-        """copy(done, head, first_row) for every visit."""
-        plan = self.plan
-        if self.table is not None:
-
-            @pl.loop(self.begin, self.end)
-            def _visit(number: Any) -> None:
-                visit = self._listed(number, self.read(COUNTS + number))
-                copy(number, self.kv_head * plan.group + visit.member, visit.first_row)
-
-            return
-
-        # Once more, rather than from above: these values live in the few registers of this warpgroup.
-        begin, end = self._live_steps()
-        zero = self.first_key * 0
-
-        @pl.loop(zero, zero + plan.group)
-        def _head(member: Any) -> None:
-            head = self.kv_head * plan.group + member
-
-            @pl.loop(begin, end)
-            def _step(step: Any) -> None:
-                copy(member * (end - begin) + step - begin, head, self.first_row(step))
+    def _listed(self, number: Any, entry: Any) -> Visit:
+        steps = self.plan.steps
+        return Visit(lax.div(entry, steps), lax.rem(entry, steps) * self.plan.block_q, number)
 
 
 class Pairs:
@@ -399,7 +426,7 @@ class Pairs:
         visible, walk = self.refs["visible"], self.walk
 
         def seen(start: int, size: int, layout: Any) -> Any:
-            at = (*walk.shared(visible, walk.kv_head), pl.ds(my_first_key + start, size))
+            at = (*walk.shared(visible, walk.heads), pl.ds(my_first_key + start, size))
             return masking.load(visible.at[at], layout) != 0
 
         @pl.when(walk.read(2) != 0)
@@ -411,8 +438,7 @@ class Pairs:
         scale, softcap = self.plan.scale, self.plan.softcap
         slope, unit = None, scale * LOG2E
         if softcap is not None:
-            # tanh from an exponential, which the hardware has.
-            s = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * scale * LOG2E / softcap)))
+            s = hopper.tanh(s, scale / softcap)
             slope, unit = 1.0 - s * s, softcap * LOG2E
         return jnp.exp2(s * unit - lax.broadcast_in_dim(lse, s.shape, [1])), slope
 
@@ -470,8 +496,9 @@ def fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str, 
     """Stream every visit's queries and gradients of the output, each with its lines, as the stages drain."""
     plan = walk.plan
 
-    def copy(done: Any, head: Any, first_row: Any) -> None:
-        rows = pl.ds(first_row, plan.block_q)
+    def copy(visit: Visit) -> None:
+        done, head = visit.done, walk.heads * plan.sharers + visit.member
+        rows = pl.ds(visit.first_row, plan.block_q)
         for name, source, line in (("q", "q", "lse"), ("do", "d_out", "delta")):
             num_stages = plan.config.stages_of[name]
             slot = lax.rem(done, num_stages)
@@ -488,7 +515,7 @@ def fetch_steps(walk: Walk, pairs: Pairs, refs: dict[str, Any], smem: dict[str, 
             for from_gmem, to_smem in lines:
                 plgpu.copy_gmem_to_smem(from_gmem, to_smem, arrived)
 
-    walk.fetch(copy)
+    walk.each(copy)
 
 
 def swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int, Any]:
@@ -496,6 +523,17 @@ def swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int,
     widths = sorted({panel.swizzled for panel in head.panels(dtype)})
     swizzles = {width: swizzled(dtype, width * jnp.dtype(dtype).itemsize) for width in widths}
     return {width: plgpu.SMEM(shape, dtype, transforms=swizzle) for width, swizzle in swizzles.items()}
+
+
+def add_to_sums(piece: Any, value: Any, target: Any, at: tuple[Any, ...], first_column: Any = 0) -> None:
+    """Add what a warpgroup has in registers to rows of float32 sums in memory, as many columns at a time as there are
+    in `piece`, a tile that is the warpgroup's own."""
+    width = piece.of.head_dim
+    for column in range(0, value.shape[1], width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        piece.store(value[:, column : column + width])
+        plgpu.commit_smem()
+        piece.send(target, at, first_column=first_column + column, reduction_op="add")
 
 
 NARROW_TILE = 2 * WGMMA_ROWS
@@ -606,28 +644,29 @@ def _narrow_compute(
 
         dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((64, head.part_width), jnp.float32))
         plgpu.barrier_arrive(smem["q_drained"].at[slot])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        my_dq = smem["dq"].at(warpgroup)
-        my_dq.store(dq)
-        plgpu.commit_smem()
         first_column: Any = warpgroup * head.part_width
         rows = pl.ds(first_row, 64)
         if by_rows:
             rows, first_column = pl.ds(first_row + warpgroup * 64, 64), 0
-        my_dq.send(refs["dq"], walk.dq_at(visit.member, rows), first_column, reduction_op="add")
+        add_to_sums(smem["dq"].at(warpgroup), dq, refs["dq"], walk.dq_at(visit.member, rows), first_column)
 
     def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
         walk.compute(
             my_first_key, WGMMA_ROWS, lambda visit, masked: step(visit, masked, dk_ref, dv_ref, s_ref), pairs.masks
         )
         dk, dv = dk_ref[...] * plan.scale, pairs.d_values(dv_ref[...])
+        at = walk.keys_at(pl.ds(my_first_key, WGMMA_ROWS))
+        if plan.adds_keys:
+            for value, target in ((dk, "dk"), (dv, "dv")):
+                add_to_sums(smem["dq"].at(warpgroup), value, refs[target], at)
+            plgpu.wait_smem_to_gmem(0)
+            return
         # The other warpgroup's last dq reads this one's keys.
         plgpu.barrier_arrive(smem["both_here"])
         plgpu.barrier_wait(smem["both_here"])
         k_smem.store_whole(dk.astype(dtype))
         v_smem.store_whole(dv.astype(dtype))
         plgpu.commit_smem()
-        at = walk.keys_at(pl.ds(my_first_key, WGMMA_ROWS))
         k_smem.send(refs["dk"], at)
         v_smem.send(refs["dv"], at)
         plgpu.wait_smem_to_gmem(0)
@@ -767,6 +806,13 @@ def _wide_compute(
             first_key, WIDE_TILE, lambda visit, masked: step(visit, masked, dk_ref, dv_ref, s_ref), pairs.masks
         )
         dk, dv = dk_ref[...] * plan.scale, pairs.d_values(dv_ref[...])
+        if plan.adds_keys:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            piece, at = smem["dq"].at(warpgroup, 0), walk.keys_at(pl.ds(first_key, WIDE_TILE))
+            for value, target in ((dk, "dk"), (dv, "dv")):
+                add_to_sums(piece, value, refs[target], at, warpgroup * half_dim)
+            plgpu.wait_smem_to_gmem(0)
+            return
         meet()  # the other warpgroup's last products read all of the keys and values
         k_smem.store(dk.astype(dtype), my_part)
         v_smem.store(dv.astype(dtype), my_part)

@@ -16,6 +16,7 @@ AXES = ("batch", "head", "tile")  # of a launch
 # Orders in which programs start, the slowest axis first. On an H200 heads that start together were best, or within 2 %
 # of it, at every shape with head_dim up to 128 (by up to 9 %), and one head after another at 256 (by 3 to 25 %).
 HEADS_TOGETHER, TILES_TOGETHER = "batch tile head", "head tile batch"
+LONGEST_FIRST = "tile batch head"  # with causality: those of all batch elements
 
 
 def check_order(order: str) -> None:

@@ -637,8 +637,7 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
             s, scale = s * scale + bias.astype(jnp.float32), 1.0
         unit = scale * LOG2E
         if plan.softcap is not None:
-            # tanh from an exponential, which the hardware has.
-            s = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * scale * LOG2E / plan.softcap)))
+            s = hopper.tanh(s, scale / plan.softcap)
             unit = plan.softcap * LOG2E
         if unit <= 0:  # the maximum is taken before the unit is applied, and minus infinity must stay what it is
             s, unit = s * unit, 1.0
