@@ -22,7 +22,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from measured_evidence import BOTH, CHIP, READERS, RESULTS, operand, side_by_side
+from measured_evidence import (
+    BEFORE_CHANGES,
+    BOTH,
+    CHIP,
+    READERS,
+    RESULTS,
+    SHAPES,
+    changed,
+    operand,
+    side_by_side,
+)
 from scipy.optimize import nnls
 
 from capibara import hardware
@@ -36,7 +46,6 @@ OPS = ("attention", "attention_grad", "norm", "norm_grad")
 FORWARD = {"attention_grad": "attention", "norm_grad": "norm"}
 UNTUNED = "2026-11-16-h200-untuned-shapes.json"
 LATTICE = "2026-11-17-h200-lattice.json"
-SHAPES = "2026-11-19-h200-shapes.json"  # of benchmarks/shapes_gpu.py
 # Passes over memory, a few microseconds long: the host's clock has a launch of another length.
 BY_DEVICE = ("norm", "norm_grad")
 # Since this file the programs of our attention go over its tiles in another order: of earlier files its forward times
@@ -47,6 +56,8 @@ BEFORE_WALKS = ("58844c0",)  # commits of the lattice's runs
 RESTED = ("815b60d1",)
 # Fewer calls than this a coefficient say too little.
 CALLS_A_TERM = 1.5
+# A model that is farther off in the median says nothing.
+MOST_ERROR = 0.3
 # Errors count by their size, not by their squares, from this one on: some runs were disturbed.
 NOISE = 0.03
 ROUNDS = 20
@@ -68,6 +79,8 @@ def rows() -> Iterator[Row]:
     """Of every source, in the order of their age."""
     # As it was read before our attention kernel changed, for cuDNN's times.
     for file, read in {**READERS, UNTUNED: side_by_side}.items():
+        if file == SHAPES:  # read as the lattice's, below
+            continue
         document = json.loads((RESULTS / file).read_text(encoding="utf-8"))
         for found in read(document):
             if found.op in OPS and found.op not in BY_DEVICE:
@@ -76,6 +89,8 @@ def rows() -> Iterator[Row]:
                 kept = document["rows"][found.row].get("held_back", kept)
                 ours = {name: us for name, us in found.us.items() if name in call.op.implementations}
                 us = {name: us for name, us in ours.items() if file != UNTUNED or not _superseded(call, name)}
+                if changed(found.op, found.operands):
+                    us.pop("hopper", None)
                 yield Row(call, us, kept, file, found.passes == BOTH)
     for op in OPS:
         calls: dict[tuple[str, ...], dict[str, float]] = {}
@@ -88,6 +103,8 @@ def rows() -> Iterator[Row]:
             params[key] = entry.params
         for key, us in calls.items():
             call = lookup(op).call(*map(operand, key[:-1]), **params[key])
+            if changed(op, key[:-1]):
+                us = {name: us for name, us in us.items() if name != "hopper"}
             yield Row(call, us, False, "tuned")
     for file in (LATTICE, SHAPES):
         yield from _lattice(file)
@@ -134,6 +151,8 @@ def _lattice(name: str) -> Iterator[Row]:
             op, operands, params = last["op"], last["operands"], last["params"]
         call = lookup(op).call(*map(operand, operands), **{name: _value(text) for name, text in params.items()})
         names = [name for name in us if name in call.op.implementations]
+        if commit in BEFORE_CHANGES and changed(op, operands):
+            names = [name for name in names if name != "hopper"]
         if both and op == "attention_grad" and commit in BEFORE_WALKS:  # whose forward part no model knows any more
             names = [name for name in names if name != "hopper"]
         yield Row(call, {name: us[name] for name in names}, row["held_back"], file, both)
@@ -162,8 +181,8 @@ def current(found: Sequence[Row]) -> list[Row]:
     kept = (WALKS, LATTICE, SHAPES, "tuned")
 
     def us(row: Row) -> Mapping[str, float]:
-        changed = row.call.op.name == "attention" and row.file not in kept
-        return {name: us for name, us in row.us.items() if not (changed and name == "hopper")}
+        former = row.call.op.name == "attention" and row.file not in kept
+        return {name: us for name, us in row.us.items() if not (former and name == "hopper")}
 
     return [dataclasses.replace(row, us=us(row)) for row in found]
 
@@ -208,7 +227,7 @@ def _modelled(call: Call, name: str, fits: Mapping[tuple[str, str], Any]) -> flo
 
 
 def fit(found: Sequence[Row], op: str, name: str) -> dict[str, Any] | None:
-    """Coefficients, and what they were made of; None where the rows are too few."""
+    """Coefficients, and what they were made of; None where the rows are too few, or say too little."""
     calls: dict[str, tuple[Any, list[float]]] = {}
     for row in found:
         if row.call.op.name == op and name in row.us and not row.held_back:
@@ -225,6 +244,10 @@ def fit(found: Sequence[Row], op: str, name: str) -> dict[str, Any] | None:
     coefficients = _coefficients(relative)
     # Of each call by the others: what the model is worth at a call that it has not seen.
     errors = [relative[i] @ _coefficients(np.delete(relative, i, 0)) - 1 for i in range(len(us))]
+    error = float(np.median(np.abs(errors)))
+    if error > MOST_ERROR:
+        print(f"{op} {name}: {100 * error:.0f} % off in the median, left out")
+        return None
     sizes = {
         size: [min(values), max(values)]
         for size in next(iter(calls.values()))[0].sizes
@@ -233,7 +256,7 @@ def fit(found: Sequence[Row], op: str, name: str) -> dict[str, Any] | None:
     return {
         "microseconds": {term: _rounded(c) for term, c in zip(names, coefficients, strict=True)}, "sizes": sizes,
         "words": sorted({word for terms, _ in calls.values() for word in terms.words}), "calls": len(calls),
-        "error": _rounded(float(np.median(np.abs(errors)))),
+        "error": _rounded(error),
     }  # fmt: skip
 
 

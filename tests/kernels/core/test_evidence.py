@@ -189,11 +189,11 @@ def test_a_gpu_that_was_timed_says_where_and_another_that_it_was_not() -> None:
 
 
 def test_a_kernel_that_was_measured_slower_says_so_and_is_left() -> None:
-    x, scale = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((16384, 5120), (5120,)))
+    x, scale = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((65536, 128), (128,)))
     with target("gpu", "NVIDIA H200"):
         told = explain(rms_norm, x, scale)
     assert told.implementation == "xla"
-    assert "not hopper: it accepts, and xla was chosen; measured 0.91 times as fast as xla (bf16[16384,5120]" in str(
+    assert "not hopper: it accepts, and xla was chosen; measured 0.32 times as fast as xla (bf16[65536,128]" in str(
         told
     )
 

@@ -264,24 +264,25 @@ LARGE = 1 << 23  # elements, from which on a pass takes longer than it takes to 
 
 
 def _ahead_of(call: Call) -> tuple[str, ...]:
-    """On an H200, against xla's pass. Alone: 1.2 (silu, relu), 1.25 (gelu_tanh) and 1.5 times its speed (gelu) from
-    8192x4096 on, 0.93 at 1024x3072 and 512x8192. With dropout 1.1 to 2.1 times, but for relu, 0.97. A gate without
+    """On an H200, against xla's pass. Alone: gelu 1.2 to 1.7 times its speed and gelu_tanh 1.25 to 1.6, from 16 rows of
+    5120 on; silu and relu 1.2 from 8192x4096 on. With dropout 1.1 to 2.1 times, but for relu, 0.97. A gate without
     dropout 0.96 to 1.03 times; with it gelu 1.15, silu 1.0, and 0.7 where the columns are cut in many pieces. Other
     kinds were timed with dropout alone."""
     kind, large = call.params["kind"], math.prod(call.need("x").shape) >= LARGE
     if call.params["rate"]:
         return () if kind == "relu" or (call["up"] is not None and kind != "gelu") else ("xla",)
-    return ("xla",) if large and call["up"] is None and kind in ("gelu", "gelu_tanh", "silu", "relu") else ()
+    kinds = ("gelu", "gelu_tanh", *(("silu", "relu") if large else ()))
+    return ("xla",) if call["up"] is None and kind in kinds else ()
 
 
 def _ahead_of_grad(call: Call) -> tuple[str, ...]:
-    """On an H200, against xla's pass. Alone: gelu 1.2 and gelu_tanh 1.15 times its speed, 0.93 where x is small; silu
-    1.0 and relu 0.96. With dropout gelu 1.1, gelu_tanh 1.0, relu 0.98, and others as the forward pass. With a gate 0.85
-    to 0.92 times, dropout or not."""
-    kind, large = call.params["kind"], math.prod(call.need("x").shape) >= LARGE
+    """On an H200, against xla's pass. Alone: gelu 1.0 to 1.8 times its speed and gelu_tanh 1.0 to 1.3, from 16 rows of
+    5120 on; silu 1.0 and relu 0.96. With dropout gelu 1.1, gelu_tanh 1.0, relu 0.98, and others as the forward pass.
+    With a gate 0.85 to 0.92 times, dropout or not."""
+    kind = call.params["kind"]
     if call["up"] is not None or kind in ("silu", "relu"):
         return ()
-    return ("xla",) if call.params["rate"] or (large and kind in ("gelu", "gelu_tanh")) else ()
+    return ("xla",) if call.params["rate"] or kind in ("gelu", "gelu_tanh") else ()
 
 
 def _implementation(fn: Any, ahead_of: Callable[[Call], tuple[str, ...]]) -> Implementation:
