@@ -60,6 +60,7 @@ def test_a_row_has_each_program_and_says_which_are_right(row: dict[str, Any]) ->
     assert "there is no such kernel" in row["notes"]["broken"]
     assert row["ours"] == ["dispatch", "slow"]
     assert row["calls_a_program"] == measure.CALLS
+    assert (row["clock"], row["host_microseconds"]) == ("host", {})  # a CPU's profile has no device
     (decision,) = row["decisions"]
     assert (decision["op"], decision["implementation"]) == ("doubled_sine", "xla")
     assert decision["operands"] == row["operands"] == ["f32[1000]"]
@@ -99,6 +100,27 @@ def test_programs_are_several_calls_on_arrays_of_their_own() -> None:
     large = _workload(case=Case("large", ((1 << 29,),), "float32"))
     assert measure._calls(_workload()) == measure.CALLS
     assert measure._calls(large) == 1
+
+
+def test_long_programs_have_the_devices_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host saw stays in the row beside it."""
+
+    def on_device(running: Any, calls: int, again: bool = False) -> str:
+        for program in running:
+            program.taken[-1:] = [*(program.taken[-1:] if again else []), [7.0]]
+        return "device"
+
+    def on_host(running: Any, calls: int) -> None:
+        for program in running:
+            program.taken.append([50_000.0])
+
+    monkeypatch.setattr(measure, "_timed", on_host)
+    monkeypatch.setattr(measure, "_timed_on_device", on_device)
+    with ThreadPoolExecutor(2) as pool:
+        made = measure.prepare(_workload(forms=()), pool).time()
+    assert made["clock"] == "device"
+    assert set(made["host_microseconds"].values()) == {50_000.0}
+    assert made["microseconds"]["dispatch"] == [7.0]
 
 
 def test_programs_take_turns_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

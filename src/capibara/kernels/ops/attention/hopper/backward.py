@@ -163,9 +163,9 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     without causality, by 12 %. At 256, with divided roles, it was ahead by 13 to 23 %, and at 192 between 10 % behind
     and 6 % ahead. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes from 72 to 240, and
     level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %; one of 128 was
-    behind, by 35 %. Very long calls go in two parts, by name: these take half of the memory that cuDNN wants beside the
-    gradients, and at 32k, with heads of 128, 1.07 times as long."""
-    length, head_dim = call.need("q").shape[2:]
+    behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN wants beside the
+    gradients: at 32k, with heads of 128, in 1.05 times the time, and in 1.07 to 1.13 where query heads share keys."""
+    heads, length, head_dim = call.need("q").shape[1:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
         return AHEAD_OF_CUDNN if above - below >= NARROWEST else BEHIND_CUDNN
@@ -175,7 +175,8 @@ def ahead_of(call: Call) -> tuple[str, ...]:
         return BEHIND_CUDNN
     if above == FAR and length % 8:
         return AHEAD_OF_CUDNN if head_dim == 64 else BEHIND_CUDNN
-    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 else BEHIND_CUDNN
+    for_memory = length >= VERY_LONG and call.need("k").shape[1] == heads
+    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or for_memory else BEHIND_CUDNN
 
 
 def refuses(call: Call) -> str | None:
