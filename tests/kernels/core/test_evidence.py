@@ -150,7 +150,7 @@ def test_an_op_from_outside_goes_by_its_order_and_by_its_authors_word() -> None:
     assert explain(op, ROWS).implementation == "first"
     op.implement(Implementation("faster", lambda x: x, platforms=("tpu",), kernel=True, ahead_of=("first",)))
     assert explain(op, ROWS).implementation == "faster"
-    assert "it goes before first where no tuned case is near" in str(explain(op, ROWS))
+    assert "it goes before first where no table has the call" in str(explain(op, ROWS))
     wide = Implementation("wide", lambda x: x, ahead_of=lambda call: ("faster",) if call.need("x").shape[0] > 8 else ())
     op.implement(wide)
     assert explain(op, ROWS).implementation == "wide"
@@ -175,7 +175,7 @@ def test_a_gpu_that_was_timed_says_where_and_another_that_it_was_not() -> None:
         told = explain(nearest_code, *CODES)
     assert told.implementation == "hopper"
     assert (
-        "because it goes before xla, reference where no tuned case is near: measured 14 times as fast as xla "
+        "because it goes before xla, reference where no table has the call: measured 14 times as fast as xla "
         "(f32[65536,768] f32[1024,768]: benchmarks/results/2026-11-15-h200-nearest-code.json, row 1)"
     ) in str(told)
     for other in ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
@@ -204,7 +204,7 @@ def test_what_a_table_does_not_speak_of_is_untimed() -> None:
     with target("gpu", "NVIDIA H200"):
         told = explain(lookup("grouped_gated_gemm"), x, weights, weights, sizes)
     assert told.implementation == "hopper"
-    assert "it goes before xla where no tuned case is near: untimed (neither run beside another" in str(told)
+    assert "it goes before xla where no table has the call: untimed (neither run beside another" in str(told)
 
 
 @pytest.mark.quick

@@ -137,8 +137,8 @@ def test_a_long_backward_pass_does_not_take_its_parts_from_wider_heads() -> None
     lse = jax.ShapeDtypeStruct((1, 8, 32768), "float32")
     with target("gpu", "NVIDIA H200"):
         call = ATTENTION_GRAD.call(q, q, q, *[None] * 6, q, lse, q, None, causal=True)
-        assert dispatch.select(call).implementation == "cudnn"
-        chosen = dispatch.select(call, implementation="hopper")
+        chosen = dispatch.select(call)
+    assert chosen.implementation == "hopper"
     assert chosen.config.parts == 2  # type: ignore[union-attr]
 
 
@@ -160,6 +160,20 @@ def test_the_users_entry_speaks_before_the_shipped_one(op: Op) -> None:
     assert tables.find(call, ["blocked"]).config.size == 7  # type: ignore[union-attr]
     # A shipped entry for the very call still beats the user's for a near one.
     assert tables.find(near, ["blocked"]).config.size == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.quick
+def test_a_shipped_entry_of_a_near_call_configures_and_does_not_choose(op: Op) -> None:
+    call, near = _call(op, 64), _call(op, 96)
+    shipped = tables.table_path(tables.SHIPPED, CHIP.device_kind, "tabled")
+    tables.write(shipped, "tabled", CHIP.device_kind, [_entry(near, size=2)])
+    assert tables.find(call, ["blocked"]) is None
+    assert dispatch.select(call).implementation != "blocked"
+    assert dispatch.select(call, implementation="blocked").config.size == 2  # type: ignore[union-attr]
+    # What the user measured stands for what is near it.
+    tables.store(near, _entry(near, size=3))
+    selection = dispatch.select(call)
+    assert (selection.implementation, selection.config.size) == ("blocked", 3)  # type: ignore[union-attr]
 
 
 def test_an_entry_with_other_config_fields_is_passed_over(op: Op) -> None:

@@ -96,9 +96,9 @@ def select(
     """Choose the implementation of one call.
 
     `implementation` forces one, and its refusal is an error; `prefer` asks for one where it accepts. Otherwise the
-    tuned table for this chip speaks for the calls that it has, then the models of times, then a tuned case that is
-    near, then the evidence that is trusted, and where none tells, the order in which the op's implementations were
-    added. `where` is the operands' place on a mesh.
+    tuned table for this chip speaks for the calls that it has, then the models of times, then a near case of the user's
+    own table, then the evidence that is trusted, and where none tells, the order in which the op's implementations were
+    added. A shipped case that is near lends its config alone. `where` is the operands' place on a mesh.
     """
     op = call.op
     preferred = prefer.implementation if isinstance(prefer, Preference) else prefer
@@ -144,7 +144,7 @@ def select(
     made = op.implementations[chosen]
     if config is None and made.config_type is not None:
         # One that was asked for runs with its own tuned config, though another may be faster.
-        tuned = tables.find(call, [chosen])
+        tuned = tables.find(call, [chosen], to_configure=True)
         config = tuned.config if tuned is not None else None
     if config is None:
         config = made.default_config(call)
@@ -189,7 +189,7 @@ def _by_evidence(
     if chosen in order.grounds and order.grounds[chosen].kind == "predicted" and before:
         return chosen, f"it is {told}", remarks
     by_rule = f"it goes before {', '.join(before)}" if before else f"it comes first for {call.target.platform}"
-    why = f"{by_rule} where no tuned case is near"
+    why = f"{by_rule} where no table has the call"
     return chosen, why if told is None else f"{why}: {told}", remarks
 
 

@@ -1,7 +1,8 @@
 """Tuned choices as data: shipped tables for each chip and op, and the user's own cache on top.
 
 A table is JSON: one entry a call that was measured, naming the fastest implementation, its config and the
-time. A call finds its own entry, or the nearest one whose every dimension is within a factor of two. A cache
+time. A call finds its own entry, or the nearest one whose every dimension is within a factor of two; of the shipped
+ones that are near only the config, since on shapes between them another implementation was often the faster. A cache
 that cannot be read is set aside with a warning, and rebuilt by the next `tune`.
 """
 
@@ -103,15 +104,17 @@ def slug(device_kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
 
 
-def find(call: Call, accepting: Sequence[str]) -> Tuned | None:
-    """The table's choice among the implementations that accept this call; None when no entry is near."""
+def find(call: Call, accepting: Sequence[str], *, to_configure: bool = False) -> Tuned | None:
+    """The table's choice among the implementations that accept this call; None when no entry speaks for it. What runs
+    finds its config in shipped entries of near calls too (`to_configure`)."""
     operands, params = tuple(map(describe, call.args)), _jsonable(call.tuning_key)
     kin = call.op.exact(_shapes(call.op, operands))
     near: list[tuple[float, Entry]] = []
     for entry in entries(call.target.device_kind, call.op.name):
         if entry.implementation in accepting and _jsonable(entry.params) == params:
             distance = _distance(entry.operands, operands)
-            if distance is not None and call.op.exact(_shapes(call.op, entry.operands)) == kin:
+            speaks = distance == 0 or entry.source == "user's" or to_configure
+            if distance is not None and speaks and call.op.exact(_shapes(call.op, entry.operands)) == kin:
                 near.append((distance, entry))
     # The nearest call speaks; of two as near the user's own; of one call's implementations the fastest.
     for distance, entry in sorted(near, key=lambda pair: (pair[0], pair[1].source != "user's", pair[1].seconds)):

@@ -230,7 +230,7 @@ def default_config(call: Call) -> HopperConfig:
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """Where no tuned case is near. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
+    """Where no table has the call. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
     and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Head
     sizes and lengths that come in panels (72 to 240, 1025 to 4096) were ahead by 4 to 47 %, and level at 700; smaller
     heads than 64 were not timed."""
