@@ -125,13 +125,13 @@ def test_long_programs_have_the_devices_clock_too(monkeypatch: pytest.MonkeyPatc
 
 def test_programs_take_turns_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chip that has rested is faster: what begins a profile is none of the programs' time."""
-    spans: list[tuple[float, float]] = []
+    spans: list[measure.Span] = []
     now = [0.0]
 
     def program(name: str, seconds: float) -> measure.Program:
         def run() -> None:
             took = seconds * (0.5 if now[0] < 0.028 else 1.0)
-            spans.append((now[0], now[0] + took))
+            spans.append(measure.Span(now[0], now[0] + took, name))
             now[0] += took
 
         return measure.Program(name, True, run=run, wait=lambda out: None, taken=[[1e6 * seconds]])
@@ -152,6 +152,7 @@ def test_programs_take_turns_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert measure._timed_on_device(programs, calls=1) == "device"
     assert [p.microseconds(0) for p in programs] == pytest.approx([20_000, 30_000, 50_000])
     assert len(programs[0].taken[0]) == measure.ROUNDS
+    assert [p.kernels for p in programs] == [{"ours": 20_000}, {"peer": 30_000}, {"slow": 50_000}]
     measure._timed_on_device(programs, calls=1, again=True)
     assert [len(p.taken) for p in programs] == [2, 2, 2]
     monkeypatch.setattr(measure, "_kernels", lambda folder: spans[:3])

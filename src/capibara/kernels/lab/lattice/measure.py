@@ -14,10 +14,11 @@ import math
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,6 +45,7 @@ HOST_SHOWS_US = 400.0
 # another with pauses between. A chip that has rested is up to 5 % faster than one that is held up by its power, so they
 # take turns, another one first in each round.
 ROUNDS, ROUND_RUNS, ROUND_SECONDS, PAUSE_SECONDS = 3, 4, 0.04, 0.02
+MOST_KERNELS = 6  # of a program that its row tells apart, those that took longest
 
 
 def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +90,8 @@ class Program:
     right: bool | None = None
     note: str = ""
     temporary_bytes: int | None = None
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Microseconds of a call, by the device's clock, that each kernel ran in the last round."""
     taken: list[list[float]] = dataclasses.field(default_factory=list)
     """Microseconds of a call, the samples of each run."""
 
@@ -182,6 +186,7 @@ class Prepared:
             "microseconds": {p.name: [p.microseconds(i) for i in range(len(p.taken))] for p in self.programs.values()
                              if p.taken},
             "host_microseconds": self.by_host if self.clock == "device" else {},
+            "kernels": {p.name: p.kernels for p in self.programs.values() if p.kernels},
             "ours": [p.name for p in self.programs.values() if p.ours],
             "same_as_dispatch": self.alike,
             "right": {p.name: p.right for p in self.programs.values() if p.right is not None},
@@ -332,12 +337,18 @@ def _timed_on_device(running: Sequence[Program], calls: int, again: bool = False
                 for _ in range(repeats[program.name]):
                     last = program.kernel_by_kernel()
                 program.wait(last)
-        busy = busy_parts(_kernels(folder), len(order))
-    if busy is None:
+        parts = parted(_kernels(folder), len(order))
+    if parts is None:
         return None
     samples: dict[str, list[float]] = {program.name: [] for program in running}
-    for program, seconds in zip(order, busy, strict=True):
-        samples[program.name].append(1e6 * seconds / repeats[program.name] / calls)
+    for program, spans in zip(order, parts, strict=True):
+        of_a_call = 1e6 / repeats[program.name] / calls
+        samples[program.name].append(of_a_call * busy(spans))
+        ran: defaultdict[str, float] = defaultdict(float)
+        for span in spans:
+            ran[span.name] += of_a_call * (span.stop - span.start)
+        longest = sorted(ran.items(), key=lambda each: -each[1])[:MOST_KERNELS]
+        program.kernels = {name: round(us, 2) for name, us in longest}
     for program in running:
         if again:
             program.taken.append(samples[program.name])
@@ -365,40 +376,53 @@ def profiled_runs(seconds: float) -> int:
     return min(ROUND_RUNS, max(1, round(ROUND_SECONDS / seconds)))
 
 
-def _kernels(folder: str) -> list[tuple[float, float]]:
-    """Start and end of what the device did, in seconds."""
+class Span(NamedTuple):
+    """What the device did from `start` to `stop`, in seconds."""
+
+    start: float
+    stop: float
+    name: str = ""
+
+
+def _kernels(folder: str) -> list[Span]:
     (path,) = Path(folder).rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
     streams = [
         line for plane in planes if "GPU" in plane.name for line in plane.lines if line.name.startswith("Stream")
     ]
-    return [(1e-9 * e.start_ns, 1e-9 * e.end_ns) for line in streams for e in line.events]
+    return [Span(1e-9 * e.start_ns, 1e-9 * e.end_ns, e.name) for line in streams for e in line.events]
 
 
-def busy_parts(spans: Sequence[tuple[float, float]], count: int) -> list[float] | None:
-    """How long something ran in each of so many parts, which the longest pauses are between; None where a pause is too
-    short to be one of ours. What stops a program in its midst, as a profiler does now and then, is shorter.
+def parted(spans: Sequence[Span], count: int) -> list[list[Span]] | None:
+    """The spans in so many parts, which the longest pauses are between; None where a pause is too short to be one of
+    ours. What stops a program in its midst, as a profiler does now and then, is shorter.
 
-    >>> spans = [(0.0, 0.1), (0.05, 0.2), (0.205, 0.3), (0.32, 0.4)]
-    >>> [round(part, 3) for part in busy_parts(spans, 2)], busy_parts(spans, 3)
-    ([0.295, 0.08], None)
+    >>> spans = [Span(0.0, 0.1), Span(0.05, 0.2), Span(0.205, 0.3), Span(0.32, 0.4)]
+    >>> [len(part) for part in parted(spans, 2)], parted(spans, 3)
+    ([3, 1], None)
     """
-    runs: list[tuple[float, float]] = []  # from one pause to the next
-    for start, stop in sorted(spans):
-        if runs and start <= runs[-1][1]:
-            runs[-1] = runs[-1][0], max(runs[-1][1], stop)
-        else:
-            runs.append((start, stop))
-    pauses = sorted(after[0] - before[1] for before, after in itertools.pairwise(runs))
-    if count > len(runs) or (count > 1 and pauses[1 - count] < PAUSE_SECONDS / 2):
+    ordered = sorted(spans)
+    # How long nothing had run when each began.
+    ends = itertools.accumulate((span.stop for span in ordered), max)
+    pauses = [after.start - end for end, after in zip(ends, ordered[1:], strict=False)]
+    longest = sorted(range(len(pauses)), key=pauses.__getitem__, reverse=True)[: count - 1]
+    if count > len(ordered) or any(pauses[place] < PAUSE_SECONDS / 2 for place in longest):
         return None
-    shortest = pauses[1 - count] if count > 1 else math.inf
-    parts = [0.0]
-    for number, (start, stop) in enumerate(runs):
-        if number and start - runs[number - 1][1] >= shortest:
-            parts.append(0.0)
-        parts[-1] += stop - start
-    return parts
+    bounds = [0, *(place + 1 for place in sorted(longest)), len(ordered)]
+    return [ordered[first:end] for first, end in itertools.pairwise(bounds)]
+
+
+def busy(spans: Sequence[Span]) -> float:
+    """How long something ran.
+
+    >>> round(busy([Span(0.0, 0.1), Span(0.05, 0.2), Span(0.205, 0.3)]), 3)
+    0.295
+    """
+    total, until = 0.0, -math.inf
+    for span in sorted(spans):
+        total += max(0.0, span.stop - max(span.start, until))
+        until = max(until, span.stop)
+    return total
 
 
 def _torch_failures() -> tuple[type[BaseException], ...]:
