@@ -80,7 +80,7 @@ def ring_of(vocabulary: int) -> Ring | None:
     """Pieces of nearly one size, as large as they may be; None of a row that is no whole number of lines.
 
     >>> [ring_of(size) for size in (32000, 151936, 50257)]
-    [Ring(lines=125, width=256, depth=32, slots=6), Ring(lines=1187, width=128, depth=64, slots=6), None]
+    [Ring(lines=125, width=256, depth=32, slots=7), Ring(lines=1187, width=128, depth=64, slots=7), None]
     """
     width = next((width for width in WIDTHS if vocabulary % width == 0), None)
     if width is None:
