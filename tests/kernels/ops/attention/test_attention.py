@@ -303,6 +303,25 @@ def test_nan_in_padding_reaches_no_gradient(implementation: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "chip", "asked"),
+    [
+        (64, "NVIDIA H200", True),
+        (256, "NVIDIA H200", True),
+        (128, "NVIDIA A100-SXM4-80GB", True),
+        (256, "NVIDIA B200", False),
+    ],
+)
+def test_cudnn_is_asked_for_the_log_sum_exp(head_dim: int, chip: str, asked: bool) -> None:
+    """Its program without fills an array of the output's size first."""
+    q = jax.ShapeDtypeStruct((1, 2, 64, head_dim), "bfloat16")
+    with target("gpu", chip):
+        text = str(jax.make_jaxpr(lambda q: attention(q, q, q, causal=True, implementation="cudnn"))(q))
+        out = jax.eval_shape(lambda q: attention(q, q, q, causal=True, implementation="cudnn"), q)
+    assert f"is_training={asked}" in text
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize(
     ("shape", "keys", "chip", "refused"),
     [
         ((1, 1, 1, 32), 1, "NVIDIA H200", "one query over one key"),

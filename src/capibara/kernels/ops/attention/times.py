@@ -37,8 +37,13 @@ def forward(call: Call, implementation: str) -> TimeTerms | None:
     found = None if columns is None else _terms(call, _with_queries, columns)
     if found is None:
         return None
-    wide = found.terms["work"] + found.terms["idle"] if call.need("q").shape[-1] > FEWER_KEYS[implementation] else 0.0
-    return TimeTerms({**found.terms, "wide": wide}, found.sizes, found.words)
+    busiest, head_dim = found.terms["work"] + found.terms["idle"], call.need("q").shape[-1]
+    terms = {
+        **found.terms, "wide": busiest if head_dim > FEWER_KEYS[implementation] else 0.0,
+        "panels": busiest if head_dim % 64 else 0.0,
+        "wide programs": found.terms["programs"] if head_dim > WIDE else 0.0,
+    }  # fmt: skip
+    return TimeTerms(terms, found.sizes, found.words)
 
 
 def backward(call: Call, implementation: str) -> TimeTerms | None:
