@@ -30,7 +30,7 @@ from capibara.kernels.core.op import lookup
 from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.lattice import peers, report, run
 from capibara.kernels.lab.lattice.workloads import Workload, attention_of, with_op
-from capibara.kernels.ops.attention.hopper import backward
+from capibara.kernels.ops.attention.hopper import backward, forward
 from capibara.kernels.ops.attention.hopper.calls import LONGEST_FIRST, best_order
 
 # columns and rows of each
@@ -50,6 +50,7 @@ ACTIVATIONS = (
     (16, 5120), (100, 3072), (64, 16384), (300, 3072), (387, 10240), (700, 4096), (1000, 5120), (2000, 3072),
     (1500, 10240),
 )  # fmt: skip
+GATES = ((300, 14336), (1500, 6144), (2838, 14336), (8192, 7680), (8192, 13824), (20480, 5120))
 # batch, length, heads, key heads, head_dim
 ATTENTION = (
     (2, 3100, 32, 8, 64), (1, 3260, 32, 8, 64), (4, 1450, 32, 8, 64), (2, 2700, 16, 16, 64), (1, 5300, 14, 2, 64),
@@ -64,6 +65,14 @@ GRADIENTS = (
     (1, 16384, 32, 8, 128), (2, 2700, 32, 32, 96), (4, 1024, 10, 1, 256), (2, 4096, 8, 8, 256), (1, 3000, 16, 8, 256),
     (2, 3000, 16, 16, 192), (1, 4096, 32, 32, 192),
 )  # fmt: skip
+# Forward passes by tiles of keys; causal, and not.
+FORWARD = (
+    (1, 16384, 32, 8, 128), (1, 32768, 16, 2, 128), (2, 8192, 16, 16, 128), (1, 8192, 40, 8, 128),
+    (4, 4096, 32, 8, 128), (3, 1900, 32, 8, 128), (16, 1024, 16, 16, 128), (12, 1024, 24, 24, 64),
+    (2, 3100, 32, 8, 64), (1, 4096, 64, 64, 192), (2, 4096, 16, 16, 192), (2, 4096, 8, 8, 256),
+)  # fmt: skip
+WHOLE_FORWARD = ((2, 8192, 16, 16, 128), (6, 1500, 16, 16, 128), (4, 577, 16, 16, 64))
+KEYS_A_BLOCK = (64, 128, 192, 256)
 WHOLE_GRADIENTS = ((6, 1500, 16, 16, 128), (3, 1500, 20, 20, 64), (4, 1100, 16, 16, 80))
 SOFTCAPS = ((3, 4096, 16, 8, 256), (2, 3000, 32, 16, 128))
 
@@ -116,15 +125,15 @@ def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -
         configs.pop("longest first", None)
 
     def by(config: Any) -> Any:
-        def forward(*arrays: Any) -> Any:
+        def with_lse(*arrays: Any) -> Any:
             return op(*arrays, *(None,) * 6, implementation="hopper", physical="bthd", return_lse=True, **params)
 
         @jax.custom_vjp
         def attended(q: Any, k: Any, v: Any) -> Any:
-            return forward(q, k, v)[0]
+            return with_lse(q, k, v)[0]
 
         def saved(q: Any, k: Any, v: Any) -> Any:
-            out, lse = forward(q, k, v)
+            out, lse = with_lse(q, k, v)
             return out, (q, k, v, out, lse)
 
         def pulled(kept: Any, d_out: Any) -> Any:
@@ -142,6 +151,44 @@ def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -
         return by(configs[form])(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
 
     return dataclasses.replace(made, ours=ours, forms=("cudnn", "hopper", *configs), peers={}, torch={})
+
+
+def forwards() -> Iterator[Workload]:
+    for causal, shapes in ((True, FORWARD), (False, WHOLE_FORWARD)):
+        for sizes in shapes:
+            yield _by_tiles(sizes, {"causal": True} if causal else {})
+
+
+def _by_tiles(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -> Workload:
+    """The forward pass by its peers, by cuDNN, and by our kernel with other tiles of keys than the default's."""
+    made = attention_of("grid", sizes, params, False)
+    op = lookup("attention")
+    call = op.call(*made.case.args(), **params)
+    default = forward.default_config(call)
+    configs = {
+        f"{config.block_k} keys{', programs' if config.programs else ''}": config
+        for config in forward.candidates(call)
+        if config.block_q == 64 and config.stages == 2 and config.take_turns and config.block_k in KEYS_A_BLOCK
+        if config != default
+    }
+
+    def ours(q: Any, k: Any, v: Any, *rest: Any, form: str | None = None) -> Any:
+        if form not in configs:
+            return made.ours(q, k, v, *rest, form=form)
+        turned = (x.swapaxes(1, 2) for x in (q, k, v))
+        how: dict[str, Any] = {"implementation": "hopper", "physical": "bthd", "config": configs[form], **params}
+        return op(*turned, *rest, **how).swapaxes(1, 2)
+
+    return dataclasses.replace(made, ours=ours, forms=("cudnn", "hopper", *configs))
+
+
+def gates() -> Iterator[Workload]:
+    for kind in ("gelu_tanh", "gelu", "silu"):
+        for shape in GATES:
+            case = Case("grid", (shape, shape, None, None), "bfloat16", {"kind": kind})
+            what = f"{kind} gated {shape[0]}x{shape[1]}"
+            plain = {"plain": peers.activation(kind)}
+            yield with_op("activation", "grid", what, "activation", case, False, peers=plain)
 
 
 def softcaps() -> Iterator[Workload]:
@@ -173,7 +220,7 @@ def losses() -> Iterator[Workload]:
 
 PARTS = {
     "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
-    "activation": activations,
+    "activation": activations, "forward": forwards, "gated": gates,
 }  # fmt: skip
 
 
