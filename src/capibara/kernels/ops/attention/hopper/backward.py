@@ -66,8 +66,8 @@ from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
 
 NARROWEST = 512  # keys that a row sees beside its own: windows of fewer are slower than cuDNN's
-# Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a step 1.07 times as
-# fast as 32, and those 1.08 times as fast as 16.
+# Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a pass 1.1 times as
+# fast as 32, and those, with one stage of the output's gradients fewer, 1.08 times as fast as 16.
 DQ_COLUMNS = {192: 96, 256: 64}
 VERY_LONG = 32768  # queries, from which on sums of dq are a large part of the memory, and go in two launches
 
@@ -158,13 +158,15 @@ def default_config(call: Call) -> HopperGradConfig:
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """On an H200 it was ahead of cuDNN at head_dim 64 (5 to 30 %), and at 128 up to 4k (1 to 14 %, but 7 % behind at
-    1,024 tokens of 28 heads on 4); it was behind from 8k on, by 1 to 11 %, and at lengths that are no multiple of 8
-    without causality, by 12 %. At 256, with divided roles, it was ahead by 13 to 23 %, and at 192 between 10 % behind
-    and 6 % ahead. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes from 72 to 240, and
-    level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %; one of 128 was
-    behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN wants beside the
-    gradients: at 32k, with heads of 128, in 1.05 times the time, and in 1.07 to 1.13 where query heads share keys."""
+    """On an H200, alone, it was ahead of cuDNN at head_dim 64 (8 to 24 %, but level at 8 x 1,024 tokens without
+    causality), and at 128 up to 4k (up to 17 %, but 4 to 10 % behind where 4 to 8 query heads share keys); from 8k on
+    it was between 3 % ahead and 13 % behind, and at lengths that are no multiple of 8 without causality behind, by 10
+    %. At 256, with divided roles, it was ahead by 13 to 23 %, and 3 % behind at 5,827 tokens, at 192 between 10 %
+    behind and 3 % ahead. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes from 72 to
+    240, and level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %; one of
+    128 was behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN wants beside the
+    gradients: both passes of 32k with heads of 128 take 1.05 times the time, and 1.07 to 1.13 times where query heads
+    share keys."""
     heads, length, head_dim = call.need("q").shape[1:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:

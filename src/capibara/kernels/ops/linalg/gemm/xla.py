@@ -54,8 +54,8 @@ def _is_added_by_cublas(residual: jax.Array, operands: Any, out: Any) -> bool:
     """Whether a product is asked for in the residual's own 16-bit type, so that XLA hands cuBLAS the sum with it.
 
     cuBLAS adds to its float32 sums and rounds once; of a float32 product XLA makes three passes: on an H200 452 us for
-    406 at 30720x4096x1024, 213 for 193 at 4096x4096x3584, 48 for 35 at 9330x1536x768. For few numbers the compiler
-    takes a kernel of its own, which rounds the product first (seen at 392x2048): not there.
+    406 at 30720x4096x1024, 213 for 193 at 4096x4096x3584, 48 for 35 at 9330x1536x768, and at some shapes as long. For
+    few numbers the compiler takes a kernel of its own, which rounds the product first (seen at 392x2048): not there.
     """
     large = residual.size >= _LARGE
     return large and operands == out == residual.dtype and out.itemsize == 2 and current_target().platform == "gpu"

@@ -238,8 +238,8 @@ def programs_of_a_group(config: RingConfig, groups: int, rows: int) -> int:
 
 def candidates(call: Call) -> Sequence[RingConfig]:
     columns = sizes_of(call).columns
-    # A short row is soon done and its sums wait for each other, so more programs take turns: six took 0.86 to 0.91 of
-    # the time of three at 5120 to 7168 columns on an H200.
+    # A short row is soon done and its sums wait for each other, so more programs take turns: six took 0.90 of the
+    # time of three at 5120 columns on an H200, and 0.97 at 8192.
     first = 8 if columns <= 4096 else 6 if columns <= 8192 else 3 if columns <= 16384 else 1
     return ring_candidates(call, ("x", "residual"), (first, max(1, first - 1), first + 2, 2 * first, 2, 1))
 
@@ -250,9 +250,9 @@ FEW_ROWS = 128
 
 
 def _ahead_of(call: Call) -> tuple[str, ...]:
-    """What its model of times does not know. On an H200, beside xla's form, by the device's clock: 1.04 to 1.5 times as
-    fast from 768 to 4096 columns, 0.97 to 1.11 up to 8192, 1.4 to 1.9 with a residual, and 0.3 at 128 columns. Of 100
-    rows of 5120, 0.8."""
+    """What its model of times does not know. On an H200, beside xla's form, by the device's clock: 0.95 to 1.5 times as
+    fast from 768 to 4096 columns; up to 8192 RMS norms 0.97 to 1.11 and layer norms 1.5; 1.3 to 2.0 with a residual,
+    and 0.3 at 128 columns. Of 100 rows of 5120, 0.8."""
     n = sizes_of(call)
     few = n.rows < FEW_ROWS and n.columns > REGISTER_COLUMNS and call["residual"] is None
     return () if few or n.columns < FEWEST_COLUMNS else ("xla",)
