@@ -5,11 +5,14 @@ The figures are in benchmarks/results (untuned shapes); a choice changes when an
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from capibara.kernels import attention, explain, gated_activation, nearest_code, rms_norm, target
+from capibara.kernels.core import tables
 from capibara.kernels.ops.layers import activation, cross_entropy
 
 bf16, f32 = jnp.bfloat16, jnp.float32
@@ -53,6 +56,29 @@ def test_attention(shape: tuple[int, ...], kv_heads: int, forward: str, backward
     assert {s.call.op.name: s.implementation for s in selections} == {"attention": forward, "attention_grad": backward}
     if kv_heads == 4:
         assert not any("near case" in s.why for s in selections)
+
+
+def test_a_near_tuned_case_lends_its_tiles_and_not_its_order() -> None:
+    """Which tiles start when, and which query heads share a program, hangs on how many there are."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, causal=True, layout="bthd", implementation="hopper").astype(f32).sum()
+
+    def configs(heads: int, kv_heads: int) -> tuple[Any, Any]:
+        q, kv = (_of((3, 2048, count, 128)) for count in (heads, kv_heads))
+        with target("gpu", "NVIDIA H200"):
+            forward, *_, backward = explain(jax.grad(loss), q, kv, kv).selections
+        for chosen in (forward, backward):
+            tuned = tables.find(chosen.call, ["hopper"], to_configure=True)
+            assert tuned is not None
+            assert not tuned.exact
+            assert chosen.config == chosen.call.op.implementations["hopper"].default_config(chosen.call)
+        return forward.config, backward.config
+
+    forward, _ = configs(32, 8)
+    assert (forward.programs, forward.section) == (132, 96)
+    _, backward = configs(16, 4)
+    assert (backward.order, backward.sharers) == ("tile batch head", 1)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from capibara.kernels.core.dispatch import recording
 from capibara.models import decoder
 from capibara.models.config import ModularModelConfig
 from capibara.models.preset import load_preset, preset_names
+from capibara.parallel.remat import OFFLOAD, checkpoint_scans
+from capibara.program.jaxprs import scan_parts
 from capibara.program.markers import recording_axes
 
 # Float32 through a few layers of width 16, whose values are about 1.
@@ -329,6 +331,21 @@ def test_noise_differs_from_layer_to_layer() -> None:
     quiet, noisy = shares(None), shares(jax.random.key(0))
     assert (quiet == quiet[0]).all()
     assert len({tuple(row) for row in noisy}) == 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("unroll", "policy", "arrays"),
+    [(True, "none", 2), (1, "none", 1), (2, "none", 1), (True, "dots", 1), (True, "full", 1), (True, OFFLOAD, 1)],
+)
+def test_a_layers_last_sum_is_left_where_nothing_is_computed_again(unroll: Any, policy: str, arrays: int) -> None:
+    """What a loop carries, or what is computed again begins with, is one array and not both terms of a sum."""
+    model = MODELS["dense"]
+    states = checkpoint_scans(functools.partial(_states, model, unroll=unroll), policy)
+    program = jax.make_jaxpr(states)(params_of(model), ids_of(2, 10))
+    (loop,) = [e for e in program.eqns if e.primitive.name == "scan"]
+    _, carried = scan_parts(loop.params)
+    assert carried == arrays
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara.parallel import remat
 from capibara.parallel.remat import POLICIES, checkpoint_scans, outermost_scans
 
 
@@ -83,3 +84,16 @@ def test_scans_inside_of_custom_gradients_are_their_authors() -> None:
 def test_an_unknown_policy_names_the_choices() -> None:
     with pytest.raises(ValueError, match="'dots'"):
         checkpoint_scans(_loss, "some")
+
+
+@pytest.mark.parametrize("policy", [*remat.POLICIES, remat.OFFLOAD])
+def test_what_is_traced_is_told_what_is_kept(policy: str) -> None:
+    told = []
+
+    def fn(x: jax.Array) -> jax.Array:
+        told.append((remat.keeps_products(), remat.keeps_everything()))
+        return x
+
+    remat.checkpoint_scans(fn, policy)(jnp.ones(2))
+    assert told == [(policy == "dots", policy == "none")]
+    assert (remat.keeps_products(), remat.keeps_everything()) == (False, True), "of what is traced afterwards"

@@ -131,6 +131,24 @@ def test_what_is_exact_must_be_alike(op: Op, monkeypatch: pytest.MonkeyPatch) ->
     assert tables.find(_call(op, 64, 96), ["blocked"]) is None
 
 
+@pytest.mark.parametrize(("heads", "length", "parts"), [(7, 32768, 1), (8, 16384, 1), (6, 65536, 2)])
+def test_a_near_backward_pass_goes_in_as_many_launches_as_it_should(heads: int, length: int, parts: int) -> None:
+    """Seven key heads have no halves: two launches, as eight were tuned with, are an error there."""
+
+    def call(heads: int, length: int) -> Call:
+        q = jax.ShapeDtypeStruct((1, heads, length, 64), "bfloat16")
+        lse = jax.ShapeDtypeStruct((1, heads, length), "float32")
+        return ATTENTION_GRAD.call(q, q, q, *[None] * 6, q, lse, q, None, causal=True)
+
+    with target("gpu", "NVIDIA H200"):
+        tuned = call(8, 32768)
+        config: Any = dispatch.select(tuned, implementation="hopper").config
+        assert config.parts == 2
+        tables.store(tuned, _entry(tuned, implementation="hopper", config=dataclasses.asdict(config)))
+        made: Any = dispatch.select(call(heads, length), implementation="hopper").config
+    assert made.parts == parts
+
+
 def test_a_long_backward_pass_does_not_take_its_parts_from_wider_heads() -> None:
     """The table has 16k with heads of 256, cuDNN's; at 32k with heads of 128 our sums of dq go in two parts."""
     q = jax.ShapeDtypeStruct((1, 8, 32768, 128), "bfloat16")

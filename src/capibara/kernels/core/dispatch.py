@@ -137,7 +137,7 @@ def select(
         tuned = tables.find(call, accepting)
         if tuned is not None and (tuned.exact or tuned.implementation not in order.by_time):
             chosen, why = tuned.implementation, tuned.why
-            config = config if config is not None else tuned.config
+            config = config if config is not None else _config_of(tuned, call)
         else:
             chosen, why, unused = _by_evidence(call, accepting, order, known)
             grounds = order.grounds.get(chosen)
@@ -145,7 +145,7 @@ def select(
     if config is None and made.config_type is not None:
         # One that was asked for runs with its own tuned config, though another may be faster.
         tuned = tables.find(call, [chosen], to_configure=True)
-        config = tuned.config if tuned is not None else None
+        config = _config_of(tuned, call) if tuned is not None else None
     if config is None:
         config = made.default_config(call)
     elif made.config_type is None or not isinstance(config, made.config_type):
@@ -166,6 +166,12 @@ def select(
         _say_fallback(call, chosen, order.names, refusals)
     pinned = chosen in (implementation, preferred)
     return Selection(call, chosen, config, why, verdicts, pinned, asked_config, grounds, known)
+
+
+def _config_of(tuned: tables.Tuned, call: Call) -> Config:
+    if tuned.exact or tuned.config is None:
+        return tuned.config
+    return call.op.implementations[tuned.implementation].for_call(tuned.config, call)
 
 
 def _by_evidence(

@@ -192,6 +192,8 @@ class Implementation:
       config_type: a frozen dataclass of what can be tuned (tiles, stages); None when there is nothing.
       candidates: `Call` -> the configs that tuning tries, best predicted first.
       default_config: `Call` -> the config that runs where none was tuned; by default the first candidate.
+      for_call: (config, `Call`) -> what a config that was tuned for a near call is for this one: what hangs on how many
+        tiles there are, and not on what a tile is, is the call's own.
     """
 
     name: str
@@ -209,6 +211,7 @@ class Implementation:
     config_type: type | None = None
     candidates: Callable[[Call], Sequence[Config]] = lambda call: (None,)
     default_config: Callable[[Call], Config] = _UNSAID
+    for_call: Callable[[Any, Call], Config] = lambda config, call: config
 
     def __post_init__(self) -> None:
         if self.default_config is _UNSAID:

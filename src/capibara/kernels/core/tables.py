@@ -2,8 +2,9 @@
 
 A table is JSON: one entry a call that was measured, naming the fastest implementation, its config and the
 time. A call finds its own entry, or the nearest one whose every dimension is within a factor of two; of the shipped
-ones that are near only the config, since on shapes between them another implementation was often the faster. A cache
-that cannot be read is set aside with a warning, and rebuilt by the next `tune`.
+ones that are near only the config, made for the call (`Implementation.for_call`): on shapes between them another
+implementation was often the faster. A cache that cannot be read is set aside with a warning, and rebuilt by the next
+`tune`.
 """
 
 from __future__ import annotations

@@ -123,6 +123,45 @@ def test_long_programs_have_the_devices_clock_too(monkeypatch: pytest.MonkeyPatc
     assert made["microseconds"]["dispatch"] == [7.0]
 
 
+def test_a_row_of_which_nothing_runs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, whose profile then has no program to tell apart."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.profiler, "trace", lambda folder: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "_kernels", lambda folder: [])
+    assert measure._timed_on_device([], calls=1) is None
+
+
+def test_a_profile_is_parted_where_nothing_ran() -> None:
+    """A kernel that outlasts the ones after it leaves no pause behind these; what ran beside it counts once."""
+    spans = [measure.Span(*each) for each in ((0.0, 0.5), (0.1, 0.2), (0.4, 0.45), (0.53, 0.6))]
+    parts = measure.parted(spans, 2)
+    assert parts == [spans[:3], spans[3:]]
+    assert [measure.busy(part) for part in parts] == pytest.approx([0.5, 0.07])
+    assert measure.parted(spans, 3) is None
+
+
+def test_a_row_tells_the_longest_kernels_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two calls a program, each of which ran eight."""
+    milliseconds = {f"kernel {number}": number + 1 for number in range(8)}
+
+    def kernels(folder: str) -> list[measure.Span]:
+        spans, now = [], 0.0
+        for _ in range(measure.ROUNDS):
+            now += measure.PAUSE_SECONDS
+            for name, took in (*milliseconds.items(), *milliseconds.items()):
+                spans.append(measure.Span(now, now + 1e-3 * took, name))
+                now += 1e-3 * took
+        return spans
+
+    program = measure.Program("ours", True, run=lambda: None, wait=lambda out: None, taken=[[40_000.0]])
+    monkeypatch.setattr(measure.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(measure.jax.profiler, "trace", lambda folder: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "_kernels", kernels)
+    assert measure._timed_on_device([program], calls=2) == "device"
+    assert program.microseconds(0) == pytest.approx(36_000)
+    assert program.kernels == {f"kernel {number}": 1000.0 * (number + 1) for number in range(7, 1, -1)}
+
+
 def test_programs_take_turns_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chip that has rested is faster: what begins a profile is none of the programs' time."""
     spans: list[measure.Span] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.kernels.ops.attention import naive
 from tests.kernels.pallas import hopper_emulator as emulator
 
@@ -20,9 +23,9 @@ from capibara.kernels import target
 from capibara.kernels.core import evidence
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.attention.api import ATTENTION_GRAD
-from capibara.kernels.ops.attention.hopper import backward
+from capibara.kernels.ops.attention.hopper import backward, backward_divided, backward_loops
 from capibara.kernels.ops.attention.hopper.backward import candidates, default_config, hopper_backward, refuses
-from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig, Plan
+from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig, Plan, Walk
 from capibara.kernels.ops.attention.hopper.masking import Band, Grid
 from capibara.kernels.pallas import hopper, prng
 
@@ -147,6 +150,9 @@ FORMS = {
     "sharers-256": Form(b=2, h=4, kv=1, s=200, d=256, sharers=2, physical="bthd", params=CAUSAL),
     "sharers-208": Form(h=2, t=131, s=77, d=208, sharers=1, params={"softcap": 2.0, **CAUSAL}),
     "sharers-masked": Form(d=128, h=4, kv=1, mask=(1, 4, 200, 136), sharers=2, params=CAUSAL, poisoned=(100, 135)),
+    # Keys that one program's query heads do not see and another's do.
+    "sharers-masked-row": Form(d=128, h=4, kv=1, mask=(1, 4, 1, 136), sharers=2),
+    "divided-192": Form(h=4, kv=2, t=131, s=77, d=192, params=CAUSAL),  # in columns of 128 and of 64
     "packed": Form(b=2, h=4, kv=2, t=300, s=300, d=128, segments="packed", params=CAUSAL, d_lse=True),
     "packed-64": Form(b=2, t=300, s=300, segments="packed"),
     "packed-256": Form(b=2, h=4, kv=2, s=200, d=256, segments="packed", params=CAUSAL),
@@ -209,6 +215,73 @@ def test_numbers_are_right(form: Form) -> None:
         assert error <= bound, (name, error)  # NaN anywhere fails too
         if name != "dq":
             assert (x[:, :, list(form.poisoned)] == 0).all(), f"{name} of what nobody sees"
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(t=70, s=60, d=d, params={"softcap": 5.0} if capped else {})
+        for d, capped in ((64, False), (256, True), (256, False))
+    ],
+    ids=["narrow", "wide", "divided"],
+)
+def test_a_slow_warpgroup_still_finds_its_keys(form: Form, slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is done with its own, and writes their gradients where the keys were."""
+    arrays = form.arrays()
+    with emulator.emulated():
+        for module in (backward_loops, backward_divided):
+
+            def late(*args: Any, own: Any = module.multiply) -> None:
+                if emulator._here.warpgroup == slow:
+                    time.sleep(0.05)
+                own(*args)
+
+            monkeypatch.setattr(module, "multiply", late)
+        made = jax.block_until_ready(jax.jit(form.run, compiler_options=QUICK)(arrays))
+    for name, x in zip(("dq", "dk", "dv"), made, strict=True):
+        wanted = form.expected(arrays)[name]
+        assert np.linalg.norm(np.asarray(x, np.float64) - wanted) <= 2**-7 * np.linalg.norm(wanted), name
+
+
+# Most mistakes of one show beside a whole number of steps alone.
+beside_steps = st.builds(lambda steps, more: max(0, 32 * steps + more), st.integers(0, 6), st.integers(-2, 2))
+
+
+@given(
+    st.integers(1, 300), st.integers(1, 300), st.sampled_from([64, 128]), st.sampled_from([64, 128]),
+    st.just(0) | beside_steps, *[st.none() | beside_steps] * 2,
+)  # fmt: skip
+@example(200, 200, 64, 64, 0, 62, None)
+@example(200, 200, 64, 64, 0, None, 62)
+@settings(max_examples=300)
+def test_steps_without_a_mask_need_none(
+    length: int, keys: int, block_q: int, tile: int, offset: int, left: int | None, right: int | None
+) -> None:
+    """By position: no step that sees a key is left out, and the others all are, but for those past the last query."""
+    plan = Plan(
+        HopperGradConfig(block_q=block_q), tile=tile, keys=keys, length=length, sharers=2, programs=1, offset=offset,
+        left=left, right=right, scale=1.0, softcap=None, physical="bhtd",
+    )  # fmt: skip
+    query, key = np.arange(plan.steps * block_q)[:, None] + offset, np.arange(-(-keys // tile) * tile)[None]
+    sees = np.ones((query.size, key.size), bool)
+    sees &= True if left is None else key >= query - left
+    sees &= True if right is None else key <= query + right
+    for number in range(key.size // tile):
+        with emulator.emulated(), emulator.as_program(batch=0, head=0, tile=number):
+            walk = Walk(plan, {})
+            first = int(walk.first_key)
+            ranges = [[*map(int, each)] for each in walk._ranges(walk.first_key, tile)]
+        visited = {step: bool(masked) for begin, end, masked in ranges for step in range(begin, end)}
+        assert list(visited) == sorted(visited), "in one order, each once"
+        for step in range(plan.steps):
+            own = np.s_[step * block_q : (step + 1) * block_q, first : first + tile]
+            inside = (sees & (key < keys))[own]
+            if inside[: length - step * block_q].any():
+                assert step in visited
+                assert visited[step] or inside.all()
+            if step in visited and inside.all():
+                assert not visited[step]
 
 
 def _lowered(form: Form) -> str:
@@ -308,6 +381,15 @@ def test_the_largest_candidate_fits_the_chip(name: str) -> None:
 def test_lines_take_the_room_of_a_third_stage() -> None:
     stages = {name: {c.stages for c in candidates(FORMS[name].call())} for name in ("plain", "packed")}
     assert stages == {"plain": {2, 3}, "packed": {2}}
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [({"do_stages": -1}, "do_stages is 0 or more"), *(({"dq_columns": n}, "multiple of 16") for n in (0, -16, 24))],
+)
+def test_a_config_that_cannot_be_says_so(options: dict[str, int], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        HopperGradConfig(divided=True, **options)  # type: ignore[arg-type]
 
 
 def test_refusals_say_why() -> None:

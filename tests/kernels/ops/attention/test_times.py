@@ -10,6 +10,7 @@ import pytest
 from capibara.kernels import lookup, target
 from capibara.kernels.core.spec import TimeTerms
 from capibara.kernels.ops.attention import times
+from capibara.kernels.ops.attention.hopper import walks
 
 
 def _forward(implementation: str = "hopper", kv_heads: int = 16, shape: Any = (4, 16, 4096, 128), **params: Any) -> Any:
@@ -63,6 +64,28 @@ def test_our_backward_pass_has_a_program_for_keys_of_a_key_head() -> None:
     # 2048 programs suffice.
     assert _backward(kv_heads=2, shape=(16, 16, 4096, 128)).terms["programs"] == pytest.approx(16 * 2 * 32 / 132)
     assert _backward("cudnn", 16).terms["programs"] == _backward("cudnn", 2).terms["programs"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "length", "order", "sharers"),
+    [
+        (4, 16, 16, 4096, "batch tile head", 0),  # another order would be little sooner
+        (8, 16, 4, 2048, "tile batch head", 0),
+        (5, 64, 8, 1000, "tile batch head", 0),  # shorter programs would end sooner, but for their sums
+        (1, 28, 4, 4096, "batch tile head", 1),
+        (2, 14, 2, 6144, "batch tile head", 1),  # and not the other order, by what programs take to begin
+    ],
+)
+def test_programs_that_end_soonest(
+    batch: int, heads: int, kv_heads: int, length: int, order: str, sharers: int
+) -> None:
+    """Causal, of heads of 128."""
+    q, k = (jax.ShapeDtypeStruct((batch, n, length, 128), "bfloat16") for n in (heads, kv_heads))
+    lse = jax.ShapeDtypeStruct((batch, heads, length), "float32")
+    walks.busiest_with_keys.cache_clear()
+    with target("gpu", "NVIDIA H200"):
+        call = lookup("attention_grad").call(q, k, k, *[None] * 6, q, lse, q, None, causal=True)
+        assert walks.programs_of_keys(call, 128, 64) == {"order": order, "sharers": sharers}
 
 
 def test_wide_heads_and_panels_cost_more() -> None:

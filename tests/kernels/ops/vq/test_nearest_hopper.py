@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.kernels.pallas import hopper_emulator as emulator
 
-from capibara.kernels import trust
+from capibara.kernels import target, trust
 from capibara.kernels.core.context import Target
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.vq.nearest.api import NEAREST_CODE
@@ -520,6 +520,16 @@ def test_parts_have_their_tile(message: str, config: dict[str, Any]) -> None:
 def test_codes_fewer_than_a_part_are_not_divided() -> None:
     with pytest.raises(ValueError, match="Parts are of 128 codes or more"):
         forward.nearest_by_parts(jnp.zeros((64, 128)), jnp.zeros((127, 128)), PARTS)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_shortest_list_lowers(parts: int) -> None:
+    """A list of two that is not full has one code, and no second whose stream there is to look at."""
+    config = SearchConfig(256, 4, 2, resident=True, parts=parts)
+    given = jax.ShapeDtypeStruct((1024, 128), "float32"), jax.ShapeDtypeStruct((300, 128), "float32")
+    with target("gpu", "NVIDIA H200"):
+        found = jax.jit(lambda x, c: NEAREST_CODE(x, c, implementation="hopper", config=config)).trace(*given)
+        assert "mosaic_gpu" in found.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_one_code() -> None:

@@ -324,7 +324,7 @@ def _timed(running: Sequence[Program], calls: int) -> None:
 def _timed_on_device(running: Sequence[Program], calls: int, again: bool = False) -> str | None:
     """The same by the device's clock: how long kernels run. In the place of the run before, or after it with `again`;
     None, and nothing changed, where the profile does not have every program."""
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" or not running:
         return None
     for program in running:  # nothing is allocated or loaded inside the profile
         program.wait(program.kernel_by_kernel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from capibara.kernels import explain, fft_convolve, target
 from capibara.kernels.ops.fft.causal.api import CAUSAL_FILTER, CAUSAL_TAPS
 from capibara.kernels.ops.fft.causal.hopper import forward, kernel
 from capibara.kernels.ops.fft.causal.hopper.forward import ProgramsConfig, refuses
-from capibara.kernels.ops.fft.causal.hopper.kernel import places
+from capibara.kernels.ops.fft.causal.hopper.kernel import PRODUCTS, places
 from capibara.kernels.ops.fft.causal.hopper.products import ROWS
 from capibara.kernels.ops.fft.causal.reference import reference, reference_taps
 
@@ -217,6 +218,58 @@ def test_lowers_for_hopper() -> None:
     with target("gpu", "NVIDIA H200"):
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # the spectra, and the filter
+
+
+def _gathered(address: int, descriptor: int, turned: bool) -> np.ndarray:
+    """What an instruction reads by a descriptor [64, 16], as numbers of a block whose bytes begin at `address`.
+
+    PTX's canonical layouts with a swizzle of 128 bytes: summed over along a row or, `turned`, from row to row."""
+    begin, down = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    assert descriptor >> 62 == 1, "a swizzle of 128 bytes"
+    outer, inner = np.indices((ROWS, 16))
+    row, column = (inner, outer) if turned else (outer, inner)
+    logical = begin + row // 8 * down + row % 8 * 128 + column * 2
+    # The hardware's swizzle is of the address, and keep_block's of the row and its 16 bytes: its own inverse.
+    return (logical - address) // 2
+
+
+@pytest.mark.quick
+def test_instructions_read_the_blocks_they_are_given() -> None:
+    """The assembly that no emulation runs: where each of its instructions reads, which numbers of a block that is."""
+    given = (jax.ShapeDtypeStruct((2, 3, 16384), jnp.float32), jax.ShapeDtypeStruct((3, 16384), jnp.float32))
+    with target("gpu", "NVIDIA H200"):
+        lowered = jax.jit(lambda x, h: CAUSAL_FILTER(x, h, implementation="hopper")).trace(*given)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text().replace("\\0A", "\n")
+    assert {int(n) for n in re.findall(r"wgmma.wait_group.sync.aligned (\d+);", text)} == {0, PRODUCTS, 2 * PRODUCTS}
+    address, kinds = 3 * 8192, set()
+    for piece in re.findall(r"\{ \.reg \.pred add;.*?commit_group\.sync\.aligned; \}", text, re.DOTALL):
+        words: dict[str, int] = {}
+        for line in piece.split(";"):
+            line = line.strip()
+            if found := re.fullmatch(r"or\.b32 place, place, (\d+)", line):
+                low = (address >> 4 & 0x3FFF) | int(found[1])
+            elif found := re.fullmatch(r"mov\.b64 (\w+), \{place, (\d+)\}", line):
+                words[found[1]] = low | int(found[2]) << 32
+            elif found := re.fullmatch(r"add\.s64 (\w+), (\w+), (\d+)", line):
+                words[found[1]] = words[found[2]] + int(found[3])
+        assert "setp.ne.b32 add, 1, 0;" in piece, "the product is added"
+        products = re.findall(r"mma_async\S+ \{[^}]*\}, (\{[^}]*\}|\w+), (\w+), add, ([\d, ]+);", piece)
+        assert len(products) == ROWS // 16
+        parts: dict[str, list[np.ndarray]] = {"left": [], "right": []}
+        for left, right, flags in products:
+            positive, also, *turned = map(int, flags.split(","))
+            assert (positive, also) == (1, 1)
+            parts["right"].append(_gathered(address, words[right], bool(turned[-1])))
+            if left in words:
+                parts["left"].append(_gathered(address, words[left], bool(turned[0])))
+            kind = turned[0] if left in words else None, turned[-1], "wgmma.fence" in piece
+        for name, turn in (("left", kind[0]), ("right", kind[1])):
+            if parts[name]:
+                block = np.arange(ROWS * ROWS).reshape(ROWS, ROWS)
+                np.testing.assert_array_equal(np.concatenate(parts[name], 1), block.T if turn else block)
+        kinds.add(kind)
+    # A X, U A^T, V conj(A) and A^H W; registers are there first where a sum or a left operand is new.
+    assert kinds == {(0, 1, True), (0, 1, False), (None, 0, True), (None, 1, True), (1, 1, True), (1, 1, False)}
 
 
 def test_passes_of_one_shape_are_lowered_once() -> None:

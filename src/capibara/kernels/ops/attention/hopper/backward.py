@@ -145,16 +145,21 @@ def _divided(head_dim: int, order: str = TILES_TOGETHER) -> HopperGradConfig:
 
 
 def default_config(call: Call) -> HopperGradConfig:
-    """The sums of dq, in float32, are a quarter of what a long call takes; two parts need half of that."""
-    q, k = call.need("q"), call.need("k")
-    head_dim = q.shape[-1]
+    head_dim = call.need("q").shape[-1]
     made = [HopperGradConfig(_block_q(head_dim))]
     if _divides_roles(head_dim, call.params):
         made.insert(0, _divided(head_dim))
-    config = next((c for c in made if _fits(call, c)), made[-1])
+    return for_call(next((c for c in made if _fits(call, c)), made[-1]), call)
+
+
+def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
+    """The same tiles, shared out as this call's are done soonest. Of a very long one the sums of dq, in float32, are a
+    quarter of what it takes; two parts need half of that."""
+    q, k = call.need("q"), call.need("k")
     if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0:
-        return dataclasses.replace(config, order=best_order(head_dim), parts=2)
-    return dataclasses.replace(config, **programs_of_keys(call, tile_of_keys(config, head_dim), config.block_q))
+        return dataclasses.replace(config, order=best_order(q.shape[-1]), parts=2, sharers=0)
+    tile = tile_of_keys(config, q.shape[-1])
+    return dataclasses.replace(config, parts=1, **programs_of_keys(call, tile, config.block_q))
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
@@ -428,5 +433,6 @@ IMPLEMENTATION = Implementation(
     same_bits=False,  # dq is summed in the order in which programs arrive
     config_type=HopperGradConfig,
     default_config=default_config,
+    for_call=for_call,
     candidates=candidates,
 )

@@ -164,7 +164,7 @@ class Half:
             self._add_to_sums(dv, "dv", at)
             plgpu.wait_smem_to_gmem(0)
             return
-        self._meet()  # the other warpgroup's last products read all of the keys and values
+        self._meet()  # the other warpgroup reads all of the keys or values until its last hand-over
         self.k_smem.store(dk.astype(self.dtype), self.part)
         self.v_smem.store(dv.astype(self.dtype), self.part)
         plgpu.commit_smem()

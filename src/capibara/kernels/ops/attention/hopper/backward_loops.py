@@ -78,6 +78,10 @@ class HopperGradConfig:
                 (self.sharers, self.parts),
                 "use sharers=0",
             )
+        if self.do_stages < 0:
+            raise rule_error("do_stages is 0 or more", self.do_stages, "use 0")
+        if self.dq_columns < 16 or self.dq_columns % 16:
+            raise rule_error("dq_columns is a multiple of 16", self.dq_columns, "use 16")
         check_order(self.order)
 
 
@@ -116,7 +120,7 @@ class Lines:
 def ring_scratch(
     config: HopperGradConfig, head: Columns, dtype: Any, lines: Lines, tile: int, key_tiles: int
 ) -> dict[str, Any]:
-    """What both kernels have: the ring of steps, the barriers, and the lines. The keys come in `key_tiles`."""
+    """What all kernels have: the ring of steps, the barriers, and the lines. The keys come in `key_tiles`."""
     block_q, stages = config.block_q, config.stages_of
     once, each_step = lines.arrivals
     copies = head.copies(dtype)
@@ -836,7 +840,7 @@ def _wide_compute(
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One of the two: the keys of a program, the parts of its columns, its scratch, and its kernel."""
+    """One of the three: the keys of a program, the parts of its columns, its scratch, and its kernel."""
 
     tile: int
     parts: Callable[[HopperGradConfig], int]

@@ -229,6 +229,15 @@ def default_config(call: Call) -> HopperConfig:
     return next((c for c in fitting if bool(c.programs) == in_turn), fitting[0])
 
 
+def for_call(config: HopperConfig, call: Call) -> HopperConfig:
+    """The same tiles, in the order in which this call's are done soonest."""
+    walk = walk_of_tiles(call, config.block_q, config.block_k) if _plain(call) and config.take_turns else {}
+    made = dataclasses.replace(config, **walk) if walk.get("programs") else None
+    if made is not None and _fits(call, made):
+        return made
+    return dataclasses.replace(config, programs=0, section=0)
+
+
 def ahead_of(call: Call) -> tuple[str, ...]:
     """Where no table has the call. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
     and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Head
@@ -789,5 +798,6 @@ IMPLEMENTATION = Implementation(
     hints=("physical",),
     config_type=HopperConfig,
     default_config=default_config,
+    for_call=for_call,
     candidates=candidates,
 )

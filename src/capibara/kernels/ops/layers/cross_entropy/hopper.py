@@ -87,8 +87,8 @@ def ring_of(vocabulary: int) -> Ring | None:
         return None
     lines, unit = vocabulary // width, THREADS * VECTOR // width
     pieces = pl.cdiv(vocabulary, PIECE)
-    depth = pl.cdiv(pl.cdiv(lines, pieces), unit) * unit
-    if depth > lines:
+    depth = min(pl.cdiv(pl.cdiv(lines, pieces), unit), lines // unit) * unit
+    if not depth:
         return None
     return Ring(lines, width, depth, min(MOST_SLOTS, RING_BYTES // (4 * width * depth)))
 

@@ -143,7 +143,7 @@ def nearest_listed(
 
     best = nearer(best, listed[:2])
     best = lax.fori_loop(2, count, lambda place, best: nearer(best, [entry(place)]), best)
-    if not spanned:
+    if not spanned or len(listed) < 2:  # a list of two that is not full has one code
         return best
     starts = [stream_of(code, spanned)[0] for code in listed]
     _, apart, length = stream_of(listed[0], spanned)
