@@ -44,6 +44,30 @@ class ProgramsConfig:
             raise rule_error("programs is one or more", self.programs, "use 1")
 
 
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A row as [lines, width] in memory, handled in pieces of `depth` lines.
+
+    Where the pieces are more than the row, the first `overlap` lines of the last are also the last of the one before.
+    """
+
+    lines: int
+    width: int
+    depth: int
+
+    @property
+    def pieces(self) -> int:
+        return pl.cdiv(self.lines, self.depth)
+
+    @property
+    def overlap(self) -> int:
+        return self.pieces * self.depth - self.lines
+
+    @property
+    def columns(self) -> int:
+        return self.lines * self.width
+
+
 def named(name: str, program: Callable[..., None], **options: Any) -> Callable[..., None]:
     """A kernel's program with its options, under the name that profiles show it by."""
     bound = functools.partial(program, **options)

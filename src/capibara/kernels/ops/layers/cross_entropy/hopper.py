@@ -31,7 +31,15 @@ from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.layers.cross_entropy.rules import sizes_of
-from capibara.kernels.pallas.hopper import REDUCTION_BYTES, SMEM_BYTES, load, multiprocessors, named, refuses_chip
+from capibara.kernels.pallas.hopper import (
+    REDUCTION_BYTES,
+    SMEM_BYTES,
+    Pieces,
+    load,
+    multiprocessors,
+    named,
+    refuses_chip,
+)
 
 THREADS = 128  # of a warpgroup
 WIDTHS = (256, 128, 64)  # columns of a line
@@ -46,29 +54,11 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """A row as [lines, width], worked on `depth` lines at a time; shared memory has so many slots for such pieces.
+class Ring(Pieces):
+    """A row in pieces, for which shared memory has so many slots. Lines that two pieces have in common have one share
+    in the sums, and are written twice, the same."""
 
-    Where the pieces are more than the row, the first `overlap` lines of the last are also the last of the one before:
-    they have one share in the sums, and are written twice, the same.
-    """
-
-    lines: int
-    width: int
-    depth: int
     slots: int
-
-    @property
-    def pieces(self) -> int:
-        return pl.cdiv(self.lines, self.depth)
-
-    @property
-    def overlap(self) -> int:
-        return self.pieces * self.depth - self.lines
-
-    @property
-    def columns(self) -> int:
-        return self.lines * self.width
 
     @property
     def holds_a_row(self) -> bool:

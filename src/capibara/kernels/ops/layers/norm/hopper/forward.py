@@ -33,6 +33,7 @@ from capibara.kernels.ops.layers.norm.rules import MOST_COLUMNS, sizes, sizes_of
 from capibara.kernels.pallas.hopper import (
     REDUCTION_BYTES,
     SMEM_BYTES,
+    Pieces,
     load,
     multiprocessors,
     named,
@@ -67,28 +68,10 @@ class RingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """A row as [lines, width] in memory, handled in `pieces` of `depth` lines, `vector` numbers a thread at a time.
+class Cut(Pieces):
+    """A row in pieces, of which a thread has `vector` numbers at a time."""
 
-    Where the pieces are more than the row, the first `overlap` lines of the last are also the last of the one before.
-    """
-
-    lines: int
-    width: int
-    depth: int
     vector: int
-
-    @property
-    def pieces(self) -> int:
-        return pl.cdiv(self.lines, self.depth)
-
-    @property
-    def overlap(self) -> int:
-        return self.pieces * self.depth - self.lines
-
-    @property
-    def columns(self) -> int:
-        return self.lines * self.width
 
     @property
     def layout(self) -> Any:
