@@ -54,9 +54,10 @@ WALKS = "2026-11-17-h200-attention-walks.json"
 BEFORE_WALKS = ("58844c0",)  # commits of the lattice's runs
 # A run whose programs did not take turns on the device's clock: what was timed first had a chip that had rested.
 RESTED = ("815b60d1",)
-# In all runs up to 2026-11-19 cuDNN's forward pass alone filled an array of the output's size first: so many
-# microseconds, and its bytes at so many a microsecond (beside torch's, which does not, in 39 calls). In a time of both
-# passes, where the log-sum-exp is asked for, it did not.
+# In runs before this one cuDNN's forward pass alone filled an array of the output's size first: so many microseconds,
+# and its bytes at so many a microsecond (beside torch's, which does not, in 39 rows). In a time of both passes, where
+# the log-sum-exp is asked for, it did not.
+FILLED_UNTIL = "2026-11-19T03:00"
 FILL_US, FILLED_BYTES_A_US = 2.4, 4.37e6
 # Fewer calls than this a coefficient say too little.
 CALLS_A_TERM = 1.5
@@ -77,6 +78,8 @@ class Row:
     held_back: bool
     file: str
     both: bool = False
+    filled: bool = True
+    """Whether cuDNN's forward pass alone filled an array first."""
 
 
 def rows() -> Iterator[Row]:
@@ -159,7 +162,8 @@ def _lattice(name: str) -> Iterator[Row]:
             names = [name for name in names if name != "hopper"]
         if both and op == "attention_grad" and commit in BEFORE_WALKS:  # whose forward part no model knows any more
             names = [name for name in names if name != "hopper"]
-        yield Row(call, {name: us[name] for name in names}, row["held_back"], file, both)
+        filled = document["runs"][row["run"]]["date"] < FILLED_UNTIL
+        yield Row(call, {name: us[name] for name in names}, row["held_back"], file, both, filled)
 
 
 def _host_shows(row: Mapping[str, Any]) -> bool:
@@ -193,17 +197,18 @@ def current(found: Sequence[Row]) -> list[Row]:
 
 def alone(found: Sequence[Row], fits: Mapping[tuple[str, str], Any]) -> list[Row]:
     """Rows of one pass: of those of both, what the forward pass leaves."""
-    forward = {(row.file, *_forward(row.call)): row.us for row in found if row.call.op.name in FORWARD.values()}
+    forward = {(row.file, *_forward(row.call)): row for row in found if row.call.op.name in FORWARD.values()}
     made = []
     for row in found:
         if not row.both:
             made.append(row)
             continue
-        before = forward.get((row.file, *_forward(row.call)), {})
+        before = forward.get((row.file, *_forward(row.call)))
         us = {}
         for name, both in row.us.items():
-            first = before.get(name) or _modelled(row.call, name, fits)
-            if first is not None and name == "cudnn":
+            timed = None if before is None else before.us.get(name)
+            first = timed or _modelled(row.call, name, fits)
+            if first is not None and name == "cudnn" and (timed is None or before is None or before.filled):
                 first -= FILL_US + nbytes(row.call.need("q")) / FILLED_BYTES_A_US
             if first is not None and first < 0.7 * both:
                 us[name] = both - first

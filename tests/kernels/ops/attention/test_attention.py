@@ -303,17 +303,18 @@ def test_nan_in_padding_reaches_no_gradient(implementation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "chip", "asked"),
+    ("rows", "head_dim", "chip", "asked"),
     [
-        (64, "NVIDIA H200", True),
-        (256, "NVIDIA H200", True),
-        (128, "NVIDIA A100-SXM4-80GB", True),
-        (256, "NVIDIA B200", False),
+        (256, 64, "NVIDIA H200", True),
+        (300, 256, "NVIDIA H200", True),
+        (256, 128, "NVIDIA A100-SXM4-80GB", True),
+        (256, 256, "NVIDIA B200", False),
+        (1, 64, "NVIDIA H200", False),
     ],
 )
-def test_cudnn_is_asked_for_the_log_sum_exp(head_dim: int, chip: str, asked: bool) -> None:
+def test_cudnn_is_asked_for_the_log_sum_exp(rows: int, head_dim: int, chip: str, asked: bool) -> None:
     """Its program without fills an array of the output's size first."""
-    q = jax.ShapeDtypeStruct((1, 2, 64, head_dim), "bfloat16")
+    q = jax.ShapeDtypeStruct((1, 2, rows, head_dim), "bfloat16")
     with target("gpu", chip):
         text = str(jax.make_jaxpr(lambda q: attention(q, q, q, causal=True, implementation="cudnn"))(q))
         out = jax.eval_shape(lambda q: attention(q, q, q, causal=True, implementation="cudnn"), q)
