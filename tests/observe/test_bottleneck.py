@@ -27,7 +27,7 @@ def a_host_of_known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What bounds an operation hangs on what the host reaches, which is timed; a busy one reaches any part of it."""
     rates = tuple((name, 1e11) for name in ("float32", "float64", "bfloat16"))
     known = dataclasses.replace(hardware.host(), flops_by_dtype=rates, vector_flops=2.5e10, hbm_bandwidth=2e10)
-    monkeypatch.setattr(hardware, "host", lambda: known)
+    monkeypatch.setattr(hardware.chips, "host", lambda: known)  # where a device's kind finds it
 
 
 @jax.jit
@@ -186,6 +186,15 @@ def test_what_is_planted_is_found_and_the_suggestion_removes_it(planted: Any, ki
     assert found[kind].suggestion
     assert any(isinstance(value, int | float) and value > 0 for value in found[kind].evidence.values())
     assert kind not in {one.kind for one in analyze_performance_bottlenecks(repaired()).bottlenecks}
+
+
+@pytest.mark.quick
+def test_the_host_is_judged_by_the_speed_that_these_tests_give_it() -> None:
+    with profile("known", "tracing") as recording:
+        clean()()
+    assert recording.profile is not None
+    assert recording.profile.memory_bandwidth == 2e10
+    assert recording.profile.peak_flops["bfloat16"] == 1e11
 
 
 @pytest.mark.quick
