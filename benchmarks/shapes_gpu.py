@@ -120,6 +120,8 @@ def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -
     }
     if head_dim <= 64:
         configs["64 queries"] = dataclasses.replace(default, block_q=64)
+    if head_dim <= 128:
+        configs |= {"ahead": dataclasses.replace(default, ahead=True)}
     configs = {name: config for name, config in configs.items() if config != default}
     if batch == 1 or not params:  # the same order
         configs.pop("longest first", None)
@@ -166,7 +168,7 @@ def _by_tiles(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -> 
     call = op.call(*made.case.args(), **params)
     default = forward.default_config(call)
     configs = {
-        f"{config.block_k} keys{', programs' if config.programs else ''}": config
+        f"{config.block_k} keys{', programs' if config.programs else ''}{', ahead' if config.ahead else ''}": config
         for config in forward.candidates(call)
         if config.block_q == 64 and config.stages == 2 and config.take_turns and config.block_k in KEYS_A_BLOCK
         if config != default

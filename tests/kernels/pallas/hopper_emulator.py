@@ -423,9 +423,11 @@ def _run_scoped(body: Callable[..., Any], *specs: Any, collective_axes: Any = No
 
 
 def _run_state(body: Callable[..., Any]) -> Callable[..., Any]:
-    def run(acc: _Accumulator) -> Any:
-        body(acc)
-        return acc.value
+    def run(state: Any) -> Any:
+        # What is no accumulator is a value that the body may replace.
+        refs = jax.tree.map(lambda one: one if isinstance(one, _Accumulator) else _Accumulator(one), state)
+        body(refs)
+        return jax.tree.map(lambda one: one.value, refs)
 
     return run
 

@@ -46,6 +46,7 @@ class Form:
     segments: str | None = None
     blocks: tuple[int, int, int, int] | None = None  # batch, heads, queries and keys of a block
     config: HopperConfig | None = None  # None: the default for the call
+    ahead: bool = False
     poisoned: tuple[int, ...] = ()  # keys that nobody sees, and that hold NaN
     physical: str = "bhtd"
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -89,7 +90,7 @@ class Form:
             return ATTENTION.call(*(arrays.get(n) for n in ATTENTION.operands), **self.all_params)
 
     def run(self, arrays: Mapping[str, Any]) -> Any:
-        config = self.config or default_config(self.call())
+        config = dataclasses.replace(self.config or default_config(self.call()), ahead=self.ahead)
         return hopper_forward(**arrays, config=config, physical=self.physical, return_lse=True, **self.all_params)
 
 
@@ -125,6 +126,10 @@ FORMS = {
     ),
     "dead-rows": Form(params={"causal": True, "q_offset": -100}),
     "capped": Form(params={"softcap": 1.5, "scale": 0.5}, bias=(1, 2, 256, 256)),
+    # Scores all over what the cap leaves, with a maximum of each row where the cap or the type bounds too little.
+    "capped-wide": Form(params={"softcap": 50.0, "scale": 6.0, "causal": True}),
+    "capped-high": Form(params={"softcap": 100.0, "scale": 6.0, "causal": True}),
+    "capped-float16": Form(dtype=jnp.float16, params={"softcap": 50.0, "scale": 6.0}),
     # The maximum over keys is a minimum over the raw products; and minus infinity times zero would be NaN.
     "negative-scale": Form(params={"scale": -0.3, "causal": True}),
     "zero-scale": Form(params={"scale": 0.0, "causal": True}),
@@ -160,8 +165,10 @@ FORMS = {
     "unseen-by-row": Form(mask=(1, 1, 1, 256), poisoned=(0, 100, 255)),
     "unseen-by-segment": Form(segments="unsorted", poisoned=(5, 201, 255)),
 }  # fmt: skip
+# The same with the next block's scores under way, in every form that walks the blocks in its own manner.
+FORMS |= {f"{name}-ahead": dataclasses.replace(form, ahead=True) for name, form in FORMS.items()}
 # The newest JAX gets these: several blocks of keys and of queries, both edges of a band, and every rule at once.
-IN_THE_QUICK_RUN = ("windowed", "few-programs-sections", "everything")
+IN_THE_QUICK_RUN = ("windowed", "few-programs-sections", "everything", "everything-ahead")
 each_form = pytest.mark.parametrize(
     "form",
     [
@@ -214,8 +221,9 @@ def _lowered(form: Form) -> str:
 # One of each body, operand and way to walk the tiles; the others differ in sizes or in what the operands hold.
 LOWERED = (
     "windowed", "odd", "bthd", "head-192", "head-192-whole", "wide-block", "many-rows", "no-turns", "few-programs-dead",
-    "few-programs-packed", "capped", "zero-scale", "unsorted", "blocks-small", "masked", "masked-row", "biased-bf16",
-    "biased-row", "masked-biased-wide", "blocks-biased-wide", "dropped", "everything",
+    "few-programs-packed", "capped", "capped-float16", "zero-scale", "unsorted", "blocks-small", "masked", "masked-row",
+    "biased-bf16", "biased-row", "masked-biased-wide", "blocks-biased-wide", "dropped", "everything",
+    "few-programs-dead-ahead", "everything-ahead", "odd-ahead",
 )  # fmt: skip
 
 
@@ -410,7 +418,8 @@ def test_an_order_names_every_axis_of_the_launch_once() -> None:
         HopperGradConfig(order="head head batch")
     plan = Plan(
         config=HopperConfig(order=TILES_TOGETHER), grid=Grid(300, Band(-FAR, FAR, 300), 128, 128), batch=2,
-        heads=4, group=1, scale=1.0, softcap=None, dropout_rate=0.0, heads_first=True, folded=False,
+        heads=4, group=1, scale=1.0, softcap=None, bounded=False, dropout_rate=0.0,
+        heads_first=True, folded=False,
     )  # fmt: skip
     assert plan.launch == ((4, 3, 2), ("head", "tile", "batch")), "the axis named last changes first"
     places = [tuple(map(int, plan.place(jnp.int32(n)))) for n in (0, 1, 2, 6)]
@@ -423,8 +432,8 @@ def test_a_walk_by_sections_comes_to_every_tile_once(section: int) -> None:
     grid = Grid(600, Band(-FAR, 0, 600), 128, 128)
     config = HopperConfig(programs=7, section=section)
     plan = Plan(
-        config=config, grid=grid, batch=2, heads=4, group=1, scale=1.0, softcap=None, dropout_rate=0.0,
-        heads_first=True, folded=False,
+        config=config, grid=grid, batch=2, heads=4, group=1, scale=1.0, softcap=None, bounded=False,
+        dropout_rate=0.0, heads_first=True, folded=False,
     )  # fmt: skip
     places = [tuple(map(int, plan.place(jnp.int32(n)))) for n in range(plan.tiles)]
     assert sorted(places) == list(itertools.product(range(2), range(4), range(5)))

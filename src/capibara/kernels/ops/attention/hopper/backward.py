@@ -98,8 +98,9 @@ def _sharers(config: HopperGradConfig, group: int) -> int:
 
 
 def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any]) -> HopperGradConfig:
-    """Without divided roles where they cannot be."""
-    return config if _divides_roles(head_dim, params) else dataclasses.replace(config, divided=False)
+    """Without divided roles, and without scores ahead, where they cannot be."""
+    config = dataclasses.replace(config, divided=config.divided and _divides_roles(head_dim, params))
+    return dataclasses.replace(config, ahead=config.ahead and _loop(head_dim, config) is NARROW)
 
 
 def _block_q(head_dim: int) -> int:
@@ -136,6 +137,8 @@ def candidates(call: Call) -> Sequence[HopperGradConfig]:
     configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
     if _divides_roles(head_dim, call.params):
         configs = [*(_divided(head_dim, order) for order in reversed(orders)), *configs]
+    if _loop(head_dim, configs[0]) is NARROW:
+        configs += [dataclasses.replace(c, ahead=True) for c in configs]
     configs = [c for c in (default_config(call), *configs) if _fits(call, c)]
     return list(dict.fromkeys(configs))
 

@@ -45,6 +45,7 @@ class HopperGradConfig:
     one head. Each of `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq
     exist at a time. A program visits as many as `sharers` of the query heads that share its key head; 0: all of them.
     With fewer there are more programs, each shorter, and the gradients of keys and values are summed in memory too.
+    With `ahead` (heads up to 128) the next step's scores are made while a step's dq leaves.
 
     `divided` is the form of heads wider than 128 in which one warpgroup has the scores and the other their gradients
     (see backward_divided.py), and what follows is of that form alone: gradients of the output may have fewer stages
@@ -56,6 +57,7 @@ class HopperGradConfig:
     order: str = HEADS_TOGETHER
     parts: int = 1
     sharers: int = 0
+    ahead: bool = False
     divided: bool = False
     do_stages: int = 0
     dq_columns: int = 64
@@ -286,6 +288,11 @@ class Walk:
             else:
                 whole_begin = jnp.where(past_the_end, end, whole_begin)
         return whole_begin, whole_end
+
+    @property
+    def visits(self) -> Any:
+        """How many of them there are."""
+        return self.end if self.table is not None else (self.end - self.begin) * self.plan.sharers
 
     @property
     def masked_last(self) -> bool:
@@ -595,9 +602,15 @@ def _narrow_compute(
     plan: Plan, head: Columns, refs: dict[str, Any], smem: dict[str, Any], walk: Walk, pairs: Pairs
 ) -> None:
     block_q, num_stages, dtype = plan.block_q, plan.config.stages, refs["q"].dtype
-    warpgroup, by_rows = walk.warpgroup, head.parts == 1
+    warpgroup, by_rows, ahead = walk.warpgroup, head.parts == 1, plan.config.ahead
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     my_first_key = walk.first_key + warpgroup * WGMMA_ROWS
+
+    def start_scores(s_ref: Any, done: Any, zero: Any) -> None:
+        """Of the visit before which there are `done`: of none, they are of what lies there, and nobody reads them."""
+        slot = lax.rem(done, num_stages)
+        pl.when(done < walk.visits)(lambda: plgpu.barrier_wait(smem["q_arrived"].at[slot]))
+        contract(s_ref, smem["k"].at(warpgroup + zero).whole(), smem["q"].at(slot).whole())
 
     def step(visit: Visit, masked: bool, dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
         done = visit.done
@@ -608,12 +621,13 @@ def _narrow_compute(
         my_keys, my_values = (smem[x].at(warpgroup + zero).whole() for x, zero in zip("kv", zeros, strict=False))
 
         def scores(dp_ref: Any) -> Any:
-            plgpu.barrier_wait(smem["q_arrived"].at[slot])
-            contract(s_ref, my_keys, q)
+            if not ahead:
+                plgpu.barrier_wait(smem["q_arrived"].at[slot])
+                contract(s_ref, my_keys, q)
             plgpu.barrier_wait(smem["do_arrived"].at[slot])
             contract(dp_ref, my_values, do)
             # The exponentials run under the second product, what follows under the third.
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(do))
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=None if ahead else len(do))
             p, slope = pairs.probabilities(s, load(smem["lse"].at[slot], LAYOUT.reduce(0)))
             if masked:
                 p = jnp.where(pairs.allowed(my_first_key, first_row, slot), p, 0.0)
@@ -644,7 +658,10 @@ def _narrow_compute(
                 multiply(dq_ref, transposed, tile_keys.part(head.place(0 if by_rows else warpgroup)))
             # The next step's scores start from zero; cleared here, under the products in flight.
             s_ref[...] = plgpu.layout_cast(jnp.full((WGMMA_ROWS, block_q), 0, jnp.float32), LAYOUT)
-            return dq_ref[...]
+            if not ahead:
+                return dq_ref[...]
+            start_scores(s_ref, done + 1, zeros[0])
+            return plgpu.wgmma_accumulator_load(dq_ref, wait_n=len(q))  # dq leaves under the next scores
 
         dq = pl.run_scoped(d_queries, plgpu.WGMMAAccumulatorRef((64, head.part_width), jnp.float32))
         plgpu.barrier_arrive(smem["q_drained"].at[slot])
@@ -653,8 +670,13 @@ def _narrow_compute(
         if by_rows:
             rows, first_column = pl.ds(first_row + warpgroup * 64, 64), 0
         add_to_sums(smem["dq"].at(warpgroup), dq, refs["dq"], walk.dq_at(visit.member, rows), first_column)
+        if ahead:
+            plgpu.wgmma_wait(0)
 
     def accumulate(dk_ref: Any, dv_ref: Any, s_ref: Any) -> None:
+        if ahead:
+            start_scores(s_ref, walk.first_key * 0, 0)
+            plgpu.wgmma_wait(0)
         walk.compute(
             my_first_key, WGMMA_ROWS, lambda visit, masked: step(visit, masked, dk_ref, dv_ref, s_ref), pairs.masks
         )

@@ -64,11 +64,14 @@ from capibara.kernels.pallas import hopper, prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, multiprocessors, smem_bytes, swizzled
 
 REDUCTION_BYTES = 1024  # a row's maximum and sum stay inside a warp, so that little of it is used
-MOST_REGISTERS = 224  # of a thread's 232 for tiles
+MOST_REGISTERS, MOST_AHEAD = 224, 192  # of a thread's 232 for tiles; the second with two products in flight
 FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
 LOWEST = -1e30
+# A soft cap up to which no running maximum is taken: exponentials of scores between plus and minus it are within
+# 2^±87, which leaves a sum over keys, and the values that it weighs, 2^39 on either side in float32 and bfloat16.
+BOUNDING_CAP = 60.0
 PAIR_TILES = ("bias_tile", "mask_tile")  # operands that have a number for each pair of query and key
 COUNTS = 2  # the table's first entries: how many blocks are whole, and how many are live
 UNSEEN = 1  # the entry's flag for a block with keys that no query may see
@@ -82,7 +85,8 @@ class HopperConfig:
     With `programs` that many programs go over the tiles of queries, one after another, so that a tile's first keys are
     fetched while the one before it ends; with 0 each tile is a program of its own. `order` is that in which tiles
     start: the axis named last changes first. With `section` the heads of all batches are taken so many at a time, and
-    of those the last tiles first, which with causality are the longest.
+    of those the last tiles first, which with causality are the longest. With `ahead` the scores of a block are started
+    right behind the values of the block before it, so that the tensor cores have no pause between the two.
     """
 
     block_q: int = 64
@@ -92,6 +96,7 @@ class HopperConfig:
     programs: int = 0
     order: str = HEADS_TOGETHER
     section: int = 0
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -209,6 +214,10 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
         programs = multiprocessors(call.target.device_kind)
         walks = {c: walk_of_tiles(call, c.block_q, c.block_k) | {"programs": programs} for c in configs if c.take_turns}
         configs += [dataclasses.replace(c, **walk) for c, walk in walks.items()]
+    # Where what is in flight together leaves registers for the rest: with more the compiler makes each product wait.
+    head_dim = call.need("q").shape[-1]
+    early = [c for c in configs if c.take_turns and c.stages == 2 and c.registers(head_dim) <= MOST_AHEAD]
+    configs += [dataclasses.replace(c, ahead=True) for c in early]
     configs = [c for c in configs if _fits(call, c)]
     size = call.params["block_size"]
     # A block mask costs nothing where it is made of whole tiles; otherwise it becomes a mask of pairs.
@@ -261,6 +270,7 @@ class Plan:
     group: int  # query heads of one key head
     scale: float
     softcap: float | None
+    bounded: bool  # by the soft cap: exponentials stay in range without a running maximum of each row
     dropout_rate: float
     heads_first: bool  # [batch, heads, length, head_dim] in memory; else the length comes before the heads
     folded: bool  # a bias of minus infinity stands for a mask
@@ -386,6 +396,7 @@ def hopper_forward(
         group=heads // kv_heads,
         scale=head_dim**-0.5 if scale is None else float(scale),
         softcap=softcap,
+        bounded=softcap is not None and softcap <= BOUNDING_CAP and q.dtype == jnp.bfloat16,
         dropout_rate=dropout_rate,
         heads_first=physical == "bhtd",
         folded=folded,
@@ -646,8 +657,7 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
             s, scale = s * scale + bias.astype(jnp.float32), 1.0
         unit = scale * LOG2E
         if plan.softcap is not None:
-            s = hopper.tanh(s, scale / plan.softcap)
-            unit = plan.softcap * LOG2E
+            s, unit = hopper.tanh(s, scale / plan.softcap, times=plan.softcap * LOG2E), 1.0
         if unit <= 0:  # the maximum is taken before the unit is applied, and minus infinity must stay what it is
             s, unit = s * unit, 1.0
         if masked:
@@ -684,21 +694,29 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
         if config.take_turns:
             hopper.await_turn()
 
-    def block_step(step: Any, carry: Any, masked: bool) -> Any:
-        acc, m_i, l_i, *ahead = carry
-        slot = walk.slot(step)
-        # A table's entry was read a step ahead: its latency is hidden.
-        entry = ahead[0] if ahead else step
-        next_entry = walk.entry(step + 1)
-        block = walk.block(entry)
+    def start_scores(ref: Any, slot: Any) -> None:
+        contract(ref, smem["q"].at(warpgroup).whole(), smem["k"].at(slot).whole())
 
+    def scores(slot: Any, hand_over: Callable[[], None]) -> Any:
         def queries_by_keys(ref: Any) -> Any:
-            contract(ref, smem["q"].at(warpgroup).whole(), smem["k"].at(slot).whole())
-            give_turn()
+            start_scores(ref, slot)
+            hand_over()
             return ref[...]
 
-        s = pl.run_scoped(queries_by_keys, plgpu.WGMMAAccumulatorRef((block_q, block_k), jnp.float32))
-        plgpu.barrier_arrive(smem["k_drained"].at[slot])
+        return pl.run_scoped(queries_by_keys, plgpu.WGMMAAccumulatorRef((block_q, block_k), jnp.float32))
+
+    def block_step(step: Any, carry: Any, masked: bool, last: bool = False) -> Any:
+        acc, m_i, l_i, *begun = carry
+        slot, next_slot = walk.slot(step), walk.slot(step + 1)
+        # A table's entry was read a step ahead: its latency is hidden.
+        entry = begun.pop() if walk.table is not None else step
+        next_entry = walk.entry(step + 1)
+        block = walk.block(entry)
+        if begun:
+            (s,) = begun
+        else:
+            s = scores(slot, give_turn)
+            plgpu.barrier_arrive(smem["k_drained"].at[slot])
         pairs = {}
         if pair_names:
             plgpu.barrier_wait(smem["pairs_arrived"].at[warpgroup])
@@ -710,11 +728,15 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
             pl.when(step + 1 < walk.end)(lambda: fetch_pairs(walk.block(next_entry)))
 
         s, unit = exponents(s, block, pairs, masked)
-        m_next = jnp.maximum(m_i, s.max(axis=1) * unit)
-        alpha = jnp.exp2(m_i - m_next)
-        p = jnp.exp2(s * unit - lax.broadcast_in_dim(m_next, s.shape, [0]))
-        acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-        l_i = l_i * alpha + p.sum(axis=1)
+        if plan.bounded:
+            m_next, p = m_i, jnp.exp2(s * unit)
+            l_i = l_i + p.sum(axis=1)
+        else:
+            m_next = jnp.maximum(m_i, s.max(axis=1) * unit)
+            alpha = jnp.exp2(m_i - m_next)
+            p = jnp.exp2(s * unit - lax.broadcast_in_dim(m_next, s.shape, [0]))
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            l_i = l_i * alpha + p.sum(axis=1)
         if plan.dropout_rate:  # after the rows' sums
             p = jnp.where(tile.dropout_keeps(row_keys, block * block_k, plan.dropout_rate), p, 0.0)
         p16 = p.astype(dtype)
@@ -727,22 +749,41 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
         def add_values(ref: Any) -> None:
             multiply(ref, p16, smem["v"].at(slot).whole())
 
+        def add_values_alone(ref: Any) -> None:
+            add_values(ref)
+
             @pl.when(step + 1 < walk.end)
             def _() -> None:
-                plgpu.barrier_wait(smem["k_arrived"].at[walk.slot(step + 1)])
+                plgpu.barrier_wait(smem["k_arrived"].at[next_slot])
 
-        acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
-        plgpu.barrier_arrive(smem["v_drained"].at[slot])
-        return (acc, m_next, l_i, next_entry) if ahead else (acc, m_next, l_i)
+        def add_values_and_go_on(state: tuple[Any, Any]) -> None:
+            ref, next_scores = state
+            add_values(ref)
+            plgpu.barrier_wait(smem["k_arrived"].at[next_slot])
+
+            def hand_over() -> None:
+                plgpu.wgmma_wait(len(smem["k"].at(next_slot).whole()))  # all but the scores' products are done
+                plgpu.barrier_arrive(smem["v_drained"].at[slot])
+                give_turn()
+
+            next_scores[...] = scores(next_slot, hand_over)
+
+        if config.ahead and not last:
+            # What the scores' place holds before is of no account, and nothing of it is left in the program.
+            acc, s = pl.run_state(add_values_and_go_on)((plgpu.WGMMAAccumulatorRef.init(acc), s))
+            plgpu.barrier_arrive(smem["k_drained"].at[next_slot])
+            begun = [s]
+        else:
+            acc = pl.run_state(add_values_alone)(plgpu.WGMMAAccumulatorRef.init(acc))
+            plgpu.barrier_arrive(smem["v_drained"].at[slot])
+        return (acc, m_next, l_i, *begun, *([next_entry] if walk.table is not None else []))
 
     plgpu.barrier_wait(smem["q_arrived"].at[warpgroup])
     carry: Any = (
         plgpu.layout_cast(jnp.full((block_q, width), 0, jnp.float32), LAYOUT),
-        plgpu.layout_cast(jnp.full((block_q,), LOWEST, jnp.float32), LAYOUT.reduce(1)),
+        plgpu.layout_cast(jnp.full((block_q,), 0 if plan.bounded else LOWEST, jnp.float32), LAYOUT.reduce(1)),
         plgpu.layout_cast(jnp.full((block_q,), 0, jnp.float32), LAYOUT.reduce(1)),
     )
-    if walk.table is not None:
-        carry = (*carry, walk.entry(walk.begin))
 
     @pl.when(walk.begin < walk.end)
     def _() -> None:
@@ -751,6 +792,17 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
     # The first of all turns is the first warpgroup's.
     pl.when((warpgroup == 1) if turn.is_first is None else (warpgroup == 1) | ~turn.is_first)(await_turn)
     whole_begin, whole_end = walk.whole_steps(start)
+    end = walk.end
+    if config.ahead:
+        # Of a program that sees nothing the scores are of what lies there, and no step reads them.
+        alive, first_slot = walk.begin < walk.end, walk.slot(walk.begin)
+        carry = (*carry, scores(first_slot, lambda: pl.when(alive)(give_turn)))
+        pl.when(alive)(lambda: plgpu.barrier_arrive(smem["k_drained"].at[first_slot]))
+        # The last step leaves nothing to start, and is made after the others.
+        end = lax.max(walk.end - 1, walk.begin)
+        whole_begin, whole_end = lax.min(whole_begin, end), lax.min(whole_end, end)
+    if walk.table is not None:
+        carry = (*carry, walk.entry(walk.begin))
     partial_step = functools.partial(block_step, masked=True)
     if walk.table is None and band.below != -FAR:
         carry = lax.fori_loop(walk.begin, whole_begin, partial_step, carry)
@@ -761,8 +813,10 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
     if by_pairs or by_position:
         # Counted from zero: a count that starts from what was read from an operand varies over the mesh in shard_map.
         zero = walk.end * 0 if walk.table is None else warpgroup * 0
-        left = walk.end - whole_end
-        carry = lax.fori_loop(zero, left, lambda n, c: partial_step(whole_end + n, c), carry)
+        carry = lax.fori_loop(zero, end - whole_end, lambda n, c: partial_step(whole_end + n, c), carry)
+    if config.ahead:
+        masked = by_pairs or by_position or band.below != -FAR
+        carry = lax.fori_loop(end, walk.end, functools.partial(block_step, masked=masked, last=True), carry)
     # Of the very last turn nobody waits for the end.
     pl.when((warpgroup == 0) if turn.is_last is None else (warpgroup == 0) | ~turn.is_last)(give_turn)
     if turn.next_place is not None:
