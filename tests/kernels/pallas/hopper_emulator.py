@@ -33,7 +33,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.ref import AbstractRef
 
-from capibara.kernels.ops.attention.hopper import backward, backward_divided, backward_loops, forward, masking, panels
+from capibara.kernels.ops.attention.hopper import (
+    backward,
+    backward_divided,
+    backward_loops,
+    backward_steps,
+    forward,
+    masking,
+    panels,
+)
 from capibara.kernels.pallas import hopper, overlap, prng
 
 PATIENCE = 60.0  # seconds until a barrier counts as stuck; compilation of single operations is slow at first
@@ -41,7 +49,7 @@ LATE = 0.02  # seconds that a warpgroup starts after another at most, where all 
 _here = threading.local()
 _adding = threading.Lock()
 _held: tuple[tuple[int, ...], ...] | None = None
-KERNELS = (forward, backward, backward_loops, backward_divided, masking, panels)
+KERNELS = (forward, backward, backward_steps, backward_loops, backward_divided, masking, panels)
 
 
 class _Shim:

@@ -25,7 +25,7 @@ from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.attention.api import ATTENTION_GRAD
 from capibara.kernels.ops.attention.hopper import backward, backward_divided, backward_loops
 from capibara.kernels.ops.attention.hopper.backward import candidates, default_config, hopper_backward, refuses
-from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig, Plan, Walk
+from capibara.kernels.ops.attention.hopper.backward_steps import HopperGradConfig, Plan, Walk
 from capibara.kernels.ops.attention.hopper.masking import Band, Grid
 from capibara.kernels.pallas import hopper, prng
 

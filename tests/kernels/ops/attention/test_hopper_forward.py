@@ -19,7 +19,7 @@ from capibara.kernels import target
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.attention.api import ATTENTION
 from capibara.kernels.ops.attention.hopper import forward, walks
-from capibara.kernels.ops.attention.hopper.backward_loops import HopperGradConfig
+from capibara.kernels.ops.attention.hopper.backward_steps import HopperGradConfig
 from capibara.kernels.ops.attention.hopper.calls import TILES_TOGETHER, refuses
 from capibara.kernels.ops.attention.hopper.forward import HopperConfig, Plan, candidates, default_config, hopper_forward
 from capibara.kernels.ops.attention.hopper.masking import Band, Grid

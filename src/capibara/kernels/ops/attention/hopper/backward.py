@@ -11,7 +11,7 @@ operands (block mask, segments, mask) out of a table. Keys that nobody sees have
 where they have none in the forward pass.
 
 Here is what XLA prepares, and the launch; the kernels, one for head_dim up to 128 and one for more, are in
-backward_loops.py, and one for 192 and 256 in backward_divided.py.
+backward_loops.py, and one for 192 and 256 in backward_divided.py; what they share is in backward_steps.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct, vary_alike, vary_like
 from capibara.kernels.ops.attention.hopper import calls
 from capibara.kernels.ops.attention.hopper.backward_divided import DIVIDED
-from capibara.kernels.ops.attention.hopper.backward_loops import (
+from capibara.kernels.ops.attention.hopper.backward_loops import NARROW, WIDE
+from capibara.kernels.ops.attention.hopper.backward_steps import (
     COUNTS,
-    NARROW,
-    WIDE,
     WORD,
     HopperGradConfig,
     Lines,

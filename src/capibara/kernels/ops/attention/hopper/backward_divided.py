@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from capibara.errors import rule_error
-from capibara.kernels.ops.attention.hopper.backward_loops import (
+from capibara.kernels.ops.attention.hopper.backward_steps import (
     COMPUTE_REGISTERS,
     FETCH_REGISTERS,
     WGMMA_ROWS,
