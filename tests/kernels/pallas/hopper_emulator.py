@@ -697,6 +697,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
         (hopper, "give_turn", lambda: _here.program.turns[1 - _here.warpgroup].arrive()),
         (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
         (hopper, "hidden_zero", lambda step, stage: np.int32(0)),
+        (hopper, "kept_before_wait", _nothing),
     ]
     changes += [(prng, "_shift", _for_numpy(prng._shift, _shift)), (prng, "_words", _for_numpy(prng._words, _words))]
     before = [getattr(module, name) for module, name, _ in changes]

@@ -206,6 +206,34 @@ def hidden_zero(step: Any, stage: int = 0) -> Any:
     return emit(step)
 
 
+def kept_before_wait(values: Any, layout: Any, word: Any) -> None:
+    """Keep what makes these registers ahead of the next wait for products, under which it goes on.
+
+    ptxas takes a wait past any arithmetic, up to where its products were started, but past no store: in attention's
+    kernels nearly all exponentials came after the product that they were written under. So a word of all the values'
+    bits goes to `word`, one in shared memory, for nobody to read: an instruction for every two registers, and one more.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def emit(_: Any, values: Any, word: Any) -> None:
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        words = []
+        for register in values.registers.flat:
+            kind = ir.VectorType(register.type)
+            bits = math.prod(kind.shape) * utils.bitwidth(kind.element_type)
+            whole = vector.bitcast(ir.VectorType.get((bits // 32,), i32), register)
+            words += [vector.extract(whole, [], [n]) for n in range(bits // 32)]
+        operands = [functools.reduce(arith.xori, words), llvm.ptrtoint(i32, utils.memref_ptr(word))]
+        store, void = "st.shared.b32 [$1], $0;", ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, operands, store, "r,r,~{memory}", has_side_effects=True)
+
+    emit(values, word)
+
+
 # A program has sixteen barriers of its own beside those in shared memory. Mosaic takes 0 and one a warpgroup.
 _FIRST_TURN = 8
 _BOTH = 256  # threads of the two warpgroups that take turns

@@ -57,7 +57,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     pad_to,
     pad_to_blocks,
 )
-from capibara.kernels.ops.attention.hopper.panels import Columns, aligned
+from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, aligned
 from capibara.kernels.ops.attention.hopper.walks import programs_of_keys
 from capibara.kernels.ops.attention.masking import FAR, both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.ops.attention.rules import window_of
@@ -97,9 +97,10 @@ def _sharers(config: HopperGradConfig, group: int) -> int:
 
 
 def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any]) -> HopperGradConfig:
-    """Without divided roles, and without scores ahead, where they cannot be."""
+    """Without divided roles, scores ahead, and an early dv, where they cannot be."""
     config = dataclasses.replace(config, divided=config.divided and _divides_roles(head_dim, params))
-    return dataclasses.replace(config, ahead=config.ahead and _loop(head_dim, config) is NARROW)
+    ahead = config.ahead and _loop(head_dim, config) is NARROW
+    return dataclasses.replace(config, ahead=ahead, dv_early=config.dv_early and not config.divided)
 
 
 def _block_q(head_dim: int) -> int:
@@ -136,7 +137,8 @@ def candidates(call: Call) -> Sequence[HopperGradConfig]:
     configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
     if _divides_roles(head_dim, call.params):
         configs = [*(_divided(head_dim, order) for order in reversed(orders)), *configs]
-    if _loop(head_dim, configs[0]) is NARROW:
+    configs += [dataclasses.replace(c, dv_early=True) for c in configs if not c.divided]
+    if _loop(head_dim, configs[0]) is NARROW and isinstance(_columns(call, configs[0]), WholeColumns):
         configs += [dataclasses.replace(c, ahead=True) for c in configs]
     configs = [c for c in (default_config(call), *configs) if _fits(call, c)]
     return list(dict.fromkeys(configs))

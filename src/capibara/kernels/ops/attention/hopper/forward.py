@@ -64,7 +64,7 @@ from capibara.kernels.pallas import hopper, prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, multiprocessors, smem_bytes, swizzled
 
 REDUCTION_BYTES = 1024  # a row's maximum and sum stay inside a warp, so that little of it is used
-MOST_REGISTERS, MOST_AHEAD = 224, 192  # of a thread's 232 for tiles; the second with two products in flight
+MOST_REGISTERS, MOST_AHEAD = 224, 176  # of a thread's 232 for tiles; the second with two products in flight
 FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
 # What a row's maximum starts from: low enough for any score, and finite, so that a row that has seen no key yet
 # subtracts it without making a NaN.
@@ -86,7 +86,7 @@ class HopperConfig:
     fetched while the one before it ends; with 0 each tile is a program of its own. `order` is that in which tiles
     start: the axis named last changes first. With `section` the heads of all batches are taken so many at a time, and
     of those the last tiles first, which with causality are the longest. With `ahead` the scores of a block are started
-    right behind the values of the block before it, so that the tensor cores have no pause between the two.
+    right before the values of the block before it, which are added under the block's exponentials.
     """
 
     block_q: int = 64
@@ -153,6 +153,8 @@ def scratch(
         refs["out"] = head.scratch((2,), block_q, dtype)
     if with_lse:
         refs["lse"] = plgpu.SMEM((2, block_q), jnp.float32)
+    if config.ahead:
+        refs["word"] = plgpu.SMEM((1,), jnp.int32)
     if pair_dtypes:
         refs["pairs_arrived"] = plgpu.Barrier(num_arrivals=len(pair_dtypes), num_barriers=2)
     return refs
@@ -214,9 +216,10 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
         programs = multiprocessors(call.target.device_kind)
         walks = {c: walk_of_tiles(call, c.block_q, c.block_k) | {"programs": programs} for c in configs if c.take_turns}
         configs += [dataclasses.replace(c, **walk) for c, walk in walks.items()]
-    # Where what is in flight together leaves registers for the rest: with more the compiler makes each product wait.
+    # Where what is in flight together leaves registers for the rest: wider ones spill where a block is masked.
     head_dim = call.need("q").shape[-1]
-    early = [c for c in configs if c.take_turns and c.stages == 2 and c.registers(head_dim) <= MOST_AHEAD]
+    early = [c for c in configs if c.take_turns and c.stages == 2 and c.block_k <= 128]
+    early = [c for c in early if c.registers(head_dim) <= MOST_AHEAD]
     configs += [dataclasses.replace(c, ahead=True) for c in early]
     configs = [c for c in configs if _fits(call, c)]
     size = call.params["block_size"]
@@ -697,27 +700,20 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
     def start_scores(ref: Any, slot: Any) -> None:
         contract(ref, smem["q"].at(warpgroup).whole(), smem["k"].at(slot).whole())
 
-    def scores(slot: Any, hand_over: Callable[[], None]) -> Any:
+    def scores(slot: Any) -> Any:
         def queries_by_keys(ref: Any) -> Any:
             start_scores(ref, slot)
-            hand_over()
+            give_turn()
             return ref[...]
 
-        return pl.run_scoped(queries_by_keys, plgpu.WGMMAAccumulatorRef((block_q, block_k), jnp.float32))
+        s = pl.run_scoped(queries_by_keys, plgpu.WGMMAAccumulatorRef((block_q, block_k), jnp.float32))
+        plgpu.barrier_arrive(smem["k_drained"].at[slot])
+        return s
 
-    def block_step(step: Any, carry: Any, masked: bool, last: bool = False) -> Any:
-        acc, m_i, l_i, *begun = carry
-        slot, next_slot = walk.slot(step), walk.slot(step + 1)
-        # A table's entry was read a step ahead: its latency is hidden.
-        entry = begun.pop() if walk.table is not None else step
-        next_entry = walk.entry(step + 1)
-        block = walk.block(entry)
-        if begun:
-            (s,) = begun
-        else:
-            s = scores(slot, give_turn)
-            plgpu.barrier_arrive(smem["k_drained"].at[slot])
-        pairs = {}
+    def weights(step: Any, entry: Any, next_entry: Any, s: Any, m_i: Any, l_i: Any, masked: bool) -> tuple[Any, ...]:
+        """Of a step's scores: (what weighs its values, in float32, the rows' maxima and sums with it, and the scale of
+        what was summed before, which is None where no maximum is taken)."""
+        block, pairs = walk.block(entry), {}
         if pair_names:
             plgpu.barrier_wait(smem["pairs_arrived"].at[warpgroup])
             for name in pair_names:
@@ -728,55 +724,108 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
             pl.when(step + 1 < walk.end)(lambda: fetch_pairs(walk.block(next_entry)))
 
         s, unit = exponents(s, block, pairs, masked)
+        alpha = None
         if plan.bounded:
-            m_next, p = m_i, jnp.exp2(s * unit)
+            p = jnp.exp2(s * unit)
             l_i = l_i + p.sum(axis=1)
         else:
             m_next = jnp.maximum(m_i, s.max(axis=1) * unit)
             alpha = jnp.exp2(m_i - m_next)
-            p = jnp.exp2(s * unit - lax.broadcast_in_dim(m_next, s.shape, [0]))
-            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            m_i = m_next
+            p = jnp.exp2(s * unit - lax.broadcast_in_dim(m_i, s.shape, [0]))
             l_i = l_i * alpha + p.sum(axis=1)
         if plan.dropout_rate:  # after the rows' sums
             p = jnp.where(tile.dropout_keeps(row_keys, block * block_k, plan.dropout_rate), p, 0.0)
-        p16 = p.astype(dtype)
-        acc, l_i, m_next, p16 = lax.optimization_barrier((acc, l_i, m_next, p16))
+        return p, m_i, l_i, alpha
+
+    def scaled(acc: Any, alpha: Any) -> Any:
+        return acc if alpha is None else acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+
+    def await_values(slot: Any, entry: Any, masked: bool) -> None:
         plgpu.barrier_wait(smem["v_arrived"].at[slot])
         if masked:
-            hide_unseen_values(smem["v"].at(slot).whole(), entry, block)
+            hide_unseen_values(smem["v"].at(slot).whole(), entry, walk.block(entry))
+
+    def entries(step: Any, carried: Sequence[Any]) -> tuple[Any, Any]:
+        """The table's of this step and of the next: it was read a step ahead, so that its latency is hidden."""
+        return (carried[0] if carried else step), walk.entry(step + 1)
+
+    listed = walk.table is not None
+
+    def block_step(step: Any, carry: Any, masked: bool) -> Any:
+        acc, m_i, l_i, *carried = carry
+        slot = walk.slot(step)
+        entry, next_entry = entries(step, carried)
+        p, m_i, l_i, alpha = weights(step, entry, next_entry, scores(slot), m_i, l_i, masked)
+        acc, l_i, m_i, p16 = lax.optimization_barrier((scaled(acc, alpha), l_i, m_i, p.astype(dtype)))
+        await_values(slot, entry, masked)
         await_turn()
 
         def add_values(ref: Any) -> None:
             multiply(ref, p16, smem["v"].at(slot).whole())
 
-        def add_values_alone(ref: Any) -> None:
-            add_values(ref)
-
             @pl.when(step + 1 < walk.end)
             def _() -> None:
-                plgpu.barrier_wait(smem["k_arrived"].at[next_slot])
+                plgpu.barrier_wait(smem["k_arrived"].at[walk.slot(step + 1)])
 
-        def add_values_and_go_on(state: tuple[Any, Any]) -> None:
-            ref, next_scores = state
-            add_values(ref)
-            plgpu.barrier_wait(smem["k_arrived"].at[next_slot])
+        acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
+        plgpu.barrier_arrive(smem["v_drained"].at[slot])
+        return (acc, m_i, l_i, *([next_entry] if listed else []))
 
-            def hand_over() -> None:
-                plgpu.wgmma_wait(len(smem["k"].at(next_slot).whole()))  # all but the scores' products are done
-                plgpu.barrier_arrive(smem["v_drained"].at[slot])
+    # With `ahead` a step starts its own scores and then the values of the step before, whose product goes on under this
+    # step's exponentials. The first step has no values to add, and the last one's are added at the end.
+
+    def first_step(step: Any, carry: Any, masked: bool) -> Any:
+        acc, m_i, l_i, _, *carried = carry
+        entry, next_entry = entries(step, carried[1:])
+        p, m_i, l_i, _ = weights(step, entry, next_entry, scores(walk.slot(step)), m_i, l_i, masked)
+        return (acc, m_i, l_i, p.astype(dtype), *([entry, next_entry] if listed else []))
+
+    def later_step(step: Any, carry: Any, masked: bool) -> Any:
+        acc, m_i, l_i, p16, *carried = carry
+        slot, slot_before = walk.slot(step), walk.slot(step - 1)
+        entry_before = carried[0] if listed else step - 1
+        entry, next_entry = entries(step, carried[1:])
+        plgpu.barrier_wait(smem["k_arrived"].at[slot])
+        await_turn()
+
+        def products(state: tuple[Any, ...]) -> None:
+            acc_ref, *others = state
+
+            def begun(ref: Any) -> Any:
+                start_scores(ref, slot)
+                await_values(slot_before, entry_before, masked=True)
+                values = smem["v"].at(slot_before).whole()
+                multiply(acc_ref, p16, values)
                 give_turn()
+                return plgpu.wgmma_accumulator_load(ref, wait_n=len(values))
 
-            next_scores[...] = scores(next_slot, hand_over)
+            s = pl.run_scoped(begun, plgpu.WGMMAAccumulatorRef((block_q, block_k), jnp.float32))
+            plgpu.barrier_arrive(smem["k_drained"].at[slot])
+            made = [x for x in weights(step, entry, next_entry, s, m_i, l_i, masked) if x is not None]
+            made = lax.optimization_barrier(made)
+            hopper.kept_before_wait(made[2], LAYOUT.reduce(1), smem["word"])
+            for ref, value in zip(others, made, strict=False):
+                ref[...] = value
 
-        if config.ahead and not last:
-            # What the scores' place holds before is of no account, and nothing of it is left in the program.
-            acc, s = pl.run_state(add_values_and_go_on)((plgpu.WGMMAAccumulatorRef.init(acc), s))
-            plgpu.barrier_arrive(smem["k_drained"].at[next_slot])
-            begun = [s]
-        else:
-            acc = pl.run_state(add_values_alone)(plgpu.WGMMAAccumulatorRef.init(acc))
-            plgpu.barrier_arrive(smem["v_drained"].at[slot])
-        return (acc, m_next, l_i, *begun, *([next_entry] if walk.table is not None else []))
+        # What the places of the weights and of the scale hold before is of no account.
+        before = plgpu.layout_cast(jnp.full((block_q, block_k), 0, jnp.float32), LAYOUT), m_i, l_i, l_i
+        acc, p, m_i, l_i, alpha = pl.run_state(products)((plgpu.WGMMAAccumulatorRef.init(acc), *before))
+        # Rounded no sooner: the product that has just ended read the registers that the weights go to.
+        acc, p = lax.optimization_barrier((acc, p))
+        plgpu.barrier_arrive(smem["v_drained"].at[slot_before])
+        acc = scaled(acc, None if plan.bounded else alpha)
+        return (acc, m_i, l_i, p.astype(dtype), *([entry, next_entry] if listed else []))
+
+    def last_values(carry: Any) -> Any:
+        acc, m_i, l_i, p16, *carried = carry
+        slot = walk.slot(walk.end - 1)
+        await_values(slot, carried[0] if listed else walk.end - 1, masked=True)
+        await_turn()
+        product = pl.run_state(lambda ref: multiply(ref, p16, smem["v"].at(slot).whole()))
+        acc = product(plgpu.WGMMAAccumulatorRef.init(acc))
+        plgpu.barrier_arrive(smem["v_drained"].at[slot])
+        return (acc, m_i, l_i, p16, *carried)
 
     plgpu.barrier_wait(smem["q_arrived"].at[warpgroup])
     carry: Any = (
@@ -791,32 +840,32 @@ def _compute(plan: Plan, refs: dict[str, Any], smem: dict[str, Any], warpgroup: 
 
     # The first of all turns is the first warpgroup's.
     pl.when((warpgroup == 1) if turn.is_first is None else (warpgroup == 1) | ~turn.is_first)(await_turn)
-    whole_begin, whole_end = walk.whole_steps(start)
-    end = walk.end
-    if config.ahead:
-        # Of a program that sees nothing the scores are of what lies there, and no step reads them.
-        alive, first_slot = walk.begin < walk.end, walk.slot(walk.begin)
-        carry = (*carry, scores(first_slot, lambda: pl.when(alive)(give_turn)))
-        pl.when(alive)(lambda: plgpu.barrier_arrive(smem["k_drained"].at[first_slot]))
-        # The last step leaves nothing to start, and is made after the others.
-        end = lax.max(walk.end - 1, walk.begin)
-        whole_begin, whole_end = lax.min(whole_begin, end), lax.min(whole_end, end)
-    if walk.table is not None:
-        carry = (*carry, walk.entry(walk.begin))
-    partial_step = functools.partial(block_step, masked=True)
-    if walk.table is None and band.below != -FAR:
-        carry = lax.fori_loop(walk.begin, whole_begin, partial_step, carry)
-    carry = lax.fori_loop(whole_begin, whole_end, functools.partial(block_step, masked=False), carry)
-    # Whether blocks that are seen in part may come after the whole ones.
+    # Whether blocks that are seen in part may come after the whole ones, and before.
     by_pairs = any(name in refs for name in ("q_segments", "mask_tile", "mask_row"))
-    by_position = band.above != FAR or band.columns % block_k != 0 or (walk.table is not None and band.below != -FAR)
-    if by_pairs or by_position:
-        # Counted from zero: a count that starts from what was read from an operand varies over the mesh in shard_map.
-        zero = walk.end * 0 if walk.table is None else warpgroup * 0
-        carry = lax.fori_loop(zero, end - whole_end, lambda n, c: partial_step(whole_end + n, c), carry)
+    masked_last = by_pairs or band.above != FAR or band.columns % block_k != 0 or (listed and band.below != -FAR)
+    masked_first = not listed and band.below != -FAR
+    # Counted from zero: a count that starts from what was read from an operand varies over the mesh in shard_map.
+    zero = warpgroup * 0 if listed else walk.end * 0
+    begin, step_of = walk.begin, block_step
+    whole_begin, whole_end = walk.whole_steps(start)
     if config.ahead:
-        masked = by_pairs or by_position or band.below != -FAR
-        carry = lax.fori_loop(end, walk.end, functools.partial(block_step, masked=masked, last=True), carry)
+        step_of = later_step
+        nothing = plgpu.layout_cast(jnp.full((block_q, block_k), 0, dtype), LAYOUT)
+        carry = (*carry, nothing, *([walk.entry(begin)] * 2 if listed else []))
+        begin = lax.min(begin + 1, walk.end)
+        first = functools.partial(first_step, masked=masked_first or masked_last)
+        carry = lax.fori_loop(walk.begin, begin, first, carry)
+        whole_begin, whole_end = lax.max(whole_begin, begin), lax.max(whole_end, begin)
+    elif listed:
+        carry = (*carry, walk.entry(begin))
+    partial_step = functools.partial(step_of, masked=True)
+    if masked_first:
+        carry = lax.fori_loop(begin, whole_begin, partial_step, carry)
+    carry = lax.fori_loop(whole_begin, whole_end, functools.partial(step_of, masked=False), carry)
+    if masked_last:
+        carry = lax.fori_loop(zero, walk.end - whole_end, lambda n, c: partial_step(whole_end + n, c), carry)
+    if config.ahead:
+        carry = lax.fori_loop(zero, begin - walk.begin, lambda n, c: last_values(c), carry)
     # Of the very last turn nobody waits for the end.
     pl.when((warpgroup == 0) if turn.is_last is None else (warpgroup == 0) | ~turn.is_last)(give_turn)
     if turn.next_place is not None:
