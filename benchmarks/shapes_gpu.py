@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import sys
@@ -51,6 +52,9 @@ ACTIVATIONS = (
     (1500, 10240),
 )  # fmt: skip
 GATES = ((300, 14336), (1500, 6144), (2838, 14336), (8192, 7680), (8192, 13824), (20480, 5120))
+# Products of numbers of rows that 8 does not divide, and of 3000 beside 3001; K and N.
+PRODUCT_ROWS = (77, 270, 327, 1001, 1500, 3000, 3001)
+PRODUCTS = ((768, 3072), (4096, 2048), (4096, 14336))
 # batch, length, heads, key heads, head_dim
 ATTENTION = (
     (2, 3100, 32, 8, 64), (1, 3260, 32, 8, 64), (4, 1450, 32, 8, 64), (2, 2700, 16, 16, 64), (1, 5300, 14, 2, 64),
@@ -91,6 +95,20 @@ def norms() -> Iterator[Workload]:
                         what = f"{kind} {rows}x{columns}{' +residual' if residual else ''}"
                         plain = {} if residual else {"plain": peers.norm(kind)}
                         yield with_op("norm", "grid", what, op.name, case, grad, peers=plain)
+
+
+def products() -> Iterator[Workload]:
+    for (inner, columns), rows in itertools.product(PRODUCTS, PRODUCT_ROWS):
+        endings: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+            "": (None, None, {}),
+            " bias gelu": ((columns,), None, {"activation": "gelu"}),
+            " +residual": (None, (rows, columns), {}),
+        }
+        for what, (bias, residual, params) in endings.items():
+            case = Case("grid", ((rows, inner), (inner, columns), bias, residual), "bfloat16", params)
+            plain, by_torch = {"plain": peers.gemm(params)}, peers.torch_gemm(params)
+            said = f"{rows}x{inner}x{columns}{what}"
+            yield with_op("gemm", "grid", said, "gemm", case, False, peers=plain, torch=by_torch)
 
 
 def attentions() -> Iterator[Workload]:
@@ -225,7 +243,7 @@ def losses() -> Iterator[Workload]:
 
 PARTS = {
     "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
-    "activation": activations, "forward": forwards, "gated": gates,
+    "activation": activations, "forward": forwards, "gated": gates, "gemm": products,
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -323,8 +323,8 @@ class _AccumulatorPart:
 class _Grid:
     """What programs share that run at the same time. `swizzles`: layouts are inferred, those of shared memory too."""
 
-    def __init__(self, swizzles: bool = True) -> None:
-        self.swizzles = swizzles
+    def __init__(self, swizzles: bool = True, sizes: dict[str, int] | None = None) -> None:
+        self.swizzles, self.sizes = swizzles, sizes or {}
         self.failed: list[Exception] = []
         self.lock = threading.Lock()
         self.draw = random.Random(0)
@@ -373,11 +373,12 @@ def _wgmma(acc: _Accumulator, left: Any, right: Any) -> None:
 
 
 class _Smem:
-    """An array in shared memory, to be made: `tiled`, or not."""
+    """An array in shared memory, to be made: `tiled`, or not. Tiles of one row are as good as none."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, transforms: Any = ()) -> None:
         self.shape, self.dtype = shape, jnp.dtype(dtype)
-        self.tiled, self.transformed = any(isinstance(t, plgpu.TilingTransform) for t in transforms), bool(transforms)
+        self.tiled = any(isinstance(t, plgpu.TilingTransform) and t.tiling[0] > 1 for t in transforms)
+        self.transformed = bool(transforms)
 
     @property
     def size(self) -> int:
@@ -420,9 +421,10 @@ def _barrier(num_arrivals: int = 1, num_barriers: int = 1) -> Callable[[], Any]:
 
 def _run_scoped(body: Callable[..., Any], *specs: Any, collective_axes: Any = None, **named: Any) -> Any:
     program = _here.program
-    # What a program of one warpgroup has in shared memory is named here, and accumulators are not.
-    if collective_axes is None and not named:
-        return body(*(_Accumulator(spec.value) for spec in specs))
+    # Accumulators are a warpgroup's own; a program of one warpgroup has shared memory without an axis, too.
+    if collective_axes is None and all(isinstance(spec, _Accumulator) for spec in [*specs, *named.values()]):
+        own, own_named = jax.tree.map(lambda spec: _Accumulator(spec.value), (specs, named))
+        return body(*own, **own_named)
     with program.lock:
         if program.scratch is None:
             program.scratch = jax.tree.map(lambda make: make(), (specs, named))
@@ -504,6 +506,24 @@ def _loop(first: Any, end: Any) -> Callable[[Callable[..., None]], None]:
     return run
 
 
+def _nd_loop(shape: tuple[int, ...], *, collective_axes: str) -> Callable[[Callable[[Any], None]], None]:
+    """Every so many of a count of steps, as many as there are programs."""
+    (count,), program = shape, _here.program
+
+    def run(body: Callable[[Any], None]) -> None:
+        mine = range(program.place[collective_axes], count, program.grid.sizes[collective_axes])
+        for turn, index in enumerate(mine):
+            body(SimpleNamespace(index=(np.int32(index),), local_index=np.int32(turn)))
+
+    return run
+
+
+def _row_by_row(index: Any, shape: tuple[int, int], minor: int, width: int) -> tuple[Any, Any]:
+    """Tiles in an order that is not the chip's, each of them once."""
+    row, column = divmod(int(index), shape[1])
+    return np.int32(row), np.int32(column)
+
+
 def _fori_loop(first: Any, end: Any, body: Callable[..., Any], carry: Any) -> Any:
     for i in range(int(first), int(end)):
         carry = body(np.int32(i), carry)
@@ -565,14 +585,14 @@ def _run_grid(
 ) -> None:  # fmt: skip
     places = [dict(zip(grid_names, place, strict=True)) for place in itertools.product(*map(range, grid))]
     for some in [places] if at_once else [[place] for place in places]:
-        _run_programs(body, refs, some, num_threads, LATE if at_once else 0.0, swizzles)
+        shared = _Grid(swizzles, dict(zip(grid_names, grid, strict=True)))
+        _run_programs(body, refs, some, num_threads, LATE if at_once else 0.0, shared)
 
 
 def _run_programs(
-    body: Any, refs: list[Ref], places: list[dict[str, int]], num_threads: int, late: float, swizzles: bool
+    body: Any, refs: list[Ref], places: list[dict[str, int]], num_threads: int, late: float, grid: _Grid
 ) -> None:
     """At the same time, in no order."""
-    grid = _Grid(swizzles)
     if _held is not None:
         grid.of_before = {id(ref.array) for ref in refs if ref.array.shape not in _held}
     programs = [_Program(place, grid) for place in places]
@@ -615,12 +635,13 @@ def _kernel(
     def host(*arrays: Any) -> list[np.ndarray]:
         inputs = [Ref(np.asarray(x)) for x in arrays]
         # What the kernel does not write must not look like a result.
-        outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_type]
+        outs = [Ref(np.full(x.shape, np.nan, x.dtype)) for x in out_types]
         _run_grid(body, [*inputs, *outs], grid, grid_names, num_threads, swizzles=swizzles)
         return [ref.array for ref in outs]
 
+    out_types, several = jax.tree.flatten(out_type)
     # A call of its own, so that the work around the kernel may be compiled as a whole.
-    return lambda *arrays: jax.pure_callback(host, list(out_type), *arrays)
+    return lambda *arrays: jax.tree.unflatten(several, jax.pure_callback(host, out_types, *arrays))
 
 
 def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, at_once: bool = False, **_: Any) -> Callable[..., Any]:
@@ -667,6 +688,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
         griddepcontrol_wait=_await_previous, griddepcontrol_launch_dependents=_nothing,
         wgmma_wait=_nothing, wgmma_accumulator_load=lambda ref, wait_n: ref.value,
         broadcasted_iota=lambda dtype, shape, axis, layout: _iota(dtype, shape, axis),
+        nd_loop=_nd_loop, planar_snake=_row_by_row,
     )  # fmt: skip
     cpu_pl = _Shim(
         pl, run_scoped=_run_scoped, run_state=_run_state, loop=_loop, when=_when, multiple_of=lambda x, by: x

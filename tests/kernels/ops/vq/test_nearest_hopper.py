@@ -38,17 +38,6 @@ KERNELS = (common, prepare, resolve, resolve_parts, search, search_parts, search
 PROGRAMS = 2
 
 
-def _nd_loop(shape: tuple[int, ...], *, collective_axes: str) -> Any:
-    (count,) = shape
-
-    def run(body: Any) -> None:
-        mine = range(emulator._here.program.place[collective_axes], count, PROGRAMS)
-        for turn, index in enumerate(mine):
-            body(type("Loop", (), {"index": (np.int32(index),), "local_index": np.int32(turn)}))
-
-    return run
-
-
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     with emulator.emulated(*KERNELS):
@@ -58,7 +47,7 @@ def emulated() -> Iterator[None]:
             made = kernel(body, **{"num_threads": 1, **kwargs})
             return lambda *arrays: made(*arrays)
 
-        search.plgpu.__dict__.update(nd_loop=_nd_loop, kernel=whole, async_prefetch=lambda ref: None)
+        search.plgpu.__dict__.update(kernel=whole, async_prefetch=lambda ref: None)
         search.lax.__dict__.update(
             bitcast_convert_type=lambda x, dtype: np.asarray(x).view(dtype),
             rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),

@@ -6,6 +6,7 @@ from capibara.kernels.core.spec import Case
 
 REAL = frozenset({"bench", "tpu", "gpu"})
 HOSTILE = frozenset({"test", "tpu"})
+HOPPER = frozenset({"test", "gpu"})
 
 
 def _product(name: str, m: int, k: int, n: int, tags: frozenset[str], **params: object) -> Case:
@@ -51,6 +52,8 @@ CASES = (
         params={"transpose_a": True, "transpose_b": True},
         tags=HOSTILE | {"gpu"},
     ),
+    _product("hopper-odd-rows", 331, 192, 320, HOPPER, bias=True, residual=True, activation="gelu"),
+    _product("hopper-one-row", 1, 128, 192, HOPPER, transpose_b=True, out_dtype="float32"),
     Case("many-small", ((37, 16, 24), (37, 24, 40), (40,), None), "float32", tags=HOSTILE),
     Case("shared-left", ((48, 64), (5, 64, 32), None, (5, 48, 32)), "bfloat16", tags=HOSTILE),
 )

@@ -42,6 +42,7 @@ from capibara.kernels.pallas.hopper import (
     multiprocessors,
     named,
     refuses_chip,
+    row_tiled,
     smem_bytes,
     swizzled,
 )
@@ -273,15 +274,6 @@ def skip(config: GroupedHopperConfig, filled: Any, drained: Any, steps: Any, bef
         slot = lax.rem(before + step, config.stages)
         plgpu.barrier_wait(filled.at[slot])
         plgpu.barrier_arrive(drained.at[slot])
-
-
-def row_tiled(dtype: Any) -> tuple[Any, ...]:
-    """A layout of shared memory whose rows can be copied from and to any row of an array.
-
-    A buffer one swizzle atom wide has the same bytes in it as in the usual one, in tiles of 8 rows, which only starts
-    at multiples of 8.
-    """
-    return plgpu.TilingTransform((1, piece_columns(dtype))), plgpu.SwizzleTransform(SWIZZLE)
 
 
 def staging(config: GroupedHopperConfig, dtype: Any) -> Any:

@@ -7,6 +7,10 @@ double-buffered pieces while the next tile is already being fetched.
 
 Sizes need not be multiples of a tile: TMA fills what lies past an edge with zeros and drops what is written there.
 It does demand that rows lie 16 bytes apart, so the last axes are multiples of eight 16-bit numbers.
+
+TMA and wgmma take shared memory in tiles of 8 rows, and arrays in global memory are not padded to them. Where those
+tiles do not divide M, the rows of a and of the output are copied in tiles of one row. A block as wide as a swizzle has
+the same bytes in it either way: wgmma still reads it in tiles of 8.
 """
 
 from __future__ import annotations
@@ -28,13 +32,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from capibara.errors import rule_error
 from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
+from capibara.kernels.core.trusting import trusted
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
-from capibara.kernels.pallas.hopper import SMEM_BYTES, SWIZZLE, multiprocessors, refuses_chip, smem_bytes, swizzled
+from capibara.kernels.pallas.hopper import (
+    SMEM_BYTES,
+    SWIZZLE,
+    multiprocessors,
+    refuses_chip,
+    row_tiled,
+    smem_bytes,
+    swizzled,
+)
 
 TMA_ALIGNMENT = 16  # bytes between rows
 FETCH_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # a thread; 65,536 a multiprocessor over three warpgroups
 PIECE = 64  # the epilogue goes through shared memory in pieces of 64 x 64
+TILE_ROWS = 8  # of a tile of shared memory as wgmma reads it
+MOST_COPIED = 256  # tiles along an axis that one TMA copy takes, single rows too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +84,13 @@ class HopperConfig:
     def program_tile(self) -> tuple[int, int]:
         return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
 
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
+    def pieces(self, columns: int) -> list[tuple[int, int]]:
         """Where the pieces of a warpgroup's tile start that the epilogue goes through shared memory in."""
-        return [(r, c) for r in range(0, self.tile_m, PIECE) for c in range(0, self.tile_n, PIECE)]
+        return [(r, c) for r in range(0, self.tile_m, PIECE) for c in range(0, self.tile_n, columns)]
 
-    @property
-    def slots(self) -> int:
+    def slots(self, columns: int) -> int:
         """Pieces of a warpgroup that are in shared memory together."""
-        return min(2, len(self.pieces))
+        return min(2, len(self.pieces(columns)))
 
 
 def _sigmoid(z: Any) -> Any:
@@ -103,22 +116,41 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
     return configs
 
 
+def copies_rows(m: int) -> bool:
+    """Whether a and the output are copied in tiles of one row: 8 do not divide M, or there would be a single tile."""
+    return m % TILE_ROWS != 0 or m < 2 * TILE_ROWS
+
+
+def swizzle_columns(dtype: Any) -> int:
+    """How many numbers of a row a swizzle is wide."""
+    return SWIZZLE // jnp.dtype(dtype).itemsize
+
+
+def piece_columns(out_dtype: Any, by_rows: bool) -> int:
+    """Pieces that leave row by row are no wider than a swizzle: float32's are half as wide."""
+    return swizzle_columns(out_dtype) if by_rows else PIECE
+
+
 def scratch(
-    config: HopperConfig, dtype: Any, out_dtype: Any, bias_dtype: Any = None, *, has_residual: bool = False,
-    transpose_a: bool = False, transpose_b: bool = False,
+    config: HopperConfig, dtype: Any, out_dtype: Any, bias_dtype: Any = None, *, by_rows: bool,
+    has_residual: bool = False, transpose_a: bool = False, transpose_b: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """A program's shared memory: the operands' ring, the output's pieces of both warpgroups, and the bias."""
-    tile_k, stages, slots = config.tile_k, config.stages, config.slots
+    columns = piece_columns(out_dtype, by_rows)
+    tile_k, stages, slots = config.tile_k, config.stages, config.slots(columns)
     program_m, program_n = config.program_tile
     a_block = (tile_k, program_m) if transpose_a else (program_m, tile_k)
     b_block = (program_n, tile_k) if transpose_b else (tile_k, program_n)
     has_bias = bias_dtype is not None
+    a_read = plgpu.SMEM((stages, *a_block), dtype, transforms=swizzled(dtype))
+    a_fetched = plgpu.SMEM((stages, *a_block), dtype, transforms=row_tiled(dtype))
+    out_layout = row_tiled(out_dtype) if by_rows else swizzled(out_dtype)
     return {
-        "a_smem": plgpu.SMEM((stages, *a_block), dtype, transforms=swizzled(dtype)),
+        "a_smem": plgpu.RefUnion(a_fetched, a_read) if by_rows else a_read,
         "b_smem": plgpu.SMEM((stages, *b_block), dtype, transforms=swizzled(dtype)),
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a's tile and b's
         "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both multiplying warpgroups
-        "staged": plgpu.SMEM((2, slots, PIECE, PIECE), out_dtype, transforms=swizzled(out_dtype)),
+        "staged": plgpu.SMEM((2, slots, PIECE, columns), out_dtype, transforms=out_layout),
         "bias_smem": plgpu.SMEM((2, config.tile_n), bias_dtype) if has_bias else None,
         "bias_arrived": plgpu.Barrier(num_barriers=2) if has_bias else None,
         "residual_arrived": plgpu.Barrier(num_barriers=2 * slots) if has_residual else None,
@@ -126,8 +158,9 @@ def scratch(
 
 
 def fits(call: Call, config: HopperConfig) -> bool:
-    bias = call["bias"]
-    allocated = scratch(config, call.need("a").dtype, out_dtype_of(call), None if bias is None else bias.dtype)
+    _, m, _, _ = sizes(call)
+    bias_dtype = None if call["bias"] is None else call.need("bias").dtype
+    allocated = scratch(config, call.need("a").dtype, out_dtype_of(call), bias_dtype, by_rows=copies_rows(m))
     return smem_bytes(allocated) <= SMEM_BYTES
 
 
@@ -162,19 +195,23 @@ def refuses(call: Call) -> str | None:
     if bias is not None and len(bias.shape) == 2:
         return "the bias differs from one batch element to the next"
     _, m, n, _ = sizes(call)
-    for name, shape, size in (
-        ("a", a.shape, a.dtype.itemsize),
-        ("b", b.shape, b.dtype.itemsize),
-        ("the output", (m, n), out_dtype_of(call).itemsize),
+    rows_of_m = 1 if copies_rows(m) else TILE_ROWS
+    for name, shape, tile_rows, dtype in (
+        ("a", a.shape, TILE_ROWS if call.params["transpose_a"] else rows_of_m, a.dtype),
+        ("b", b.shape, TILE_ROWS, b.dtype),
+        ("the output", (m, n), rows_of_m, out_dtype_of(call)),
     ):
         rows, columns = shape[-2:]
-        if columns * size % TMA_ALIGNMENT:
-            return f"rows of {name} are {columns * size} bytes long, and TMA wants a multiple of {TMA_ALIGNMENT}"
-        # Mosaic cuts arrays into pieces of 8 rows by one swizzle atom (128 bytes) and pads neither; an array of a
-        # single piece loses that axis from its TMA descriptor, and what lies past its edge is no longer dropped.
-        atom = SWIZZLE // size
-        if rows % 8 or columns % atom or rows < 16 or columns < 2 * atom:
-            return f"{name} is {rows} x {columns}; Mosaic tiles it by 8 x {atom} and needs two tiles or more"
+        row_bytes = columns * dtype.itemsize
+        if row_bytes % TMA_ALIGNMENT:
+            return f"rows of {name} are {row_bytes} bytes long, and TMA wants a multiple of {TMA_ALIGNMENT}"
+        # Mosaic cuts arrays into pieces of so many rows by one swizzle atom (128 bytes) and pads neither; an array of a
+        # single piece loses that axis from its TMA descriptor, and what lies past its edge is no longer dropped. Of
+        # tiles of one row a copy takes many, and the axis stays even where the array has a single row.
+        atom = swizzle_columns(dtype)
+        few_rows = tile_rows > 1 and rows < 2 * tile_rows
+        if rows % tile_rows or columns % atom or few_rows or columns < 2 * atom:
+            return f"{name} is {rows} x {columns}; Mosaic tiles it by {tile_rows} x {atom} and needs two tiles or more"
     return None
 
 
@@ -194,6 +231,13 @@ def gemm_hopper(
     """gemm as one persistent kernel; see the module's text. 16-bit operands have one precision."""
     m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
     n = b.shape[-2] if transpose_b else b.shape[-1]
+    if copies_rows(m) and (config.tile_k != swizzle_columns(a.dtype) or config.program_tile[0] > MOST_COPIED):
+        raise rule_error(
+            f"Where M is no multiple of 8, or 8, tile_k is {swizzle_columns(a.dtype)} and a program's tile at most "
+            f"{MOST_COPIED} rows high (TMA)",
+            f"M = {m}, tile_k = {config.tile_k}, {config.program_tile[0]} rows",
+            "use another config",
+        )
     batched = a.ndim == 3 or b.ndim == 3
     count = (a.shape[0] if a.ndim == 3 else b.shape[0]) if batched else 1
     out = out_struct((count, m, n) if batched else (m, n), jnp.dtype(out_dtype) if out_dtype else a.dtype, a)
@@ -241,10 +285,12 @@ def _program(
     program_m, program_n = config.program_tile
     steps = math.ceil(k / tile_k)
     grid_m, grid_n = math.ceil(m / program_m), math.ceil(n / program_n)
-    pieces, slots = config.pieces, config.slots
+    by_rows = copies_rows(m)
+    columns_out = piece_columns(out_hbm.dtype, by_rows)
+    pieces, slots = config.pieces(columns_out), config.slots(columns_out)
     allocated = scratch(
-        config, a_hbm.dtype, out_hbm.dtype, None if bias_hbm is None else bias_hbm.dtype, has_residual=has_residual,
-        transpose_a=transpose_a, transpose_b=transpose_b,
+        config, a_hbm.dtype, out_hbm.dtype, None if bias_hbm is None else bias_hbm.dtype, by_rows=by_rows,
+        has_residual=has_residual, transpose_a=transpose_a, transpose_b=transpose_b,
     )  # fmt: skip
 
     def each_tile(visit: Any) -> None:
@@ -266,6 +312,7 @@ def _program(
         residual_arrived: Any,
     ) -> None:  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
+        a_fetched, a_read = a_smem if by_rows else (a_smem, a_smem)
 
         @pl.when(warpgroup == 2)
         def _fetch() -> None:
@@ -286,7 +333,7 @@ def _program(
                     depth = pl.ds(step * tile_k, tile_k)
                     a_at = (depth, rows) if transpose_a else (rows, depth)
                     b_at = (columns, depth) if transpose_b else (depth, columns)
-                    plgpu.copy_gmem_to_smem(_matrix(a_hbm, group).at[a_at], a_smem.at[slot], filled.at[slot])
+                    plgpu.copy_gmem_to_smem(_matrix(a_hbm, group).at[a_at], a_fetched.at[slot], filled.at[slot])
                     plgpu.copy_gmem_to_smem(_matrix(b_hbm, group).at[b_at], b_smem.at[slot], filled.at[slot])
 
             each_tile(fetch_tile)
@@ -304,7 +351,7 @@ def _program(
 
                 def where(number: int) -> Any:
                     r, c = pieces[number]
-                    return pl.ds(start_m + r, PIECE), pl.ds(start_n + c, PIECE)
+                    return pl.ds(start_m + r, PIECE), pl.ds(start_n + c, columns_out)
 
                 def fetch_residual(number: int) -> None:
                     """Into the slot that this piece of the output leaves from."""
@@ -325,7 +372,7 @@ def _program(
                     def _step(step: Any) -> None:
                         slot = lax.rem(before + step, stages)
                         plgpu.barrier_wait(filled.at[slot])
-                        left = _part(a_smem.at[slot], inside_m, tile_m, 1 if transpose_a else 0, config.split == "m")
+                        left = _part(a_read.at[slot], inside_m, tile_m, 1 if transpose_a else 0, config.split == "m")
                         right = _part(b_smem.at[slot], inside_n, tile_n, 0 if transpose_b else 1, config.split == "n")
                         plgpu.wgmma(
                             acc,
@@ -345,9 +392,9 @@ def _program(
                     if bias_hbm is not None:
                         plgpu.barrier_wait(bias_arrived.at[warpgroup])
                     for number, (r, c) in enumerate(pieces):
-                        value = z[r : r + PIECE, c : c + PIECE]
+                        value = z[r : r + PIECE, c : c + columns_out]
                         if bias_hbm is not None:
-                            line = bias_smem[warpgroup, c : c + PIECE].astype(jnp.float32)
+                            line = bias_smem[warpgroup, c : c + columns_out].astype(jnp.float32)
                             value = value + lax.broadcast_in_dim(line, value.shape, (1,))
                         if activation is not None:
                             value = ACTIVATIONS[activation](value)
@@ -381,8 +428,18 @@ def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 1.02 to 1.12 times XLA's speed where there is an activation, which XLA applies in a pass of its own;
-    else within 8 % of cuBLAS either way, and 0.66 of it for 32 rows."""
+    else within 8 % of cuBLAS either way, and 0.66 of it for 32 rows. Rows that are copied one by one were compiled and
+    not timed: 16 or more of them go ahead where predictions are trusted, fewer do not."""
+    _, m, _, _ = sizes(call)
+    if copies_rows(m) and (m < 2 * TILE_ROWS or trusted() != "predicted"):
+        return ()
     return ("xla",) if call.params["activation"] is not None else ()
+
+
+def beyond_evidence(call: Call) -> str | None:
+    """What runs with tiles of 8 rows were timed at says nothing of those that are copied one by one."""
+    _, m, _, _ = sizes(call)
+    return f"M = {m} has its rows copied one by one, which has not been timed on a chip" if copies_rows(m) else None
 
 
 IMPLEMENTATION = Implementation(
@@ -392,6 +449,7 @@ IMPLEMENTATION = Implementation(
     refuses=refuses,
     # cuBLAS holds the bare product; what it cannot do is apply an activation on the way out.
     ahead_of=ahead_of,
+    beyond_evidence=beyond_evidence,
     kernel=True,
     config_type=HopperConfig,
     default_config=default_config,
