@@ -88,7 +88,8 @@ def gathered_pages(query: Any, key_pages: Any, value_pages: Any, table: Any, len
     return jnp.einsum("shgt,sthd->shgd", weights, values).reshape(query.shape)
 
 
-def rope(x: Any) -> Any:
+def rope(x: Any, *_: Any) -> Any:
+    """With angles of its own, as models make them."""
     half = x.shape[-1] // 2
     turns = 10000.0 ** (-jnp.arange(half, dtype=f32) / half)
     angles = jnp.arange(x.shape[1], dtype=f32)[:, None] * turns
