@@ -145,12 +145,15 @@ def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -
     }
     if head_dim <= 64:
         configs["64 queries"] = dataclasses.replace(default, block_q=64)
-    if not default.divided:
-        configs["dv early"] = dataclasses.replace(default, dv_early=True)
-    if head_dim <= 128:
-        configs["ahead"] = dataclasses.replace(default, ahead=True)
-        configs["ahead, dv early"] = dataclasses.replace(default, ahead=True, dv_early=True)
-    configs = {name: config for name, config in configs.items() if config != default}
+    configs["dv early"] = dataclasses.replace(default, dv_early=True)
+    configs["ahead"] = dataclasses.replace(default, ahead=True)
+    configs["ahead, dv early"] = dataclasses.replace(default, ahead=True, dv_early=True)
+    taken = {"softcap": None, "dropout_rate": 0.0, **params}
+    configs = {
+        name: config
+        for name, config in configs.items()
+        if config != default and config == backward.settled(config, q, k, taken)
+    }
     if batch == 1 or not params:  # the same order
         configs.pop("longest first", None)
 

@@ -21,7 +21,14 @@ from capibara.kernels.ops.attention.api import ATTENTION
 from capibara.kernels.ops.attention.hopper import forward, walks
 from capibara.kernels.ops.attention.hopper.backward_steps import HopperGradConfig
 from capibara.kernels.ops.attention.hopper.calls import TILES_TOGETHER, refuses
-from capibara.kernels.ops.attention.hopper.forward import HopperConfig, Plan, candidates, default_config, hopper_forward
+from capibara.kernels.ops.attention.hopper.forward import (
+    BOUNDING_CAP,
+    HopperConfig,
+    Plan,
+    candidates,
+    default_config,
+    hopper_forward,
+)
 from capibara.kernels.ops.attention.hopper.masking import Band, Grid
 from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, columns_of
 from capibara.kernels.ops.attention.masking import FAR
@@ -211,6 +218,22 @@ def test_numbers_are_right(form: Form) -> None:
     # A score is a sum of head_dim products in float32, each rounded to 2^-24 of the sum; four for an unlucky draw.
     bound = 4 * 2.0**-24 * form.d * max(1.0, np.abs(wanted["lse"][alive]).max(initial=0.0))
     assert np.abs(lse[alive] - wanted["lse"][alive]).max(initial=0.0) < bound
+
+
+@pytest.mark.parametrize("cap", [BOUNDING_CAP, BOUNDING_CAP + 1], ids=["bounded", "by-maximum"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_at_the_cap_keep_large_and_small_values(cap: float, sign: int) -> None:
+    """All exponentials at the end of their range: without a maximum of each row they are not near one."""
+    form = Form(params={"softcap": cap, "scale": 6.0})
+    arrays = form.arrays()
+    arrays["q"][...], arrays["k"][...] = 4, 4 * sign
+    arrays["v"] *= 2.0 ** (34 * sign)
+    with emulator.emulated():
+        out, lse = jax.block_until_ready(jax.jit(form.run, compiler_options=QUICK)(arrays))
+    wanted = _expected(form, arrays)
+    error = np.linalg.norm(np.asarray(out, np.float64) - wanted["out"]) / np.linalg.norm(wanted["out"])
+    assert error <= ATTENTION.tolerance(form.call()), error
+    np.testing.assert_allclose(lse, wanted["lse"], rtol=2.0**-20)
 
 
 def _lowered(form: Form) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from capibara.errors import rule_error
+from capibara.errors import rule_error, say_once
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.varying import out_struct, vary_alike, vary_like
 from capibara.kernels.ops.attention.hopper import calls
@@ -64,6 +65,8 @@ from capibara.kernels.ops.attention.rules import window_of
 from capibara.kernels.pallas import prng
 from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
 
+logger = logging.getLogger(__name__)
+
 NARROWEST = 512  # keys that a row sees beside its own: windows of fewer are slower than cuDNN's
 # Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a pass 1.1 times as
 # fast as 32, and those, with one stage of the output's gradients fewer, 1.08 times as fast as 16.
@@ -96,10 +99,13 @@ def _sharers(config: HopperGradConfig, group: int) -> int:
     return sharers
 
 
-def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any]) -> HopperGradConfig:
-    """Without divided roles, scores ahead, and an early dv, where they cannot be."""
-    config = dataclasses.replace(config, divided=config.divided and _divides_roles(head_dim, params))
-    ahead = config.ahead and _loop(head_dim, config) is NARROW
+def settled(config: HopperGradConfig, q: Any, k: Any, params: Mapping[str, Any]) -> HopperGradConfig:
+    """For operands [B, H, L, D]: without divided roles, scores ahead, and an early dv, where they cannot be."""
+    config = dataclasses.replace(config, divided=config.divided and _divides_roles(q.shape[-1], params))
+    whole = isinstance(_columns_of(q, k, config), WholeColumns)
+    # A sum that several products add to has its zeros written under those in flight, and the compiler then makes every
+    # product wait: where columns come in panels nothing may be ahead.
+    ahead = config.ahead and whole and _loop(q.shape[-1], config) is NARROW
     return dataclasses.replace(config, ahead=ahead, dv_early=config.dv_early and not config.divided)
 
 
@@ -107,10 +113,9 @@ def _block_q(head_dim: int) -> int:
     return 128 if head_dim <= 64 else 64
 
 
-def _columns(call: Call, config: HopperGradConfig) -> Columns:
-    q, k = call.need("q"), call.need("k")
-    config = _settled(config, q.shape[-1], call.params)
-    return _loop(q.shape[-1], config).columns(config, q.shape[-1], q.dtype, (q.shape[2], k.shape[2]))
+def _columns_of(q: Any, k: Any, config: HopperGradConfig) -> Columns:
+    head_dim = aligned(q.shape[-1], q.dtype)
+    return _loop(head_dim, config).columns(config, head_dim, q.dtype, (q.shape[2], k.shape[2]))
 
 
 def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
@@ -119,15 +124,15 @@ def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
 
 
 def _fits(call: Call, config: HopperGradConfig) -> bool:
-    q, mask = call.need("q"), call["mask"]
+    q, k, mask = call.need("q"), call.need("k"), call["mask"]
     size: Any = call.params["block_size"]
-    config = _settled(config, q.shape[-1], call.params)
+    config = settled(config, q, k, call.params)
     loop = _loop(q.shape[-1], config)
     cut = call["block_mask"] is not None and not _divides(size, config.block_q, loop.tile)
     # A mask of one row for all queries is counted like one of pairs.
     mask_words = config.block_q // WORD if mask is not None or cut else 0
     lines = Lines(call["q_segments"] is not None, bool(call.params["dropout_rate"]), mask_words)
-    return smem_bytes(loop.scratch(config, _columns(call, config), q.dtype, lines)) <= SMEM_BYTES
+    return smem_bytes(loop.scratch(config, _columns_of(q, k, config), q.dtype, lines)) <= SMEM_BYTES
 
 
 def candidates(call: Call) -> Sequence[HopperGradConfig]:
@@ -138,9 +143,10 @@ def candidates(call: Call) -> Sequence[HopperGradConfig]:
     if _divides_roles(head_dim, call.params):
         configs = [*(_divided(head_dim, order) for order in reversed(orders)), *configs]
     configs += [dataclasses.replace(c, dv_early=True) for c in configs if not c.divided]
-    if _loop(head_dim, configs[0]) is NARROW and isinstance(_columns(call, configs[0]), WholeColumns):
-        configs += [dataclasses.replace(c, ahead=True) for c in configs]
-    configs = [c for c in (default_config(call), *configs) if _fits(call, c)]
+    configs += [dataclasses.replace(c, ahead=True) for c in configs]
+    q, k = call.need("q"), call.need("k")
+    configs = [default_config(call), *(c for c in configs if c == settled(c, q, k, call.params))]
+    configs = [c for c in configs if _fits(call, c)]
     return list(dict.fromkeys(configs))
 
 
@@ -160,6 +166,7 @@ def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
     """The same tiles, shared out as this call's are done soonest. Of a very long one the sums of dq, in float32, are a
     quarter of what it takes; two parts need half of that."""
     q, k = call.need("q"), call.need("k")
+    config = settled(config, q, k, call.params)
     if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0:
         return dataclasses.replace(config, order=best_order(q.shape[-1]), parts=2, sharers=0)
     tile = tile_of_keys(config, q.shape[-1])
@@ -213,7 +220,11 @@ def hopper_backward(
     left, right = window or (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)
-    config = _settled(config, head_dim, {"softcap": softcap, "dropout_rate": dropout_rate})
+    asked, config = config, settled(config, q, k, {"softcap": softcap, "dropout_rate": dropout_rate})
+    if asked != config:
+        text = "of this config of attention's gradient, what this call has no form of is left out: %s"
+        options = [name for name in ("divided", "ahead", "dv_early") if getattr(asked, name) != getattr(config, name)]
+        say_once(logger, (tuple(options), q.shape, k.shape), text, ", ".join(options))
     loop = _loop(head_dim, config)
     below, above = span(causal, q_offset, window)
     grid = Grid(length, Band(below, above, keys), config.block_q, loop.tile)

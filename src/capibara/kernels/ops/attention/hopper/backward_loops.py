@@ -30,7 +30,7 @@ from capibara.kernels.ops.attention.hopper.backward_steps import (
     swizzled_for,
 )
 from capibara.kernels.ops.attention.hopper.masking import LAYOUT
-from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, contract, multiply
+from capibara.kernels.ops.attention.hopper.panels import Columns, contract, multiply
 from capibara.kernels.pallas.hopper import load
 
 NARROW_TILE = 2 * WGMMA_ROWS
@@ -89,9 +89,7 @@ def _narrow_compute(
 ) -> None:
     block_q, num_stages, dtype = plan.block_q, plan.config.stages, refs["q"].dtype
     warpgroup, by_rows = walk.warpgroup, head.parts == 1
-    # A sum that several products add to has its zeros written under those in flight, and the compiler then makes every
-    # product wait.
-    ahead = plan.config.ahead and isinstance(head, WholeColumns)
+    ahead = plan.config.ahead
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     my_first_key = walk.first_key + warpgroup * WGMMA_ROWS
 

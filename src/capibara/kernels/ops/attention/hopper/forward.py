@@ -70,8 +70,8 @@ FETCH_REGISTERS, COMPUTE_REGISTERS = 40, 232
 # subtracts it without making a NaN.
 LOWEST = -1e30
 # A soft cap up to which no running maximum is taken: exponentials of scores between plus and minus it are within
-# 2^±87, which leaves a sum over keys, and the values that it weighs, 2^39 on either side in float32 and bfloat16.
-BOUNDING_CAP = 60.0
+# 2^±73, which leaves a million keys' sum of the values that they weigh, up to 2^34, its place in float32.
+BOUNDING_CAP = 50.0
 PAIR_TILES = ("bias_tile", "mask_tile")  # operands that have a number for each pair of query and key
 COUNTS = 2  # the table's first entries: how many blocks are whole, and how many are live
 UNSEEN = 1  # the entry's flag for a block with keys that no query may see

@@ -33,11 +33,10 @@ def xla(
     out = jnp.dtype(out_dtype) if out_dtype else operands
     bare = bias is None and residual is None and activation is None
     wide = jnp.promote_types(jnp.float32, operands)
-    widened = operands.itemsize == 2 and current_target().platform == "cpu"
-    if widened:
-        # In JAX 0.12 XLA's CPU programs of 16-bit operands sum in 16 bits where the product is used transposed, as
-        # gradients are: ten times the error, for no time won (1024 cubed: 45 ms either way).
-        a, b, operands = a.astype(wide), b.astype(wide), wide
+    apart = operands == jnp.bfloat16 and current_target().platform == "cpu"
+    if apart:  # the left side as the product's own gradient has it, which is then turned beyond the barrier
+        a, b = _apart(jnp.swapaxes(a, -1, -2) if transpose_a else a), _apart(b)
+        transpose_a = False
     batch = ((0,), (0,)) if a.ndim == b.ndim == 3 else ((), ())
     contract_a = a.ndim - 2 if transpose_a else a.ndim - 1
     contract_b = b.ndim - 1 if transpose_b else b.ndim - 2
@@ -47,13 +46,22 @@ def xla(
         return (jnp.moveaxis(z, 1, 0) if a.ndim == 2 and b.ndim == 3 else z) + residual
     if bare or operands == wide:
         # A bare product is left in the output type: the matrix units round once, and there is nothing to fuse.
-        result = out if bare and not widened else wide
-        z = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=result)
+        z = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out if bare else wide)
     else:
         z = _wide_product(a, b, dims, precision, wide)
     if a.ndim == 2 and b.ndim == 3:  # dot_general puts the free axes of `a` first: [M, B, N]
         z = jnp.moveaxis(z, 1, 0)
-    return z.astype(out) if bare else epilogue(z, bias, residual, activation).astype(out)
+    if bare:
+        return _apart(z) if apart else z
+    return epilogue(z, bias, residual, activation).astype(out)
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """Keeps a transposition, the caller's or a gradient's, out of the product beside it.
+
+    XLA of JAX 0.12 sums a product of bfloat16 in bfloat16 on a CPU where its result is wanted transposed.
+    """
+    return jax.lax.optimization_barrier(x)
 
 
 def _is_added_by_cublas(residual: jax.Array, operands: Any, out: Any) -> bool:
