@@ -121,13 +121,18 @@ def swizzled(dtype: Any, width: int = SWIZZLE) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width)
 
 
+def swizzle_columns(dtype: Any) -> int:
+    """How many numbers of a row a swizzle atom is wide."""
+    return SWIZZLE // jnp.dtype(dtype).itemsize
+
+
 def row_tiled(dtype: Any) -> tuple[Any, ...]:
     """A layout of shared memory whose rows can be copied from and to any row of an array.
 
     A buffer one swizzle atom wide has the same bytes in it as in `swizzled`, in tiles of 8 rows, which only starts at
     multiples of 8.
     """
-    return plgpu.TilingTransform((1, SWIZZLE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SWIZZLE)
+    return plgpu.TilingTransform((1, swizzle_columns(dtype))), plgpu.SwizzleTransform(SWIZZLE)
 
 
 # JAX 0.10 wants an index beside the reference; later versions take the reference alone.

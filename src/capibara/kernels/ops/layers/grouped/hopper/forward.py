@@ -38,12 +38,12 @@ from capibara.kernels.ops.layers.grouped.rules import Sizes, floats, out_dtype_o
 from capibara.kernels.ops.layers.grouped.tiles import row_tiles
 from capibara.kernels.pallas.hopper import (
     SMEM_BYTES,
-    SWIZZLE,
     multiprocessors,
     named,
     refuses_chip,
     row_tiled,
     smem_bytes,
+    swizzle_columns,
     swizzled,
 )
 
@@ -97,11 +97,6 @@ class GroupedHopperConfig:
     def smem_bytes(self) -> int:
         """Shared memory, barriers too; the kernel of `weights` has tiles of the same size."""
         return smem_bytes(_scratch(self, jnp.bfloat16, jnp.bfloat16, weights=1, transposed=False))
-
-
-def piece_columns(dtype: Any) -> int:
-    """How many results of a row fill one swizzle atom."""
-    return SWIZZLE // jnp.dtype(dtype).itemsize
 
 
 def _deepest(tile_m: int, tile_n: int, split: str, band: int, pieces: int = 2) -> GroupedHopperConfig:
@@ -278,7 +273,7 @@ def skip(config: GroupedHopperConfig, filled: Any, drained: Any, steps: Any, bef
 
 def staging(config: GroupedHopperConfig, dtype: Any) -> Any:
     """The pieces of both warpgroups on their way out."""
-    shape = (2, config.pieces, PIECE_ROWS, piece_columns(dtype))
+    shape = (2, config.pieces, PIECE_ROWS, swizzle_columns(dtype))
     return plgpu.SMEM(shape, dtype, transforms=row_tiled(dtype))
 
 
@@ -346,7 +341,7 @@ def _grouped_rows(
 
     Of the gated product three `outputs` are it and both products.
     """
-    if (config.tile_n // len(weights)) % piece_columns(out_dtype):
+    if (config.tile_n // len(weights)) % swizzle_columns(out_dtype):
         raise rule_error("The gated product halves tile_n, to multiples of 64", config.tile_n, "use 128 or 256")
     rows, _ = lhs.shape
     columns = weights[0].shape[1 if transposed else 2]
@@ -412,7 +407,7 @@ def _program(
     share = tile_n // len(weights)  # a warpgroup's columns of each weight
     across = program_n // len(weights)  # a program's columns of the result
     column_tiles = math.ceil(columns / across)
-    width = piece_columns(outs[0].dtype)
+    width = swizzle_columns(outs[0].dtype)
     pieces = [(r, c) for r in range(0, tile_m, PIECE_ROWS) for c in range(0, share, width)]
     scratch = _scratch(config, lhs.dtype, outs[0].dtype, len(weights), transposed)
 

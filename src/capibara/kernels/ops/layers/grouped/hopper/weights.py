@@ -36,13 +36,12 @@ from capibara.kernels.ops.layers.grouped.hopper.forward import (
     each_tile,
     fetch_steps,
     part,
-    piece_columns,
     refuses,
     send,
     staging,
 )
 from capibara.kernels.ops.layers.grouped.tiles import group_spans, longest_first
-from capibara.kernels.pallas.hopper import multiprocessors, named, swizzled
+from capibara.kernels.pallas.hopper import multiprocessors, named, swizzle_columns, swizzled
 
 EIGHT = 8  # rows of a swizzle atom: where TMA can start
 EDGE_ROWS = STEP + EIGHT  # at most 7 rows before the whole steps and 63 after them
@@ -105,7 +104,7 @@ def _program(
     tile_m, tile_n, stages = config.tile_m, config.tile_n, config.stages
     program_m, program_n = config.program_tile
     grid_m, grid_n = math.ceil(p / program_m), math.ceil(q / program_n)
-    width = piece_columns(out.dtype)
+    width = swizzle_columns(out.dtype)
     pieces = [(r, c) for r in range(0, tile_m, PIECE_ROWS) for c in range(0, tile_n, width)]
 
     def place(index: Any) -> tuple[Any, Any, Any]:

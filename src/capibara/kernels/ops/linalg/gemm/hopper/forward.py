@@ -37,11 +37,11 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
 from capibara.kernels.pallas.hopper import (
     SMEM_BYTES,
-    SWIZZLE,
     multiprocessors,
     refuses_chip,
     row_tiled,
     smem_bytes,
+    swizzle_columns,
     swizzled,
 )
 
@@ -119,11 +119,6 @@ def candidates(call: Call) -> Sequence[HopperConfig]:
 def copies_rows(m: int) -> bool:
     """Whether a and the output are copied in tiles of one row: 8 do not divide M, or there would be a single tile."""
     return m % TILE_ROWS != 0 or m < 2 * TILE_ROWS
-
-
-def swizzle_columns(dtype: Any) -> int:
-    """How many numbers of a row a swizzle is wide."""
-    return SWIZZLE // jnp.dtype(dtype).itemsize
 
 
 def piece_columns(out_dtype: Any, by_rows: bool) -> int:
