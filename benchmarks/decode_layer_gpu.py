@@ -31,7 +31,7 @@ from few_rows_gpu import PAUSE_S, device_events
 
 from capibara.kernels import few_rows, paged_attention, paged_write, rms_norm, summed_row, trust
 from capibara.kernels.lab.bench import versions
-from capibara.kernels.ops.attention.rope.angles import rope_angles
+from capibara.kernels.ops.attention.rope import rope_angles
 from capibara.kernels.ops.layers.few_rows import api as few_rows_api
 from capibara.kernels.ops.layers.summed_row import api as summed_row_api
 

@@ -40,7 +40,7 @@ from capibara.kernels.lab.bench import versions
 from capibara.kernels.lab.tuning import failures
 from capibara.kernels.ops.attention.paged_write.api import PAGED_WRITE, paged_write
 from capibara.kernels.ops.attention.paged_write.hopper.forward import HeadsConfig, candidates
-from capibara.kernels.ops.attention.rope.angles import rope_angles
+from capibara.kernels.ops.attention.rope import rope_angles
 
 MODELS = {"1b": (16, 8, 128), "8b": (32, 8, 128), "narrow": (32, 8, 64)}  # heads, kv_heads, head_dim
 LAYERS = 16

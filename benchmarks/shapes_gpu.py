@@ -30,11 +30,9 @@ from capibara.cli.kernels.lattice import told
 from capibara.kernels.core.op import lookup
 from capibara.kernels.core.spec import Case
 from capibara.kernels.lab.lattice import peers, report, run
-from capibara.kernels.lab.lattice.workloads import Workload, attention_of, rotary_of, with_op
+from capibara.kernels.lab.lattice.workloads import Workload, attention_of, with_op
 from capibara.kernels.ops.attention.hopper import backward, forward
 from capibara.kernels.ops.attention.hopper.calls import LONGEST_FIRST, best_order
-from capibara.kernels.ops.attention.rope.api import rope
-from capibara.kernels.ops.attention.rope.hopper import forward as turns
 
 # columns and rows of each
 NORMS = {
@@ -80,11 +78,6 @@ FORWARD = (
 WHOLE_FORWARD = ((2, 8192, 16, 16, 128), (6, 1500, 16, 16, 128), (4, 577, 16, 16, 64))
 KEYS_A_BLOCK = (64, 128, 192, 256)
 WHOLE_GRADIENTS = ((6, 1500, 16, 16, 128), (3, 1500, 20, 20, 64), (4, 1100, 16, 16, 80))
-# batch, length, heads, head_dim: queries, keys, heads that do not divide, few positions
-ROPES = (
-    (4, 4096, 32, 128), (4, 4096, 8, 128), (2, 3100, 32, 64), (3, 1900, 28, 128), (2, 8192, 16, 256),
-    (16, 1024, 12, 64), (2, 2700, 20, 80), (1, 1000, 32, 128),
-)  # fmt: skip
 SOFTCAPS = ((3, 4096, 16, 8, 256), (2, 3000, 32, 16, 128))
 
 
@@ -215,22 +208,6 @@ def _by_tiles(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -> 
     return dataclasses.replace(made, ours=ours, forms=("cudnn", "hopper", *configs))
 
 
-def ropes() -> Iterator[Workload]:
-    """By XLA's form, and by the kernel in the default's way, with other heads a program and with other vectors."""
-    for sizes in ROPES:
-        made = rotary_of("grid", sizes, False)
-        default, *others = turns.candidates(made.op.call(*made.case.args(), **made.case.params))
-        alike = [one for one in others if default.heads == one.heads or default.vector == one.vector]
-        configs = {f"{one.heads} heads, {one.vector} a vector": one for one in alike}
-
-        def ours(x: Any, *_: Any, form: str | None = None, configs: Any = configs) -> Any:
-            if form in configs:
-                return rope(x, implementation="hopper", config=configs[form])
-            return rope(x, implementation=form)
-
-        yield dataclasses.replace(made, ours=ours, forms=("xla", "hopper", *configs))
-
-
 def gates() -> Iterator[Workload]:
     for kind in ("gelu_tanh", "gelu", "silu"):
         for shape in GATES:
@@ -269,7 +246,7 @@ def losses() -> Iterator[Workload]:
 
 PARTS = {
     "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
-    "activation": activations, "forward": forwards, "gated": gates, "gemm": products, "rope": ropes,
+    "activation": activations, "forward": forwards, "gated": gates, "gemm": products,
 }  # fmt: skip
 
 

@@ -85,7 +85,6 @@ COUNTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         {},
     ),
     "permute": ((MATRIX,), {}),
-    "rope": ((f32(2, 64, 4, 128), f32(64, 32), f32(64, 32)), {}),
     "selective_scan": ((STEPS, STEPS, f32(256, 16), STATES, STATES), {}),
     "selective_scan_grad": ((STEPS, STEPS, f32(256, 16), STATES, STATES, *(None,) * 4, STEPS), {}),
 }

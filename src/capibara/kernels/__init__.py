@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from capibara.kernels.ops.attention.block_mask import block_mask_from as block_mask_from
     from capibara.kernels.ops.attention.paged.api import paged_attention as paged_attention
     from capibara.kernels.ops.attention.paged_write.api import paged_write as paged_write
-    from capibara.kernels.ops.attention.rope.angles import rope_tables as rope_tables
-    from capibara.kernels.ops.attention.rope.api import Rope as Rope
-    from capibara.kernels.ops.attention.rope.api import rope as rope
+    from capibara.kernels.ops.attention.rope import Rope as Rope
+    from capibara.kernels.ops.attention.rope import rope as rope
+    from capibara.kernels.ops.attention.rope import rope_tables as rope_tables
     from capibara.kernels.ops.attention.sequence import ring_load as ring_load
     from capibara.kernels.ops.attention.sequence import sequence_parallel_attention as sequence_parallel_attention
     from capibara.kernels.ops.attention.sequence import unzigzag as unzigzag
@@ -147,8 +147,7 @@ __all__, __getattr__, __dir__ = exports(
         "ops.attention.block_mask": "BlockMask block_mask_from",
         "ops.attention.paged.api": "paged_attention",
         "ops.attention.paged_write.api": "paged_write",
-        "ops.attention.rope.angles": "rope_tables",
-        "ops.attention.rope.api": "Rope rope",
+        "ops.attention.rope": "Rope rope rope_tables",
         "ops.attention.sequence": "ring_load sequence_parallel_attention unzigzag zigzag",
         "ops.collective": (
             "all_gather all_gather_matmul all_reduce all_reduce_tree all_to_all bucketed bucketed_all_reduce "

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from capibara.dropin import decorate
 from capibara.kernels.core.user_ops import register_tpu_op, unregister
 from capibara.kernels.lab.timing import Timing, measure
-from capibara.kernels.ops.attention.rope.angles import rope_tables
-from capibara.kernels.ops.attention.rope.api import rope as room_rope
+from capibara.kernels.ops.attention.rope import rope as room_rope
+from capibara.kernels.ops.attention.rope import rope_tables
 from capibara.mesh.context import tpu_v4_optimization_context
 from capibara.mesh.validate import validate_sharding
 from capibara.precision import PrecisionConfig

@@ -667,17 +667,6 @@ def _mesh_kernel(body: Any, *, out_type: Any, mesh: Any, at_once: bool = False, 
     return call
 
 
-def _of_vectors(ref: Ref, layout: Any) -> Ref:
-    """A part of global memory in which each vector of a strided layout begins where the chip may read all of it."""
-    strided = layout.to_mgpu()
-    step = min(strided.vec_size * ref.dtype.itemsize, hopper.WIDEST_ACCESS)
-    outer = [s for p, s in zip(ref.part[:-1], ref.array.strides, strict=False) if isinstance(p, tuple)]
-    assert strided.shape == ref.shape
-    assert ref.shape[-1] % strided.vec_size == 0
-    assert not any(place % step for place in (ref.first_byte, *outer)), f"a vector that is no multiple of {step} bytes"
-    return ref
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     """Registers and fences: every operation here is done when it returns."""
 
@@ -731,8 +720,6 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
         (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
         (hopper, "hidden_zero", lambda step, stage: np.int32(0)),
         (hopper, "kept_before_wait", _nothing),
-        (hopper, "load_vectors", lambda ref, layout: _of_vectors(ref, layout).load()),
-        (hopper, "store_vectors", lambda ref, value, layout: _of_vectors(ref, layout).store(value)),
     ]
     changes += [(prng, "_shift", _for_numpy(prng._shift, _shift)), (prng, "_words", _for_numpy(prng._words, _words))]
     before = [getattr(module, name) for module, name, _ in changes]

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -25,7 +24,6 @@ SMEM_BYTES = 227 * 1024  # what one program may have
 SMEM_ALIGNMENT = 1024  # bytes: every array in shared memory starts at a multiple
 REDUCTION_BYTES = 2048  # what a kernel that reduces over registers has, unless its compiler parameters say another
 SWIZZLE = 128  # bytes
-WIDEST_ACCESS = 16  # bytes that a thread reads or writes at a time
 LOG2E = math.log2(math.e)
 # How a program is lowered whose every value has its layout said, where it is loaded or made. The other way, which JAX
 # takes by default from 0.11 on, infers layouts in Python: ten seconds for a router of 1,800 instructions, which one
@@ -157,47 +155,6 @@ def store_to_memory(ref: Any, value: Any) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
-
-
-def load_vectors(ref: Any, layout: Any) -> Any:
-    """`load` of a part of global memory in vectors of a strided layout, each of which begins at a multiple of its size.
-
-    The kernel promises that. A compiler finds it out by itself only where an address is a short sum: with heads and
-    positions in it, it asked for most vectors number by number.
-    """
-    struct = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=struct)
-    def emit(_: Any, source: Any) -> Any:
-        from jax.experimental.mosaic.gpu import FragmentedArray
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import vector
-
-        strided = layout.to_mgpu()
-        registers = np.empty(strided.registers_shape(ref.shape), dtype=object)
-        element = ir.MemRefType(source.type).element_type
-        of_type = ir.VectorType.get((strided.vec_size,), element)
-        alignment = min(strided.vec_size * ref.dtype.itemsize, WIDEST_ACCESS)
-        for _get, update, memory, place in FragmentedArray.transfer_strided(source, strided.vec_size):
-            update(registers, vector.load(of_type, memory, place, alignment=alignment))
-        return FragmentedArray(_registers=registers, _layout=strided, _is_signed=None)
-
-    return emit(ref)
-
-
-def store_vectors(ref: Any, value: Any, layout: Any) -> None:
-    """What `load_vectors` of `ref` would give becomes `value`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
-    def emit(_: Any, target: Any, value: Any) -> None:
-        from jaxlib.mlir.dialects import vector
-
-        strided = layout.to_mgpu()
-        alignment = min(strided.vec_size * ref.dtype.itemsize, WIDEST_ACCESS)
-        for get, _update, memory, place in value.transfer_strided(target, strided.vec_size):
-            vector.store(get(value.registers), memory, place, alignment=alignment)
-
-    emit(ref, value)
 
 
 def write_rows(copy: Callable[[int], None], first: Any, rows: int, length: int, *, whole: bool) -> None:

@@ -14,8 +14,8 @@ from capibara.kernels.ops.attention import Rope, attention, rope
 from capibara.kernels.ops.attention.paged.api import paged_attention
 from capibara.kernels.ops.attention.paged_write.api import has_kernel, paged_write
 from capibara.kernels.ops.attention.paged_write.xla import put_rows
-from capibara.kernels.ops.attention.rope.angles import rope_angles
-from capibara.kernels.ops.attention.rope.scaling import scaling_numbers
+from capibara.kernels.ops.attention.rope import rope_angles
+from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
 from capibara.kernels.ops.layers.norm.api import rms_norm
 from capibara.mesh import with_sharding_constraint
 from capibara.models.blocks.spec import (

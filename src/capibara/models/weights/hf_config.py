@@ -182,7 +182,7 @@ def _difference(model: ModularModelConfig, other: ModularModelConfig) -> str | N
 
 def _numbers(block: Any, model: ModularModelConfig) -> dict[str, Any]:
     """The keys of a block that change what it computes, spelled one way."""
-    from capibara.kernels.ops.attention.rope.scaling import scaling_numbers
+    from capibara.kernels.ops.attention.rope_scaling import scaling_numbers
     from capibara.models.blocks import Attention
 
     keys = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}

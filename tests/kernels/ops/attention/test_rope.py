@@ -15,10 +15,9 @@ from tests.kernels.ops.attention import naive
 from capibara.kernels import explain, target
 from capibara.kernels.ops.attention import api
 from capibara.kernels.ops.attention.chunks import ChunkConfig
-from capibara.kernels.ops.attention.rope.angles import rope_tables
-from capibara.kernels.ops.attention.rope.api import Rope, rotate_both
-from capibara.kernels.ops.attention.rope.api import rope as public_rope
-from capibara.kernels.ops.attention.rope.scaling import frequencies
+from capibara.kernels.ops.attention.rope import Rope, rope_tables, rotate_both
+from capibara.kernels.ops.attention.rope import rope as public_rope
+from capibara.kernels.ops.attention.rope_scaling import frequencies
 from capibara.surface.flash import flash_attention
 
 attention = functools.partial(api.attention, layout="bhtd")

@@ -88,8 +88,7 @@ def gathered_pages(query: Any, key_pages: Any, value_pages: Any, table: Any, len
     return jnp.einsum("shgt,sthd->shgd", weights, values).reshape(query.shape)
 
 
-def rope(x: Any, *_: Any) -> Any:
-    """With angles of its own, as models make them."""
+def rope(x: Any) -> Any:
     half = x.shape[-1] // 2
     turns = 10000.0 ** (-jnp.arange(half, dtype=f32) / half)
     angles = jnp.arange(x.shape[1], dtype=f32)[:, None] * turns

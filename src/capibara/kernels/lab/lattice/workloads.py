@@ -22,8 +22,7 @@ from capibara.kernels.core.op import Op, lookup
 from capibara.kernels.core.spec import Case, Cost, Excerpt
 from capibara.kernels.lab.lattice import peers
 from capibara.kernels.lab.lattice.models import Model, held_back, models
-from capibara.kernels.ops.attention.rope.angles import rope_tables
-from capibara.kernels.ops.attention.rope.api import rope
+from capibara.kernels.ops.attention.rope import rope
 from capibara.kernels.ops.conv.causal1d.cases import case as conv1d_case
 from capibara.kernels.ops.conv.conv2d.cases import case as conv2d_case
 from capibara.kernels.ops.layers.cross_entropy.api import GRADIENTS, cross_entropy
@@ -31,7 +30,7 @@ from capibara.kernels.ops.layers.grouped.cases import even
 from capibara.kernels.ops.scan.selective.cases import make_case as selective_case
 from capibara.kernels.ops.scan.ssd.cases import make_case as dual_case
 
-__all__ = ["FAMILIES", "Workload", "attention_of", "draw", "rotary_of", "with_op"]
+__all__ = ["FAMILIES", "Workload", "attention_of", "draw", "with_op"]
 
 # What a call may take at the most: some milliseconds of an H200, so that a row is a second of timing.
 MOST_FLOPS = 3e12
@@ -235,26 +234,19 @@ def paged(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
 
 
 def rotary(name: str, model: Model, draw: Draw, grad: bool) -> Workload:
+    """Not an op with implementations: one elementwise function, held against what a user writes."""
     assert model.heads
     assert model.head_dim
     batch, length, _ = draw.batch_of(draw.length())
-    return rotary_of(name, (batch, length, model.heads, model.head_dim), grad)
-
-
-def rotary_of(name: str, sizes: tuple[int, int, int, int], grad: bool) -> Workload:
-    """Queries or keys at positions 0, 1, 2, …: `sizes` are batch, length, heads, and columns of a head."""
-    batch, length, heads, head_dim = sizes
-    op, tables = lookup("rope"), rope_tables(length, head_dim)
-    case = Case(
-        name, (sizes, *(table.shape for table in tables)), "bfloat16", {}, NO_TAGS, {1: "float32", 2: "float32"},
-        {1: lambda generator, shape: tables.cos, 2: lambda generator, shape: tables.sin},
+    case = Case(name, ((batch, length, model.heads, model.head_dim),), "bfloat16")
+    op = Op(
+        "rope", family="attention", reference=peers.rope, operands=("x",),
+        cost=lambda call: Cost(bytes=4.0 * math.prod(call.need("x").shape)), tolerance=lambda call: 2.0**-7,
     )  # fmt: skip
-
-    def ours(x: Any, *_: Any, form: str | None = None) -> Any:
-        return rope(x, implementation=form)
-
-    what = f"B{batch} T{length} H{heads} D{head_dim}"
-    return Workload("rope", name, what, op, case, grad, ours, _accepting(op, case), {"plain": peers.rope})
+    return Workload(
+        "rope", name, f"B{batch} T{length} H{model.heads} D{model.head_dim}", op, case, grad,
+        lambda x, form=None: rope(x), (), {"plain": peers.rope},
+    )  # fmt: skip
 
 
 # Products

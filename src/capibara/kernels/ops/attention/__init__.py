@@ -4,8 +4,7 @@ from capibara.kernels.ops.attention.api import ATTENTION, ATTENTION_GRAD, attent
 from capibara.kernels.ops.attention.block_mask import BlockMask, block_mask_from
 from capibara.kernels.ops.attention.paged import PAGED_ATTENTION, paged_attention
 from capibara.kernels.ops.attention.paged_write import PAGED_WRITE, paged_write
-from capibara.kernels.ops.attention.rope.angles import rope_tables
-from capibara.kernels.ops.attention.rope.api import ROPE, Rope, rope
+from capibara.kernels.ops.attention.rope import Rope, rope, rope_tables
 from capibara.kernels.ops.attention.sequence import ring_load, sequence_parallel_attention, unzigzag, zigzag
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "ATTENTION_GRAD",
     "PAGED_ATTENTION",
     "PAGED_WRITE",
-    "ROPE",
     "BlockMask",
     "Rope",
     "attention",

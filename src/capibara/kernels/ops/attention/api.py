@@ -30,7 +30,7 @@ from capibara.kernels.ops.attention.excerpt import first_group
 from capibara.kernels.ops.attention.hopper import backward as hopper_backward
 from capibara.kernels.ops.attention.hopper import forward as hopper_forward
 from capibara.kernels.ops.attention.reference import reference, reference_grad
-from capibara.kernels.ops.attention.rope.api import Rope, rotate_both
+from capibara.kernels.ops.attention.rope import Rope, rotate_both
 from capibara.kernels.ops.attention.tpu import backward as tpu_backward
 from capibara.kernels.ops.attention.tpu import forward as tpu_forward
 

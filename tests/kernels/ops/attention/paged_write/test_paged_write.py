@@ -13,7 +13,7 @@ from jaxtyping import jaxtyped
 
 from capibara.kernels import explain, paged_write, rope, rope_tables, target
 from capibara.kernels.ops.attention.paged_write.api import PAGED_WRITE
-from capibara.kernels.ops.attention.rope.angles import rope_angles
+from capibara.kernels.ops.attention.rope import rope_angles
 
 checked = jaxtyped(typechecker=beartype)(paged_write)
 HEADS, KV_HEADS, DEPTH, PAGES, PAGE_SIZE = 4, 2, 8, 5, 4

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.kernels.ops.attention.paged_write.rules import sizes_of
-from capibara.kernels.ops.attention.rope.xla import rotated_by
+from capibara.kernels.ops.attention.rope import rotated_by
 
 
 def cut_and_turned(
