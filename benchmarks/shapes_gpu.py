@@ -33,6 +33,9 @@ from capibara.kernels.lab.lattice import peers, report, run
 from capibara.kernels.lab.lattice.workloads import Workload, attention_of, with_op
 from capibara.kernels.ops.attention.hopper import backward, forward
 from capibara.kernels.ops.attention.hopper.calls import LONGEST_FIRST, best_order
+from capibara.kernels.ops.linalg.gemm.hopper import forward as gemm
+from capibara.kernels.ops.vq.nearest.hopper import forward as nearest
+from capibara.kernels.pallas.hopper import multiprocessors
 
 # columns and rows of each
 NORMS = {
@@ -55,6 +58,15 @@ GATES = ((300, 14336), (1500, 6144), (2838, 14336), (8192, 7680), (8192, 13824),
 # Products of numbers of rows that 8 does not divide, and of 3000 beside 3001; K and N.
 PRODUCT_ROWS = (77, 270, 327, 1001, 1500, 3000, 3001)
 PRODUCTS = ((768, 3072), (4096, 2048), (4096, 14336))
+# The same by our kernel's tiles: M, K, N, and whether with a bias and an activation.
+TILED = (
+    ((3000, 4096, 2048), True), ((1504, 4096, 2048), True), ((1000, 4096, 2048), True), ((328, 4096, 2048), True),
+    ((3000, 768, 3072), True), ((1504, 768, 3072), True), ((328, 768, 3072), True), ((80, 4096, 2048), True),
+    ((1504, 4096, 14336), True), ((1000, 4096, 14336), True), ((328, 4096, 14336), True), ((4096, 4096, 4096), True),
+    ((8192, 2048, 4096), True), ((4104, 2880, 5120), True), ((600, 5120, 17920), True),
+    ((1504, 4096, 2048), False), ((328, 4096, 2048), False), ((2616, 2048, 2048), False), ((6768, 2048, 2048), False),
+    ((4096, 10240, 2560), False), ((328, 13824, 5120), False), ((272, 5120, 2560), False), ((1001, 4096, 2048), True),
+)  # fmt: skip
 # batch, length, heads, key heads, head_dim
 ATTENTION = (
     (2, 3100, 32, 8, 64), (1, 3260, 32, 8, 64), (4, 1450, 32, 8, 64), (2, 2700, 16, 16, 64), (1, 5300, 14, 2, 64),
@@ -69,16 +81,21 @@ GRADIENTS = (
     (1, 16384, 32, 8, 128), (2, 2700, 32, 32, 96), (4, 1024, 10, 1, 256), (2, 4096, 8, 8, 256), (1, 3000, 16, 8, 256),
     (2, 3000, 16, 16, 192), (1, 4096, 32, 32, 192),
 )  # fmt: skip
-# Forward passes by tiles of keys; causal, and not.
+# Forward passes by the ways to walk the tiles; causal, without, in a window of so many keys, and with a soft cap.
 FORWARD = (
-    (1, 16384, 32, 8, 128), (1, 32768, 16, 2, 128), (2, 8192, 16, 16, 128), (1, 8192, 40, 8, 128),
-    (4, 4096, 32, 8, 128), (3, 1900, 32, 8, 128), (16, 1024, 16, 16, 128), (12, 1024, 24, 24, 64),
-    (2, 3100, 32, 8, 64), (1, 4096, 64, 64, 192), (2, 4096, 16, 16, 192), (2, 4096, 8, 8, 256),
+    (1, 16384, 32, 8, 128), (1, 32768, 16, 2, 128), (2, 8192, 16, 16, 128), (4, 4096, 32, 8, 128),
+    (8, 2048, 32, 8, 128), (16, 1024, 16, 16, 128), (8, 512, 40, 8, 128), (3, 1559, 16, 16, 128),
+    (2, 2700, 32, 32, 96), (2, 4096, 16, 16, 80), (1, 5371, 64, 64, 192), (8, 2048, 16, 8, 256),
+    (15, 1024, 16, 16, 64),
 )  # fmt: skip
-WHOLE_FORWARD = ((2, 8192, 16, 16, 128), (6, 1500, 16, 16, 128), (4, 577, 16, 16, 64))
-KEYS_A_BLOCK = (64, 128, 192, 256)
+WHOLE_FORWARD = ((2, 4096, 16, 16, 128), (8, 2048, 16, 16, 128), (6, 1500, 16, 16, 128))
+WINDOWED = (((2, 4096, 32, 8, 128), 1024), ((4, 4096, 32, 8, 128), 2048), ((1, 8192, 16, 8, 256), 4096))
 WHOLE_GRADIENTS = ((6, 1500, 16, 16, 128), (3, 1500, 20, 20, 64), (4, 1100, 16, 16, 80))
-SOFTCAPS = ((3, 4096, 16, 8, 256), (2, 3000, 32, 16, 128))
+SOFTCAPS = ((3, 4096, 16, 8, 256), (2, 3000, 32, 16, 128), (1, 8192, 8, 4, 256))
+# rows, width, codes: narrow ones, and few rows, searched by parts of the codes
+CODES = (
+    (2236, 8, 1024), (500, 4, 256), (13244, 8, 1024), (9216, 8, 16384), (60480, 8, 16384), (1500, 64, 4096),
+)  # fmt: skip
 
 
 def norms() -> Iterator[Workload]:
@@ -111,6 +128,50 @@ def products() -> Iterator[Workload]:
             yield with_op("gemm", "grid", said, "gemm", case, False, peers=plain, torch=by_torch)
 
 
+def tiles() -> Iterator[Workload]:
+    """By XLA, by torch, and by our kernel in every size of tiles."""
+    for (rows, inner, columns), bias in TILED:
+        params: dict[str, Any] = {"activation": "gelu"} if bias else {}
+        shapes = ((rows, inner), (inner, columns), (columns,) if bias else None, None)
+        case = Case("grid", shapes, "bfloat16", params)
+        plain, by_torch = {"plain": peers.gemm(params)}, peers.torch_gemm(params)
+        said = f"{rows}x{inner}x{columns}{' bias gelu' if bias else ''}"
+        made = with_op("gemm", "grid", said, "gemm", case, False, peers=plain, torch=by_torch)
+        call = made.op.call(*case.args(), **params)
+        configs = {}
+        for tile_m, tile_n, split in gemm.TILES:
+            stages = gemm.deepest(call, tile_m, tile_n, split)
+            if stages is not None:
+                configs[f"{tile_m}x{tile_n} {split}"] = gemm.HopperConfig(tile_m, tile_n, 64, stages, split)
+
+        def ours(*arrays: Any, form: str | None = None, configs: Any = configs, params: Any = params) -> Any:
+            if form in configs:
+                return lookup("gemm")(*arrays, implementation="hopper", config=configs[form], **params)
+            return lookup("gemm")(*arrays, implementation=form, **params)
+
+        yield dataclasses.replace(made, ours=ours, forms=("xla", *configs))
+
+
+def codes() -> Iterator[Workload]:
+    """By our configs for few rows, and by the one that has all codes."""
+    op = lookup("nearest_code")
+    for rows, width, count in CODES:
+        case = Case("grid", ((rows, width), (count, width)), "float32", {})
+        call = op.call(*case.args())
+        found, dtype = nearest.sizes_of(call), np.dtype(np.float32)
+        named = nearest.by_parts(found, dtype, multiprocessors(call.target.device_kind))
+        configs = {str(config): config for config in [*named, *nearest.whole(found, dtype)[:1]]}
+
+        def ours(*arrays: Any, form: str | None = None, configs: Any = configs) -> Any:
+            if form in configs:
+                return op(*arrays, implementation="hopper", config=configs[form])
+            return op(*arrays, implementation=form)
+
+        said, plain = f"{rows} rows of {width}, {count} codes", {"plain": peers.nearest_code}
+        made = with_op("nearest code", "grid", said, "nearest_code", case, False, peers=plain)
+        yield dataclasses.replace(made, ours=ours, forms=tuple(configs))
+
+
 def attentions() -> Iterator[Workload]:
     for sizes in ATTENTION:
         for grad in (False, True):
@@ -138,15 +199,7 @@ def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -
     }
     if head_dim <= 64:
         configs["64 queries"] = dataclasses.replace(default, block_q=64)
-    configs["dv early"] = dataclasses.replace(default, dv_early=True)
-    configs["ahead"] = dataclasses.replace(default, ahead=True)
-    configs["ahead, dv early"] = dataclasses.replace(default, ahead=True, dv_early=True)
-    taken = {"softcap": None, "dropout_rate": 0.0, **params}
-    configs = {
-        name: config
-        for name, config in configs.items()
-        if config != default and config == backward.settled(config, q, k, taken)
-    }
+    configs = {name: config for name, config in configs.items() if config != default}
     if batch == 1 or not params:  # the same order
         configs.pop("longest first", None)
 
@@ -180,21 +233,21 @@ def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -
 
 
 def forwards() -> Iterator[Workload]:
-    for causal, shapes in ((True, FORWARD), (False, WHOLE_FORWARD)):
-        for sizes in shapes:
-            yield _by_tiles(sizes, {"causal": True} if causal else {})
+    yield from (_by_walks(sizes, {"causal": True}) for sizes in FORWARD)
+    yield from (_by_walks(sizes, {}) for sizes in WHOLE_FORWARD)
+    yield from (_by_walks(sizes, {"causal": True, "window": (keys - 1, 0)}) for sizes, keys in WINDOWED)
 
 
-def _by_tiles(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -> Workload:
-    """The forward pass by its peers, by cuDNN, and by our kernel with other tiles of keys than the default's."""
+def _by_walks(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -> Workload:
+    """The forward pass by its peers, by cuDNN, and by our kernel with the default's tiles walked in other ways."""
     made = attention_of("grid", sizes, params, False)
     op = lookup("attention")
     call = op.call(*made.case.args(), **params)
     default = forward.default_config(call)
     configs = {
-        f"{config.block_k} keys{', programs' if config.programs else ''}{', ahead' if config.ahead else ''}": config
+        f"{'programs' if config.programs else 'a program a tile'}{', ahead' if config.ahead else ''}": config
         for config in forward.candidates(call)
-        if config.block_q == 64 and config.stages == 2 and config.take_turns and config.block_k in KEYS_A_BLOCK
+        if config.block_q == 64 and config.stages == 2 and config.take_turns and config.block_k == default.block_k
         if config != default
     }
 
@@ -219,7 +272,7 @@ def gates() -> Iterator[Workload]:
 
 def softcaps() -> Iterator[Workload]:
     for sizes in SOFTCAPS:
-        yield attention_of("grid", sizes, {"causal": True, "softcap": 50.0}, False)
+        yield _by_walks(sizes, {"causal": True, "softcap": 50.0})
 
 
 def activations() -> Iterator[Workload]:
@@ -246,7 +299,7 @@ def losses() -> Iterator[Workload]:
 
 PARTS = {
     "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
-    "activation": activations, "forward": forwards, "gated": gates, "gemm": products,
+    "activation": activations, "forward": forwards, "gated": gates, "gemm": products, "tiles": tiles, "codes": codes,
 }  # fmt: skip
 
 

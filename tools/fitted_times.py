@@ -14,7 +14,6 @@ dispatch would lose there, before and after: the time of the fastest that was ti
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import json
 import statistics
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from measured_evidence import (
-    BEFORE_CHANGES,
     BOTH,
     CHIP,
     READERS,
@@ -32,6 +30,7 @@ from measured_evidence import (
     changed,
     operand,
     side_by_side,
+    values,
 )
 from scipy.optimize import nnls
 
@@ -96,7 +95,7 @@ def rows() -> Iterator[Row]:
                 kept = document["rows"][found.row].get("held_back", kept)
                 ours = {name: us for name, us in found.us.items() if name in call.op.implementations}
                 us = {name: us for name, us in ours.items() if file != UNTUNED or not _superseded(call, name)}
-                if changed(found.op, found.operands):
+                if changed(found.op, found.operands, found.params):
                     us.pop("hopper", None)
                 yield Row(call, us, kept, file, found.passes == BOTH)
     for op in OPS:
@@ -110,7 +109,7 @@ def rows() -> Iterator[Row]:
             params[key] = entry.params
         for key, us in calls.items():
             call = lookup(op).call(*map(operand, key[:-1]), **params[key])
-            if changed(op, key[:-1]):
+            if changed(op, key[:-1], params[key]):
                 us = {name: us for name, us in us.items() if name != "hopper"}
             yield Row(call, us, False, "tuned")
     for file in (LATTICE, SHAPES):
@@ -150,15 +149,15 @@ def _lattice(name: str) -> Iterator[Row]:
         taken = us.pop("dispatch", None)
         us |= {} if taken is None else dict.fromkeys(row["same_as_dispatch"], taken)
         both = row["direction"] != "forward"
-        op, operands, params = row["op"], row["operands"], row["params"]
+        op, operands, params = row["op"], row["operands"], values(row["params"])
         if both:
             (last,) = [d for d in row["decisions"] if d["op"] == f"{op}_grad"][:1] or [None]
             if last is None:
                 continue
-            op, operands, params = last["op"], last["operands"], last["params"]
-        call = lookup(op).call(*map(operand, operands), **{name: _value(text) for name, text in params.items()})
+            op, operands, params = last["op"], last["operands"], values(last["params"])
+        call = lookup(op).call(*map(operand, operands), **params)
         names = [name for name in us if name in call.op.implementations]
-        if commit in BEFORE_CHANGES and changed(op, operands):
+        if changed(op, operands, params, commit):
             names = [name for name in names if name != "hopper"]
         if both and op == "attention_grad" and commit in BEFORE_WALKS:  # whose forward part no model knows any more
             names = [name for name in names if name != "hopper"]
@@ -175,13 +174,6 @@ def _host_shows(row: Mapping[str, Any]) -> bool:
 def _returned_twice(row: Mapping[str, Any]) -> bool:
     """A norm's gradient by x and by what is added to it is one array: a program that returns both makes a copy."""
     return row["direction"] != "forward" and row["operands"][-1] != "-"
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def current(found: Sequence[Row]) -> list[Row]:

@@ -14,6 +14,7 @@ reader of its own: `by_case`.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import statistics
@@ -28,6 +29,7 @@ from capibara.kernels import lookup, target
 from capibara.kernels.core.evidence import SHIPPED, params_key
 from capibara.kernels.core.spec import Call, describe
 from capibara.kernels.core.tables import _FORMER_NAMES, slug
+from capibara.kernels.ops.attention.hopper import forward
 from capibara.kernels.ops.attention.hopper.backward import DQ_COLUMNS
 
 CHIP = "h200"
@@ -308,10 +310,11 @@ def of_models(document: Any) -> Iterator[Timed]:
         us |= {} if taken is None else dict.fromkeys(row["same_as_dispatch"], taken)
         both = row["direction"] != "forward"
         (call,) = [d for d in row["decisions"] if d["op"] == f"{row['op']}_grad"] if both else [row]
-        us = {name: time for name, time in us.items() if name in lookup(call["op"]).implementations}
-        if document["runs"][row["run"]]["commit"] in BEFORE_CHANGES and changed(call["op"], call["operands"]):
+        op, operands, params = call["op"], call["operands"], values(call["params"])
+        us = {name: time for name, time in us.items() if name in lookup(op).implementations}
+        if changed(op, operands, params, document["runs"][row["run"]]["commit"]):
             us.pop("hopper", None)
-        yield Timed(number, call["op"], call["operands"], call["params"], us, BOTH if both else None)
+        yield Timed(number, op, operands, params, us, BOTH if both else None)
 
 
 def nearest_by_parts(document: Any) -> Iterator[Timed]:
@@ -341,6 +344,18 @@ def gated_products(document: Any) -> Iterator[Timed]:
             yield Timed(number, op, operands, params | {"kind": row["kind"]}, us)
 
 
+def gemm_tiles(document: Any) -> Iterator[Timed]:
+    """Of our tiles those that dispatch takes since."""
+    for number, row in enumerate(document["rows"]):
+        call = lookup("gemm").call(*map(operand, row["operands"]), **values(row["params"]))
+        config = lookup("gemm").implementations["hopper"].default_config(call)
+        us = {name: min(taken) for name, taken in row["microseconds"].items() if row["right"].get(name)}
+        ours = us.get(f"{config.tile_m}x{config.tile_n} {config.split}")
+        xla = us.get("xla", us.get("dispatch"))
+        if ours is not None and xla is not None:
+            yield Timed(number, "gemm", row["operands"], values(row["params"]), {"hopper": ours, "xla": xla})
+
+
 SHAPES = "2026-11-19-h200-shapes.json"
 READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-15-h200-gemm.json": by_case,
@@ -361,23 +376,55 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-18-h200-gated-mlp.json": gated_products,
     "2026-11-18-h200-nearest-few-rows.json": nearest_by_parts,
     SHAPES: of_models,
+    "2026-11-19-h200-gemm-tiles.json": gemm_tiles,
 }
 
 
-# Runs of the lattice and of grids before our kernels changed as `changed` says.
-BEFORE_CHANGES = ("58844c0", "68751da", "815b60d1", "89114390")
+# Runs of the lattice and of grids before our kernels changed as `changed` says, the first time and the second.
+BEFORE_SHARES = ("58844c0", "68751da", "815b60d1", "89114390")
+BEFORE_AHEAD = (*BEFORE_SHARES, "e9f35676", "d69c8836", "d9acf031")
 
 
-def changed(op: str, operands: Sequence[str]) -> bool:
-    """Whether our kernel is another one since, at this call. Attention's gradient divides roles at heads of 192 and
-    256, lets several programs share a key head, and has lost its third loop where the last tile of keys is not whole;
-    norms of 4096 to 8192 columns are shared by six programs of a core, in the place of three."""
+def changed(op: str, operands: Sequence[str], params: Mapping[str, Any], commit: str | None = None) -> bool:
+    """Whether our kernel at this call is another one than in runs of this commit; None: of before there were commits.
+
+    First attention's gradient divides roles at heads of 192 and 256, lets several programs share a key head, and has
+    lost its third loop where the last tile of keys is not whole; norms of 4096 to 8192 columns are shared by six
+    programs of a core, in the place of three. Then attention has scores ahead, and so has its gradient where columns
+    come whole.
+    """
+    if commit is not None and commit not in BEFORE_AHEAD:
+        return False
+    shapes = [operand(text) for text in operands]
+    if op == "attention":
+        return forward.default_config(lookup(op).call(*shapes, **params)).ahead
+    if op == "attention_grad" and _is_ahead(*(x.shape for x in shapes[:2] if x is not None)):
+        return True
+    return (commit is None or commit in BEFORE_SHARES) and _shares(op, [x.shape for x in shapes[:2] if x is not None])
+
+
+def _is_ahead(q: tuple[int, ...], k: tuple[int, ...]) -> bool:
+    return q[-1] == 128 and not (q[2] % 8 or k[2] % 8)
+
+
+def _shares(op: str, shapes: Sequence[tuple[int, ...]]) -> bool:
     if op in ("norm", "norm_grad"):
-        return 4096 < operand(operands[0]).shape[-1] <= 8192
+        return 4096 < shapes[0][-1] <= 8192
     if op != "attention_grad":
         return False
-    q, k = (operand(text).shape for text in operands[:2])
+    q, k = shapes
     return q[-1] in DQ_COLUMNS or q[1] != k[1] or k[2] % 128 != 0
+
+
+def values(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as the lattice writes them, in words."""
+    made = {}
+    for name, text in params.items():
+        try:
+            made[name] = ast.literal_eval(text) if isinstance(text, str) else text
+        except (ValueError, SyntaxError):
+            made[name] = text
+    return made
 
 
 # Passes over memory of so few microseconds, by the host's clock: a launch of the host's is a part of them.
@@ -391,7 +438,7 @@ def _holds(found: Timed, file: str) -> Timed:
         return found
     if found.op in PASSES and min(found.us.values()) < HOST_SHOWS_US:
         return found._replace(us={})
-    if changed(found.op, found.operands):
+    if changed(found.op, found.operands, found.params):
         return found._replace(us={name: us for name, us in found.us.items() if name != "hopper"})
     return found
 

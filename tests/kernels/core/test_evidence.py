@@ -245,8 +245,7 @@ def test_what_is_first_in_order_was_the_fastest_of_those_timed_or_near_it() -> N
         loss = timed.us[first] / min(timed.us[name] for name in accepting)
         if loss > 1.12:
             slower[f"{call} {timed.passes or ''}".rstrip()] = loss
-    # By one run 1.13 times as fast with the kernel; with other gates it was 0.8 and 1.0 times as fast.
-    assert list(slower) == ["activation(bf16[8192,8192] bf16[8192,8192] - -)"]
+    assert not slower
 
 
 def test_every_measured_row_stands_in_the_results() -> None:

@@ -24,7 +24,7 @@ from capibara.kernels.core import evidence
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.attention.api import ATTENTION_GRAD
 from capibara.kernels.ops.attention.hopper import backward, backward_divided, backward_loops
-from capibara.kernels.ops.attention.hopper.backward import candidates, default_config, hopper_backward, refuses, settled
+from capibara.kernels.ops.attention.hopper.backward import candidates, default_config, hopper_backward, refuses
 from capibara.kernels.ops.attention.hopper.backward_steps import HopperGradConfig, Plan, Walk
 from capibara.kernels.ops.attention.hopper.masking import Band, Grid
 from capibara.kernels.pallas import hopper, prng
@@ -48,8 +48,6 @@ class Form:
     blocks: tuple[int, int, int, int] | None = None  # batch, heads, queries and keys of a block
     config: HopperGradConfig | None = None  # None: the default for the call, with `sharers`
     sharers: int = 0
-    ahead: bool = False  # and dv early
-    dv_early: bool = False
     poisoned: tuple[int, ...] = ()  # keys that nobody sees, and that hold NaN
     d_lse: bool = False
     physical: str = "bhtd"
@@ -119,17 +117,8 @@ class Form:
         with target("gpu", "NVIDIA H200"):
             return ATTENTION_GRAD.call(*(given.get(n) for n in ATTENTION_GRAD.operands), **self.all_params)
 
-    def with_options(self) -> HopperGradConfig:
-        config = self.config or dataclasses.replace(default_config(self.call()), sharers=self.sharers)
-        return dataclasses.replace(config, ahead=self.ahead, dv_early=self.ahead or self.dv_early)
-
-    def takes_ahead(self) -> bool:
-        call = self.call()
-        config = dataclasses.replace(default_config(call), ahead=True)
-        return settled(config, call.need("q"), call.need("k"), call.params).ahead
-
     def run(self, given: Mapping[str, Any]) -> Any:
-        config = self.with_options()
+        config = self.config or dataclasses.replace(default_config(self.call()), sharers=self.sharers)
         absent = dict.fromkeys(ATTENTION_GRAD.operands)
         return hopper_backward(**(absent | dict(given)), config=config, physical=self.physical, **self.all_params)[:3]
 
@@ -204,14 +193,8 @@ FORMS |= {
     "windowed-whole": dataclasses.replace(FORMS["windowed"], t=304, s=280),
     "everything-whole": dataclasses.replace(FORMS["everything"], t=136, s=128, mask=(2, 1, 1, 128)),
 }
-# The same with the next step's scores under way, where they can be, and with an early dv where that can be.
-FORMS |= {f"{name}-ahead": dataclasses.replace(form, ahead=True) for name, form in FORMS.items() if form.takes_ahead()}
-FORMS |= {
-    f"{name}-early": dataclasses.replace(FORMS[name], dv_early=True)
-    for name in ("odd", "sharers-80", "capped", "dropped-256", "everything", "causal")
-}
 # The newest JAX gets these: several blocks, a part of a head in panels, and every rule at once.
-IN_THE_QUICK_RUN = ("causal", "head-208", "everything", "everything-early", "everything-whole-ahead")
+IN_THE_QUICK_RUN = ("causal", "head-208", "everything", "everything-whole")
 each_form = pytest.mark.parametrize(
     "form",
     [
@@ -221,28 +204,12 @@ each_form = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name.endswith(("-ahead", "-early"))])
-def test_options_of_a_form_are_in_its_program(name: str) -> None:
-    form = FORMS[name]
-    call, config = form.call(), form.with_options()
-    assert settled(config, call.need("q"), call.need("k"), call.params) == config
-
-
-@pytest.mark.parametrize(
-    ("form", "left_out"),
-    [
-        (Form(t=252, d=128, ahead=True), "ahead"),  # panels
-        (Form(d=256, ahead=True), "ahead, dv_early"),  # divided roles
-        (Form(d=256, params={"softcap": 2.0}, config=HopperGradConfig(divided=True)), "divided"),
-    ],
-    ids=["panels", "divided", "capped"],
-)
-def test_options_without_a_form_are_said_once(form: Form, left_out: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_roles_that_cannot_be_divided_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    form = Form(d=256, params={"softcap": 2.0}, config=HopperGradConfig(divided=True))
     for _ in range(2):
         jax.eval_shape(form.run, form.shapes())
-    assert [r.getMessage().split(": ")[1] for r in caplog.records if "left out" in r.message] == [
-        f"{left_out} (said once)"
-    ]
+    (said,) = (r.getMessage() for r in caplog.records if "no divided roles" in r.message)
+    assert said.endswith("head_dim 256, a soft cap (said once)")
 
 
 @each_form
@@ -338,7 +305,7 @@ def _lowered(form: Form) -> str:
 LOWERED = (
     "plain", "capped", "head-96", "head-112", "head-208", "sharers", "sharers-256", "packed", "packed-64",
     "dropped", "dropped-256", "blocks", "masked-64", "masked-row", "everything-256", "unseen-by-segment",
-    "sharers-80-early", "dropped-256-early", "causal-ahead", "sharers-masked-ahead", "everything-whole-ahead",
+    "causal", "sharers-masked", "everything-whole",
 )  # fmt: skip
 
 

@@ -383,7 +383,7 @@ def test_defaults_by_head_size() -> None:
     assert default_config(_shape(d=64)) == HopperConfig(64, 128, 2, programs=132)
     assert default_config(_shape(d=64, t=4096, s=4096)) == HopperConfig(64, 256, 2, programs=132), "long rows"
     assert default_config(_shape(d=128)) == HopperConfig(64, 128, 2, programs=132)
-    assert default_config(_shape(d=256)) == HopperConfig(64, 64, 2, order=TILES_TOGETHER), "no room for the next tile"
+    assert default_config(_shape(d=256)) == HopperConfig(64, 64, 2, order=TILES_TOGETHER, ahead=True)
     assert default_config(_shape(d=64, segments="packed")) == HopperConfig(64, 128, 2)
     assert default_config(_shape(d=64, s=40)) == HopperConfig(64, 64, 2, programs=132), "no more keys than there are"
 
@@ -402,8 +402,33 @@ def test_with_causality_programs_walk_by_what_is_done_first() -> None:
     assert walk(32, 512, 12, 12, d=64) == (132, 0), "short rows, and no head shares keys: reading must not bunch up"
     assert walk(4, 4096, 16, 16) == (0, 0), "more keys than are cached, and few tiles a program"
     assert walk(1, 32768, 8, 8) == (0, 0)
+    assert walk(2, 4096, 16, 16, d=192) == (0, 0), "sections are of programs alone"
     assert walk(8, 2048, 16, 8, window=(127, 0)) == (132, 0), "in a window all tiles take as long"
     assert walk(1 << 20, 1024, 16, 8) == (132, 0), "too many tiles to count them"
+
+
+@pytest.mark.quick
+def test_scores_are_ahead_where_that_is_sooner() -> None:
+    def ahead(b: int, t: int, h: int, kv: int, d: int = 128, masked: tuple[str, ...] = (), **params: Any) -> bool:
+        q, k = (jax.ShapeDtypeStruct((b, heads, t, d), jnp.bfloat16) for heads in (h, kv))
+        shapes = {
+            "mask": ((b, 1, t, t), bool), "q_segments": ((b, t), "int32"), "kv_segments": ((b, t), "int32"),
+            "bias": ((1, h, t, t), "float32"), "dropout_seed": ((2,), "uint32"),
+        }  # fmt: skip
+        made = {"q": q, "k": k, "v": k} | {name: jax.ShapeDtypeStruct(*shapes[name]) for name in masked}
+        with target("gpu", "NVIDIA H200"):
+            return default_config(ATTENTION.call(*(made.get(n) for n in ATTENTION.operands), **params)).ahead
+
+    assert ahead(1, 16384, 32, 8, causal=True), "long tiles"
+    assert not ahead(8, 1024, 32, 8, causal=True), "programs that go over short tiles are sooner"
+    assert ahead(2, 8192, 16, 16), "all keys are seen, and many"
+    assert not ahead(8, 2048, 16, 16)
+    assert not ahead(8, 8192, 32, 8, causal=True, window=(1023, 0))
+    assert not ahead(1, 16384, 32, 8, d=64, causal=True), "narrow heads"
+    assert ahead(2, 4096, 16, 8, d=256, causal=True)
+    assert ahead(2, 4096, 32, 8, masked=("dropout_seed",), dropout_rate=0.1, causal=True)
+    for masked in (("mask",), ("q_segments", "kv_segments"), ("bias",)):
+        assert not ahead(2, 4096, 32, 8, masked=masked, causal=True), masked
 
 
 def test_blocks_are_chosen_to_divide_the_block_mask() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.pallas import hopper_emulator as emulator
 
-from capibara.kernels import explain, gemm, target, trust
+from capibara.kernels import explain, gemm, target
 from capibara.kernels.core.dispatch import recording
 from capibara.kernels.lab.check import check_output, expected
 from capibara.kernels.ops.linalg.gemm.api import GEMM
@@ -25,6 +25,7 @@ from capibara.kernels.pallas.hopper import SMEM_BYTES, smem_bytes
 SIDE_BY_SIDE = HopperConfig(64, 128, 64, 2, "n", "m", 4)
 ONE_BELOW_ANOTHER = HopperConfig(64, 64, 64, 3, "m", "n", 8)
 CONFIGS = [SIDE_BY_SIDE, ONE_BELOW_ANOTHER, HopperConfig(128, 128, 64, 3), HopperConfig(256, 64, 64, 2, "n")]
+CONFIGS += [HopperConfig(64, 192, 64, 2)]
 ROWS = [1, 7, 8, 17, 131, 270, 327]
 EPILOGUES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -213,22 +214,37 @@ def test_every_tile_offered_is_taken_and_fits(m: int, out_dtype: str | None) -> 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("m", "activation", "runs", "trusting"),
+    ("m", "k", "activation", "runs"),
     [
-        (4096, "gelu", "hopper", "hopper"),
-        (4095, "gelu", "xla", "hopper"),
-        (4095, None, "xla", "xla"),
-        (17, "silu", "xla", "hopper"),
-        (8, "gelu", "xla", "xla"),
-        (1, "gelu", "xla", "xla"),
+        (4096, 4096, "gelu", "hopper"),
+        (4095, 4096, "gelu", "hopper"),
+        (4095, 4096, None, "xla"),
+        (513, 4096, "silu", "hopper"),
+        (400, 768, "silu", "hopper"),
+        (400, 4096, "silu", "xla"),
+        (1, 768, "gelu", "xla"),
     ],
 )
-def test_rows_that_were_not_timed_are_not_the_default(m: int, activation: str | None, runs: str, trusting: str) -> None:
-    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, 4096), (4096, 4096)))
+def test_too_few_rows_to_fill_the_chip_go_by_the_vendor(m: int, k: int, activation: str | None, runs: str) -> None:
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, k), (k, 4096)))
     with target("gpu", "NVIDIA H200"):
-        told = explain("gemm", x, w, activation=activation)
-        assert told.implementation == runs
-        if m % 8:
-            assert "copied one by one, which has not been timed" in str(told)
-        with trust("predicted"):
-            assert explain("gemm", x, w, activation=activation).implementation == trusting
+        assert explain("gemm", x, w, activation=activation).implementation == runs
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ((3000, 4096, 2048), (128, 192, "m")),  # 132 of them, one for each program; of 256 x 128 some had two
+        ((1504, 4096, 2048), (64, 192, "m")),
+        ((1001, 4096, 2048), (64, 128, "m")),
+        ((4104, 2880, 5120), (64, 256, "m")),
+        ((8192, 8192, 8192), (128, 128, "m")),  # so many that any are shared out
+    ],
+)
+def test_tiles_that_programs_share_out_evenly(sizes: tuple[int, int, int], tile: tuple[int, int, str]) -> None:
+    m, k, n = sizes
+    with target("gpu", "NVIDIA H200"):
+        call = GEMM.call(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, k), (k, n))))
+        made = IMPLEMENTATION.default_config(call)
+    assert (made.tile_m, made.tile_n, made.split) == tile

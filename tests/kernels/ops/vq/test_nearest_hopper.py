@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from tests.kernels.pallas import hopper_emulator as emulator
 
-from capibara.kernels import target, trust
+from capibara.kernels import nearest_code, target, trust
 from capibara.kernels.core.context import Target
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.vq.nearest.api import NEAREST_CODE
 from capibara.kernels.ops.vq.nearest.hopper import (
     common,
+    direct,
     forward,
     prepare,
     resolve,
@@ -33,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in cast"),  # the emulator marks integers as NaN
 ]
 
-KERNELS = (common, prepare, resolve, resolve_parts, search, search_parts, search_resident)
+KERNELS = (common, direct, prepare, resolve, resolve_parts, search, search_parts, search_resident)
 
 PROGRAMS = 2
 
@@ -543,3 +544,47 @@ def test_any_width_and_number_of_rows(
         indices = np.asarray(made)
     assert indices.shape == (rows,)
     np.testing.assert_array_equal(indices, _distances(x, codebook).argmin(1))
+
+
+def _directly(x: Any, codebook: Any, config: SearchConfig) -> np.ndarray:
+    with emulated():
+        found = jax.jit(lambda *arrays: direct.nearest_directly(*arrays, config))(jnp.asarray(x), jnp.asarray(codebook))
+        return np.asarray(found)
+
+
+@pytest.mark.parametrize(
+    "config", [SearchConfig(64, 2, parts=parts, direct=n) for parts, n in ((1, 4), (3, 1), (5, 2))]
+)
+@pytest.mark.parametrize(("width", "dtype"), [(8, "float32"), (3, "float32"), (1, "float16"), (5, "bfloat16")])
+def test_narrow_codes_directly(config: SearchConfig, width: int, dtype: str) -> None:
+    """Rows and codes that fill no tile, parts of one tile, of several and of none; of equal codes the first."""
+    x, codebook = (jnp.asarray(v).astype(dtype) for v in (_normal(0, 300, width), _normal(1, 150, width)))
+    codebook = jnp.concatenate([codebook, codebook[::-1]])
+    found, wanted = _directly(x, codebook, config), _distances(x, codebook)
+    assert (found < 150).all(), "the lowest index of equal codes"
+    chosen, least = wanted[np.arange(300), found], wanted.min(1)
+    assert (chosen - least <= 2 * (width + 4) * 2.0**-24 * chosen).all()  # what two sums of differences round
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_narrow_codes_that_are_no_numbers_or_at_the_ends_of_their_range(parts: int) -> None:
+    config = SearchConfig(64, 2, parts=parts, direct=1)
+    nan, inf = np.nan, np.inf
+    codebook = np.array([[nan, 0], [1.3e19, 1.3e19], [inf, 1], [5, 5], [-1.3e19, -1.3e19], [1.9e19, 0]], np.float32)
+    codebook = np.concatenate([codebook, np.tile(codebook[3:4] + 1, (100, 1))])
+    x = np.array([[1, 1], [nan, 0], [0, -inf], [4, 6], [3e38, 3e38], [1.2e19, 1.2e19], [1.8e19, 0]], np.float32)
+    np.testing.assert_array_equal(_directly(x, codebook, config), nearest_code(x, codebook, implementation="reference"))
+    assert (_directly(x, np.full_like(codebook, nan), config) == -1).all()
+    small = np.float32(1e-25) * _normal(2, 100, 2)
+    rows = np.concatenate([small[7:9], [[1e18, 0]]]).astype(np.float32)
+    np.testing.assert_array_equal(_directly(rows, small, config), nearest_code(rows, small, implementation="reference"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "codes", "parts", "direct"),
+    [(2236, 1024, 16, 1), (60480, 16384, 5, 4), (1, 2, 1, 1), (1 << 20, 64, 1, 4)],
+)
+def test_narrow_codes_are_shared_out(rows: int, codes: int, parts: int, direct: int) -> None:
+    with target("gpu", "NVIDIA H200"):
+        call = NEAREST_CODE.call(*(jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (rows, codes)))
+    assert forward.candidates(call)[0] == SearchConfig(64, 2, parts=parts, direct=direct)

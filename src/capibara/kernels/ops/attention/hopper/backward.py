@@ -58,7 +58,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     pad_to,
     pad_to_blocks,
 )
-from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, aligned
+from capibara.kernels.ops.attention.hopper.panels import Columns, aligned
 from capibara.kernels.ops.attention.hopper.walks import programs_of_keys
 from capibara.kernels.ops.attention.masking import FAR, both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.ops.attention.rules import window_of
@@ -99,14 +99,9 @@ def _sharers(config: HopperGradConfig, group: int) -> int:
     return sharers
 
 
-def settled(config: HopperGradConfig, q: Any, k: Any, params: Mapping[str, Any]) -> HopperGradConfig:
-    """For operands [B, H, L, D]: without divided roles, scores ahead, and an early dv, where they cannot be."""
-    config = dataclasses.replace(config, divided=config.divided and _divides_roles(q.shape[-1], params))
-    whole = isinstance(_columns_of(q, k, config), WholeColumns)
-    # A sum that several products add to has its zeros written under those in flight, and the compiler then makes every
-    # product wait: where columns come in panels nothing may be ahead.
-    ahead = config.ahead and whole and _loop(q.shape[-1], config) is NARROW
-    return dataclasses.replace(config, ahead=ahead, dv_early=config.dv_early and not config.divided)
+def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any]) -> HopperGradConfig:
+    """Without divided roles where they cannot be."""
+    return dataclasses.replace(config, divided=config.divided and _divides_roles(head_dim, params))
 
 
 def _block_q(head_dim: int) -> int:
@@ -126,7 +121,7 @@ def _divides(block_size: tuple[int, int], block_q: int, tile: int) -> bool:
 def _fits(call: Call, config: HopperGradConfig) -> bool:
     q, k, mask = call.need("q"), call.need("k"), call["mask"]
     size: Any = call.params["block_size"]
-    config = settled(config, q, k, call.params)
+    config = _settled(config, q.shape[-1], call.params)
     loop = _loop(q.shape[-1], config)
     cut = call["block_mask"] is not None and not _divides(size, config.block_q, loop.tile)
     # A mask of one row for all queries is counted like one of pairs.
@@ -142,11 +137,7 @@ def candidates(call: Call) -> Sequence[HopperGradConfig]:
     configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
     if _divides_roles(head_dim, call.params):
         configs = [*(_divided(head_dim, order) for order in reversed(orders)), *configs]
-    configs += [dataclasses.replace(c, dv_early=True) for c in configs if not c.divided]
-    configs += [dataclasses.replace(c, ahead=True) for c in configs]
-    q, k = call.need("q"), call.need("k")
-    configs = [default_config(call), *(c for c in configs if c == settled(c, q, k, call.params))]
-    configs = [c for c in configs if _fits(call, c)]
+    configs = [c for c in [default_config(call), *configs] if _fits(call, c)]
     return list(dict.fromkeys(configs))
 
 
@@ -166,7 +157,7 @@ def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
     """The same tiles, shared out as this call's are done soonest. Of a very long one the sums of dq, in float32, are a
     quarter of what it takes; two parts need half of that."""
     q, k = call.need("q"), call.need("k")
-    config = settled(config, q, k, call.params)
+    config = _settled(config, q.shape[-1], call.params)
     if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0:
         return dataclasses.replace(config, order=best_order(q.shape[-1]), parts=2, sharers=0)
     tile = tile_of_keys(config, q.shape[-1])
@@ -175,14 +166,14 @@ def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200, alone, it was ahead of cuDNN at head_dim 64 (8 to 24 %, but level at 8 x 1,024 tokens without
-    causality), and at 128 up to 4k (up to 17 %, but 4 to 10 % behind where 4 to 8 query heads share keys); from 8k on
-    it was between 3 % ahead and 13 % behind, and at lengths that are no multiple of 8 without causality behind, by 10
-    %. At 256, with divided roles, it was ahead by 13 to 23 %, and 3 % behind at 5,827 tokens, at 192 between 10 %
-    behind and 3 % ahead. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes from 72 to
-    240, and level at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %; one of
-    128 was behind, by 35 %. Very long calls go in two parts, which take half of the memory that cuDNN wants beside the
-    gradients: both passes of 32k with heads of 128 take 1.05 times the time, and 1.07 to 1.13 times where query heads
-    share keys."""
+    causality), and at 128 up to 4k (up to 17 %, but 4 to 10 % behind where 4 to 8 query heads share keys), and since it
+    has scores ahead at 16k, where four query heads share keys, by 1 to 5 %; at lengths that are no multiple of 8 it was
+    behind, by 6 % at 5.6k and, without causality, by 10 %. At 256, with divided roles, it was ahead by 13 to 23 %, and
+    3 % behind at 5,827 tokens, at 192 between 10 % behind and 3 % ahead. Where columns come in panels it was behind by
+    1 to 27 % at most of the head sizes from 72 to 240, and level at 112, but with a window of 512 keys, where programs
+    skip what lies outside, ahead by 23 %; one of 128 was behind, by 35 %. Very long calls go in two parts, which take
+    half of the memory that cuDNN wants beside the gradients: both passes of 32k with heads of 128 take 1.05 times the
+    time, and 1.07 to 1.13 times where query heads share keys."""
     heads, length, head_dim = call.need("q").shape[1:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
@@ -194,7 +185,8 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     if above == FAR and length % 8:
         return AHEAD_OF_CUDNN if head_dim == 64 else BEHIND_CUDNN
     for_memory = length >= VERY_LONG and call.need("k").shape[1] == heads
-    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or for_memory else BEHIND_CUDNN
+    whole = length < VERY_LONG and length % 8 == 0
+    return AHEAD_OF_CUDNN if head_dim == 64 or length <= 4096 or whole or for_memory else BEHIND_CUDNN
 
 
 def refuses(call: Call) -> str | None:
@@ -220,11 +212,11 @@ def hopper_backward(
     left, right = window or (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)
-    asked, config = config, settled(config, q, k, {"softcap": softcap, "dropout_rate": dropout_rate})
+    asked, config = config, _settled(config, head_dim, {"softcap": softcap, "dropout_rate": dropout_rate})
     if asked != config:
-        text = "of this config of attention's gradient, what this call has no form of is left out: %s"
-        options = [name for name in ("divided", "ahead", "dv_early") if getattr(asked, name) != getattr(config, name)]
-        say_once(logger, (tuple(options), q.shape, k.shape), text, ", ".join(options))
+        text = "attention's gradient has no divided roles for this call, and goes without them: head_dim %d%s%s"
+        why = ", a soft cap" if softcap is not None else "", ", dropout" if dropout_rate else ""
+        say_once(logger, (head_dim, *why), text, head_dim, *why)
     loop = _loop(head_dim, config)
     below, above = span(causal, q_offset, window)
     grid = Grid(length, Band(below, above, keys), config.block_q, loop.tile)

@@ -30,7 +30,7 @@ from capibara.kernels.ops.attention.hopper.backward_steps import (
     swizzled_for,
 )
 from capibara.kernels.ops.attention.hopper.masking import LAYOUT
-from capibara.kernels.ops.attention.hopper.panels import Columns, contract, multiply
+from capibara.kernels.ops.attention.hopper.panels import Columns, WholeColumns, contract, multiply
 from capibara.kernels.pallas.hopper import load
 
 NARROW_TILE = 2 * WGMMA_ROWS
@@ -89,7 +89,9 @@ def _narrow_compute(
 ) -> None:
     block_q, num_stages, dtype = plan.block_q, plan.config.stages, refs["q"].dtype
     warpgroup, by_rows = walk.warpgroup, head.parts == 1
-    ahead = plan.config.ahead
+    # Where columns come whole the next step's scores are made while a step's dq leaves. In panels a sum that several
+    # products add to has its zeros written under those in flight, and the compiler then makes every product wait.
+    ahead = isinstance(head, WholeColumns)
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     my_first_key = walk.first_key + warpgroup * WGMMA_ROWS
 
@@ -120,12 +122,8 @@ def _narrow_compute(
                 p = jnp.where(pairs.allowed(my_first_key, first_row, slot), p, 0.0)
             p = pairs.dropped(p, my_first_key, slot)
             p16 = pairs.weights(p).astype(dtype)
-            # ptxas moves a wait up past any arithmetic, but not past a product.
-            if plan.config.dv_early:
-                multiply(dv_ref, p16, do)
-            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=len(do) if plan.config.dv_early else 0)
-            if not plan.config.dv_early:
-                multiply(dv_ref, p16, do)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            multiply(dv_ref, p16, do)
             ds = pairs.d_scores(p, dp, load(smem["delta"].at[slot], LAYOUT.reduce(0)))
             return (ds if slope is None else ds * slope).astype(dtype)
 
@@ -277,12 +275,8 @@ def _wide_compute(
                 p = jnp.where(pairs.allowed(first_key, first_row, slot), p, 0.0)
             p = pairs.dropped(p, first_key, slot)
             p16 = pairs.weights(p).astype(dtype)
-            my_do = do.part(my_part)
-            if plan.config.dv_early:
-                multiply(dv_ref, p16, my_do)
-            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=len(my_do) if plan.config.dv_early else 0)
-            if not plan.config.dv_early:
-                multiply(dv_ref, p16, my_do)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            multiply(dv_ref, p16, do.part(my_part))
             ds = pairs.d_scores(p, dp, load(smem["delta"].at[slot], LAYOUT.reduce(0)))
             return (ds if slope is None else ds * slope).astype(dtype)
 

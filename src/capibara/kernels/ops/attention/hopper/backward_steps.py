@@ -43,9 +43,6 @@ class HopperGradConfig:
     one head. Each of `parts` launches takes its share of the key heads, so that only that share's float32 sums of dq
     exist at a time. A program visits as many as `sharers` of the query heads that share its key head; 0: all of them.
     With fewer there are more programs, each shorter, and the gradients of keys and values are summed in memory too.
-    With `ahead` (heads of 64 and 128 whose columns come whole) the next step's scores are made while a step's dq
-    leaves. With `dv_early` (where roles are not divided) the product for dv starts while the gradients of the
-    probabilities are still on their way.
 
     `divided` is the form of heads wider than 128 in which one warpgroup has the scores and the other their gradients
     (see backward_divided.py), and what follows is of that form alone: gradients of the output may have fewer stages
@@ -57,8 +54,6 @@ class HopperGradConfig:
     order: str = HEADS_TOGETHER
     parts: int = 1
     sharers: int = 0
-    ahead: bool = False
-    dv_early: bool = False
     divided: bool = False
     do_stages: int = 0
     dq_columns: int = 64

@@ -32,10 +32,17 @@ def enlargement(codes: jax.Array) -> jax.Array:
     Squares of those vanish: at 1e-25 all distances would be zero. It is the power of two that brings the largest to
     about 1, so no digit changes. A row so large that it overflows then is as far from all codes.
     """
-    usable = is_finite(squared_norms(codes))
-    largest = jnp.where(usable[:, None], jnp.abs(codes), 0).max(initial=0)
-    power = jnp.exp2(jnp.clip(-jnp.floor(jnp.log2(jnp.maximum(largest, jnp.finfo(codes.dtype).tiny))), 0, 120))
-    return jnp.where((largest < SMALL) & (largest > 0), power, 1).astype(codes.dtype)
+    return enlargement_of(largest_number(codes, is_finite(squared_norms(codes))))
+
+
+def largest_number(codes: jax.Array, usable: jax.Array) -> jax.Array:
+    return jnp.where(usable[:, None], jnp.abs(codes), 0).max(initial=0)
+
+
+def enlargement_of(largest: jax.Array) -> jax.Array:
+    """The `enlargement` of codes whose largest number is this one."""
+    power = jnp.exp2(jnp.clip(-jnp.floor(jnp.log2(jnp.maximum(largest, jnp.finfo(largest.dtype).tiny))), 0, 120))
+    return jnp.where((largest < SMALL) & (largest > 0), power, 1).astype(largest.dtype)
 
 
 def distances_to(x: jax.Array, codebook: jax.Array, indices: jax.Array, by: Any = None) -> jax.Array:

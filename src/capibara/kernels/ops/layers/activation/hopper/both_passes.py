@@ -265,14 +265,14 @@ LARGE = 1 << 23  # elements, from which on a pass takes longer than it takes to 
 
 def _ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200, against xla's pass. Alone: gelu 1.2 to 1.7 times its speed and gelu_tanh 1.25 to 1.6, from 16 rows of
-    5120 on; silu and relu 1.2 from 8192x4096 on. With dropout 1.1 to 2.1 times, but for relu, 0.97. A gate without
-    dropout 0.96 to 1.03 times; with it gelu 1.15, silu 1.0, and 0.7 where the columns are cut in many pieces. Other
-    kinds were timed with dropout alone."""
+    5120 on; silu and relu 1.2 from 8192x4096 on. With dropout 1.1 to 2.1 times, but for relu, 0.97. With a gate gelu
+    1.16 to 1.2 times, gelu_tanh 1.04 to 1.07, silu 0.96 to 1.03; with dropout, too, gelu 1.15, silu 1.0, and 0.7 where
+    the columns are cut in many pieces. Other kinds were timed with dropout alone."""
     kind, large = call.params["kind"], math.prod(call.need("x").shape) >= LARGE
     if call.params["rate"]:
         return () if kind == "relu" or (call["up"] is not None and kind != "gelu") else ("xla",)
-    kinds = ("gelu", "gelu_tanh", *(("silu", "relu") if large else ()))
-    return ("xla",) if call["up"] is None and kind in kinds else ()
+    kinds = ("gelu", "gelu_tanh", *(("silu", "relu") if large and call["up"] is None else ()))
+    return ("xla",) if kind in kinds else ()
 
 
 def _ahead_of_grad(call: Call) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class SearchConfig:
     kept: int = 4
     resident: bool = False
     parts: int = 1
+    direct: int = 0
 
     def __post_init__(self) -> None:
         if self.tile not in (64, 128, 192, 256):
@@ -62,7 +63,9 @@ class SearchConfig:
             raise rule_error("tile is 256 where rows stay in shared memory", self.tile, "use 256")
         if not 1 <= self.parts <= MOST_PARTS:
             raise rule_error(f"parts is from 1 to {MOST_PARTS}", self.parts, "use 1")
-        if self.parts > 1 and self.tile != (256 if self.resident else 128):
+        if self.direct not in (0, 1, 2, 4):
+            raise rule_error("direct is 0, 1, 2 or 4 rows a thread", self.direct, "use 0")
+        if self.parts > 1 and not self.direct and self.tile != (256 if self.resident else 128):
             raise rule_error("tile is 256 for parts of codes beside rows that stay, else 128", self.tile, "use parts=1")
 
 

@@ -9,6 +9,8 @@ and no table of rows by codes is ever stored.
 Rows that fit beside a ring of codes stay in shared memory (`search_resident`); else both come by again and again
 (`search`).
 
+Codes of a few columns are compared by their distances, without products (`nearest_directly`).
+
 Rows too few for all multiprocessors are searched for by parts of the codes, side by side, and `resolve_parts` reads
 the lists of all parts. Of those, few rows with few codes are mostly launches: two kernels are all (`search_parts`).
 """
@@ -27,6 +29,7 @@ from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.core.trusting import trusted
 from capibara.kernels.ops.vq.nearest.hopper.common import BLOCK_M, MOST_PARTS, PROGRAM_M, THREADS, SearchConfig, fits
+from capibara.kernels.ops.vq.nearest.hopper.direct import MOST_COLUMNS, direct_config, nearest_directly
 from capibara.kernels.ops.vq.nearest.hopper.prepare import prepare
 from capibara.kernels.ops.vq.nearest.hopper.resolve import resolve
 from capibara.kernels.ops.vq.nearest.hopper.resolve_parts import resolve_parts
@@ -97,6 +100,9 @@ def candidates(call: Call) -> Sequence[SearchConfig]:
     """For few rows parts of the codes, which on an H200 took 0.20 to 0.74 of the time of all of them at 700 to 4,096
     rows. At fewer than a program's they are right there, and not timed."""
     n, dtype = sizes_of(call), call.need("x").dtype
+    if n.width <= MOST_COLUMNS:
+        others = whole(n, dtype)
+        return [direct_config(n.rows, n.codes, multiprocessors(call.target.device_kind)), *others]
     parts, others = by_parts(n, dtype, multiprocessors(call.target.device_kind)), whole(n, dtype)
     timed = n.rows >= PROGRAM_M or trusted() == "predicted"
     return [*parts, *others] if timed else [*others, *parts]
@@ -119,6 +125,9 @@ def nearest_code_hopper(
     x: jax.Array, codebook: jax.Array, *, config: SearchConfig, return_distances: bool, return_stats: bool
 ) -> Any:
     size = sizes(x, codebook)
+    if config.direct:
+        found = nearest_directly(x.reshape(-1, size.width), codebook, config)
+        return finish(x, codebook, found, return_distances, return_stats)
     if config.parts > 1:
         found = nearest_by_parts(x.reshape(-1, size.width), codebook, config)
         return finish(x, codebook, found, return_distances, return_stats)
