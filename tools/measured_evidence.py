@@ -31,6 +31,7 @@ from capibara.kernels.core.spec import Call, describe
 from capibara.kernels.core.tables import _FORMER_NAMES, slug
 from capibara.kernels.ops.attention.hopper import forward
 from capibara.kernels.ops.attention.hopper.backward import DQ_COLUMNS
+from capibara.kernels.ops.vq.nearest.hopper.direct import MOST_COLUMNS
 
 CHIP = "h200"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -356,6 +357,18 @@ def gemm_tiles(document: Any) -> Iterator[Timed]:
             yield Timed(number, "gemm", row["operands"], values(row["params"]), {"hopper": ours, "xla": xla})
 
 
+def narrow_codes(document: Any) -> Iterator[Timed]:
+    """Of the lattice the rows of codes that are compared by their distances, as they are since."""
+
+    def holds(row: Mapping[str, Any]) -> bool:
+        since = document["runs"][row["run"]]["commit"] not in BEFORE_AHEAD
+        return since and row.get("op") == "nearest_code" and numbers(row["operands"][1])[-1] <= MOST_COLUMNS
+
+    rows = [row if holds(row) else {"failed": "left out"} for row in document["rows"]]
+    yield from of_models(document | {"rows": rows})
+
+
+LATTICE = "2026-11-17-h200-lattice.json"
 SHAPES = "2026-11-19-h200-shapes.json"
 READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-15-h200-gemm.json": by_case,
@@ -377,6 +390,7 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-18-h200-nearest-few-rows.json": nearest_by_parts,
     SHAPES: of_models,
     "2026-11-19-h200-gemm-tiles.json": gemm_tiles,
+    LATTICE: narrow_codes,
 }
 
 
@@ -391,11 +405,13 @@ def changed(op: str, operands: Sequence[str], params: Mapping[str, Any], commit:
     First attention's gradient divides roles at heads of 192 and 256, lets several programs share a key head, and has
     lost its third loop where the last tile of keys is not whole; norms of 4096 to 8192 columns are shared by six
     programs of a core, in the place of three. Then attention has scores ahead, and so has its gradient where columns
-    come whole.
+    come whole; and narrow codes are compared by their distances.
     """
     if commit is not None and commit not in BEFORE_AHEAD:
         return False
     shapes = [operand(text) for text in operands]
+    if op == "nearest_code":
+        return shapes[1] is not None and shapes[1].shape[1] <= MOST_COLUMNS
     if op == "attention":
         return forward.default_config(lookup(op).call(*shapes, **params)).ahead
     if op == "attention_grad" and _is_ahead(*(x.shape for x in shapes[:2] if x is not None)):

@@ -189,7 +189,9 @@ def _by_evidence(
         remarks[name] = "; ".join(filter(None, (f"{found}{unused}", remarks[name])))
     if chosen in order.by_time:
         least = ", ".join(f"{name} {known[name]}" for name in order.by_time)
-        return chosen, f"its time by a model is the least: {least}", remarks
+        fastest = min(order.by_time, key=lambda name: known[name].seconds)
+        rank = "the least" if chosen == fastest else "level with the least, and it stands first"
+        return chosen, f"its time by a model is {rank}: {least}", remarks
     told = remarks[chosen]
     before = [name for name in order.passed.get(chosen, ()) if name in accepting]
     if chosen in order.grounds and order.grounds[chosen].kind == "predicted" and before:

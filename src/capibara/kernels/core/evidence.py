@@ -32,6 +32,8 @@ __all__ = ["LEAST_GAIN", "SHIPPED", "Evidence", "Order", "of", "order", "params_
 SHIPPED = Path(__file__).parents[1] / "evidence"
 # A prediction decides where it says at least this much: what a bound leaves out is some per cent.
 LEAST_GAIN = 1.1
+# Times by models that are no farther apart say nothing: half of what they are fitted to is 2 to 6 % off.
+LEVEL = 0.03
 # Sizes of operands this many doublings away, all axes together, are another call: the op's worst row speaks for it.
 _FAR = 10.0
 
@@ -73,7 +75,7 @@ class Order:
     passed: Mapping[str, tuple[str, ...]]
     """Which others an implementation was moved before."""
     by_time: tuple[str, ...] = ()
-    """Those that stand as their times by a model are, the fastest first."""
+    """Those that stand as their times by a model are, the fastest first, or one that is level with it."""
 
 
 def order(call: Call, level: Level, times: Mapping[str, Estimate] | None = None) -> Order:
@@ -82,7 +84,8 @@ def order(call: Call, level: Level, times: Mapping[str, Estimate] | None = None)
     They stand as they were added: XLA's forms, kernels, the reference. What was measured ahead of another goes before
     it: by `ahead_of` where an implementation has a rule, else by the rows that are nearest to the call. Where `level`
     says so, what is predicted ahead by LEAST_GAIN goes first of all. Where `times` has two or more that `level` lets
-    decide, those share out the places that they have among themselves, the fastest first.
+    decide, those share out the places that they have among themselves, the fastest first; what is LEVEL with it as it
+    stands.
     """
     implementations = call.op.implementations
     names = list(implementations)
@@ -104,7 +107,9 @@ def order(call: Call, level: Level, times: Mapping[str, Estimate] | None = None)
             passed[name] = tuple(everywhere)
             names.insert(0, names.pop(names.index(name)))
     known = {name: found.seconds for name, found in (times or {}).items() if found.decides(level)}
-    by_time = tuple(sorted(known, key=lambda name: known[name])) if len(known) > 1 else ()
+    level_with = min(known.values(), default=0.0) * (1 + LEVEL)
+    as_they_stand = {name: names.index(name) if known[name] <= level_with else len(names) for name in known}
+    by_time = tuple(sorted(known, key=lambda name: (as_they_stand[name], known[name]))) if len(known) > 1 else ()
     for place, name in zip(sorted(map(names.index, by_time)), by_time, strict=True):
         names[place] = name
     return Order(tuple(names), grounds, passed, by_time)

@@ -178,7 +178,7 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
         return AHEAD_OF_CUDNN if above - below >= NARROWEST else BEHIND_CUDNN
-    if default_config(call).divided:
+    if default_config(call).divided and head_dim == 256:
         return AHEAD_OF_CUDNN
     if head_dim > 128 or head_dim % 64:
         return BEHIND_CUDNN
