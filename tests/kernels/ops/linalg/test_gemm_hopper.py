@@ -222,6 +222,10 @@ def test_every_tile_offered_is_taken_and_fits(m: int, out_dtype: str | None) -> 
         (513, 4096, "silu", "hopper"),
         (400, 768, "silu", "hopper"),
         (400, 4096, "silu", "xla"),
+        (200, 768, None, "hopper"),
+        (504, 1024, None, "hopper"),  # 128 tiles for 132 programs
+        (300, 1024, None, "xla"),
+        (200, 2048, None, "xla"),
         (1, 768, "gelu", "xla"),
     ],
 )

@@ -546,6 +546,20 @@ def test_any_width_and_number_of_rows(
     np.testing.assert_array_equal(indices, _distances(x, codebook).argmin(1))
 
 
+@pytest.mark.parametrize("config", [SearchConfig(64, 2, parts=3, direct=1), SearchConfig(64, 2, direct=4)], ids=str)
+@pytest.mark.parametrize("width", [3, 8])
+def test_distances_lower_for_cuda(width: int, config: SearchConfig) -> None:
+    given = jax.ShapeDtypeStruct((1000, width), "bfloat16"), jax.ShapeDtypeStruct((300, width), "bfloat16")
+    with target("gpu", "NVIDIA H200"):
+        found = jax.jit(lambda x, c: NEAREST_CODE(x, c, implementation="hopper", config=config)).trace(*given)
+        assert "mosaic_gpu" in found.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_rows_a_thread_are_one_two_or_four() -> None:
+    with pytest.raises(ValueError, match="direct is 0, 1, 2 or 4 rows a thread"):
+        SearchConfig(64, 2, direct=3)
+
+
 def _directly(x: Any, codebook: Any, config: SearchConfig) -> np.ndarray:
     with emulated():
         found = jax.jit(lambda *arrays: direct.nearest_directly(*arrays, config))(jnp.asarray(x), jnp.asarray(codebook))
