@@ -230,6 +230,8 @@ def test_the_tables_are_what_the_tools_make_of_the_results() -> None:
     assert _tool("predicted_evidence").table([ROOT / source["file"] for source in v4["sources"]]) == v4
     measured = _tool("measured_evidence")
     assert measured.table() == _shipped("nvidia_h200")
+    spoken_for = {row["source"] for rows in measured.table()["ops"].values() for row in rows}
+    assert spoken_for == set(range(len(measured.READERS))), "every file that is read says something"
     guide = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").splitlines()
     assert set(measured.lines(measured.table())) <= set(guide)
 

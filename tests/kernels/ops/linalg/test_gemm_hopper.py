@@ -225,6 +225,7 @@ def test_every_tile_offered_is_taken_and_fits(m: int, out_dtype: str | None) -> 
         (200, 768, None, "hopper"),
         (504, 1024, None, "hopper"),  # 128 tiles for 132 programs
         (300, 1024, None, "xla"),
+        (86, 768, None, "xla"),
         (200, 2048, None, "xla"),
         (1, 768, "gelu", "xla"),
     ],
@@ -247,8 +248,19 @@ def test_too_few_rows_to_fill_the_chip_go_by_the_vendor(m: int, k: int, activati
     ],
 )
 def test_tiles_that_programs_share_out_evenly(sizes: tuple[int, int, int], tile: tuple[int, int, str]) -> None:
+    """As dispatch takes them: a tuned case that is near lends no tiles."""
     m, k, n = sizes
+    a, b, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, k), (k, n), (n,)))
     with target("gpu", "NVIDIA H200"):
-        call = GEMM.call(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, k), (k, n))))
-        made = IMPLEMENTATION.default_config(call)
-    assert (made.tile_m, made.tile_n, made.split) == tile
+        (selection,) = explain("gemm", a, b, bias=bias, activation="gelu").selections
+    assert selection.implementation == "hopper"
+    assert (selection.config.tile_m, selection.config.tile_n, selection.config.split) == tile
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_numbers_of_64_bits_go_by_xla(platform: str) -> None:
+    with jax.enable_x64(True), target(platform, "NVIDIA H200" if platform == "gpu" else "cpu"):
+        for dtype in ("float64", "bfloat16"):
+            x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((128, 64), (64, 128)))
+            assert explain("gemm", x, w).implementation == "xla"

@@ -555,9 +555,21 @@ def test_distances_lower_for_cuda(width: int, config: SearchConfig) -> None:
         assert "mosaic_gpu" in found.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_rows_a_thread_are_one_two_or_four() -> None:
+def test_rows_a_thread_are_one_two_or_four_of_narrow_codes() -> None:
     with pytest.raises(ValueError, match="direct is 0, 1, 2 or 4 rows a thread"):
         SearchConfig(64, 2, direct=3)
+    with pytest.raises(ValueError, match="direct is for codes of up to 8 columns"):
+        direct.nearest_directly(jnp.zeros((4, 9)), jnp.zeros((4, 9)), SearchConfig(64, 2, direct=1))
+
+
+def test_a_near_case_of_another_width_lends_nothing_that_does_not_fit() -> None:
+    narrow, wide = (SearchConfig(64, 2, direct=1), SearchConfig(256, 4, 6, resident=True))
+    for width, config in ((8, narrow), (16, wide)):
+        with target("gpu", "NVIDIA H200"):
+            call = NEAREST_CODE.call(*(jax.ShapeDtypeStruct((n, width), jnp.float32) for n in (3000, 1024)))
+        assert forward.for_call(config, call) == config
+        for lent in (narrow, wide):
+            assert bool(forward.for_call(lent, call).direct) == (width == 8)
 
 
 def _directly(x: Any, codebook: Any, config: SearchConfig) -> np.ndarray:
@@ -596,7 +608,7 @@ def test_narrow_codes_that_are_no_numbers_or_at_the_ends_of_their_range(parts: i
 
 @pytest.mark.parametrize(
     ("rows", "codes", "parts", "direct"),
-    [(2236, 1024, 16, 1), (60480, 16384, 5, 4), (1, 2, 1, 1), (1 << 20, 64, 1, 4)],
+    [(2236, 1024, 16, 1), (60480, 16384, 5, 4), (1, 2, 1, 1), (1 << 20, 64, 1, 4), (2236, 1984, 16, 1)],
 )
 def test_narrow_codes_are_shared_out(rows: int, codes: int, parts: int, direct: int) -> None:
     with target("gpu", "NVIDIA H200"):

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from capibara.kernels.core.context import current_target
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
 
-_LARGE = 800_000  # numbers, from which on the residual is added to the product as XLA sees fit
+_LARGE = 1_000_000  # numbers, from which on the residual is added to the product as XLA sees fit
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -69,7 +69,7 @@ def _is_added_by_cublas(residual: jax.Array, operands: Any, out: Any) -> bool:
 
     cuBLAS adds to its float32 sums and rounds once; of a float32 product XLA makes three passes: on an H200 452 us for
     406 at 30720x4096x1024, 213 for 193 at 4096x4096x3584, 48 for 35 at 9330x1536x768, and at some shapes as long. From
-    0.8 to 7 million numbers it was 1.1 to 1.27 times as fast, too, at 8 of 10 shapes; of fewer, level. Where the
+    1 to 7 million numbers it was 1.09 to 1.51 times as fast, too, at nine shapes; of fewer, level or slower. Where the
     compiler takes a kernel of its own instead of cuBLAS (seen at 392x2048), that rounds the product first: half a unit
     of the output's last place, as `a @ b + residual` has it.
     """

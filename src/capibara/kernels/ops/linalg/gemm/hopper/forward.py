@@ -57,7 +57,7 @@ TILES = {
 }  # fmt: skip
 LARGE = (128, 128, "m")
 FEWEST_ROWS, FEWEST_ROWS_SHALLOW, SHALLOW = 512, 320, 1024  # rows; and rows where K is so small
-BARE_ROWS, FILLED = range(64, 257), 0.9  # where K is so small, without an epilogue; tiles a program
+BARE_ROWS, FILLED = range(120, 257), 0.9  # where K is so small, without an epilogue; tiles a program
 MANY = 8  # large tiles a program, from which on how many there are no longer tells, and the chip's power does
 MOST_COPIED = 256  # tiles along an axis that one TMA copy takes, single rows too
 
@@ -204,6 +204,8 @@ def refuses(call: Call) -> str | None:
     chip = refuses_chip(call.target.device_kind)
     if chip is not None:
         return chip
+    if jax.config.jax_enable_x64:
+        return "its steps are counted in 32 bits, and jax_enable_x64 makes them 64"
     if a.dtype != b.dtype or np.dtype(a.dtype).name not in ("bfloat16", "float16"):
         return f"its tensor-core form takes two bfloat16 or two float16 operands, not {a.dtype} and {b.dtype}"
     if residual is not None and residual.dtype != out_dtype_of(call):
@@ -447,18 +449,24 @@ def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """On an H200 1.01 to 1.54 times XLA's speed where there is an activation, which XLA applies in a pass of its own,
+    """On an H200 1.06 to 1.54 times XLA's speed where there is an activation, which XLA applies in a pass of its own,
     and at least so many rows; with fewer, whose tiles do not fill the chip, it was between 0.6 of it and level. Without
-    an activation within 8 % of cuBLAS either way, and 0.66 of it for 32 rows; but 1.1 times XLA's speed for 120 and 200
-    rows of 768 and 1,024, which it shares out by K, and sums in a second kernel, and 1.37 times for 504, of which
-    nearly every program has a tile and none two."""
-    _, m, _, k = sizes(call)
+    an activation it was 0.4 to 1.02 times as fast as cuBLAS, the less the fewer rows; but 1.1 times as fast as XLA for
+    120 and 200 rows of 768 and 1,024, which that shares out by K, and sums in a second kernel, and 1.37 times for 504,
+    of which nearly every program has a tile and none two."""
+    count, m, _, k = sizes(call)
     if call.params["activation"] is not None:
-        return ("xla",) if m >= (FEWEST_ROWS_SHALLOW if k <= SHALLOW else FEWEST_ROWS) else ()
-    if k > SHALLOW or call["bias"] is not None or call["residual"] is not None:
+        return ("xla",) if count * m >= (FEWEST_ROWS_SHALLOW if k <= SHALLOW else FEWEST_ROWS) else ()
+    if k > SHALLOW or call["bias"] is not None or call["residual"] is not None or refuses(call) is not None:
         return ()
-    filled = m <= FEWEST_ROWS and FILLED <= _tiles_a_program(call, default_config(call)) <= 1
-    return ("xla",) if m in BARE_ROWS or filled else ()
+    tiles = _tiles_a_program(call, default_config(call))
+    return ("xla",) if tiles <= 1 and (m in BARE_ROWS or (m <= FEWEST_ROWS and tiles >= FILLED)) else ()
+
+
+def for_call(config: HopperConfig, call: Call) -> HopperConfig:
+    """What a near call's tiles are says nothing of how many programs this one's fill: they are its own, and the order
+    in which they are visited is the near one's."""
+    return dataclasses.replace(default_config(call), minor=config.minor, band=config.band)
 
 
 IMPLEMENTATION = Implementation(
@@ -471,5 +479,6 @@ IMPLEMENTATION = Implementation(
     kernel=True,
     config_type=HopperConfig,
     default_config=default_config,
+    for_call=for_call,
     candidates=candidates,
 )

@@ -19,12 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from capibara.errors import rule_error
 from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.vq.nearest.hopper.common import THREADS, SearchConfig
 from capibara.kernels.ops.vq.nearest.reference import enlargement_of, is_finite, largest_number
 from capibara.kernels.pallas.hopper import LANE, load, named, store_to_memory
 
 MOST_COLUMNS = 8
+TILE = 64  # codes
 COLUMNS = 4  # TMA copies multiples of 16 bytes
 ROWS_A_THREAD = (4, 2, 1)
 PROGRAMS = 4  # on a multiprocessor, which hide each other's waiting
@@ -39,14 +41,16 @@ def direct_config(rows: int, codes: int, multiprocessors: int) -> SearchConfig:
         units = -(-rows // (THREADS * rows_a_thread))
         if units * 2 >= multiprocessors or rows_a_thread == ROWS_A_THREAD[-1]:
             break
-    tile = 64
-    parts = max(1, min(-(-codes // tile), -(-wanted // units)))
-    return SearchConfig(tile, 2, parts=parts, direct=rows_a_thread)
+    tiles = -(-codes // TILE)
+    parts = max(1, min(tiles, -(-wanted // units)))
+    return SearchConfig(TILE, 2, parts=-(-tiles // -(-tiles // parts)), direct=rows_a_thread)
 
 
 def nearest_directly(x: jax.Array, codebook: jax.Array, config: SearchConfig) -> jax.Array:
     """Indices [N] of rows x [N, D]."""
     (rows, width), count = x.shape, codebook.shape[0]
+    if width > MOST_COLUMNS:
+        raise rule_error(f"direct is for codes of up to {MOST_COLUMNS} columns", width, "use direct=0")
     codes, values = codebook.astype(jnp.float32), x.astype(jnp.float32)
     usable = is_finite(_norms(codes))
     by = enlargement_of(largest_number(codes, usable))

@@ -108,10 +108,18 @@ def candidates(call: Call) -> Sequence[SearchConfig]:
     return [*parts, *others] if timed else [*others, *parts]
 
 
+def for_call(config: SearchConfig, call: Call) -> SearchConfig:
+    """Codes as narrow as a near call's go the same way."""
+    narrow = sizes_of(call).width <= MOST_COLUMNS
+    return config if bool(config.direct) == narrow else candidates(call)[0]
+
+
 def refuses(call: Call) -> str | None:
     chip = refuses_chip(call.target.device_kind)
     if chip is not None:
         return chip
+    if jax.config.jax_enable_x64:
+        return "its steps are counted in 32 bits, and jax_enable_x64 makes them 64"
     x, codebook = call.need("x"), call.need("codebook")
     if x.dtype != codebook.dtype or np.dtype(x.dtype).name not in ("bfloat16", "float16", "float32"):
         return f"it takes x and codebook both in bfloat16, float16 or float32, not {x.dtype} and {codebook.dtype}"
@@ -171,5 +179,6 @@ IMPLEMENTATION = Implementation(
     # with all 8192 codes, took as long as everything else; that many programs share it now has not been timed.
     kernel=True,
     config_type=SearchConfig,
+    for_call=for_call,
     candidates=candidates,
 )
