@@ -88,6 +88,11 @@ def refuses_chip(device_kind: str) -> str | None:
     return None if hopper else f"it is written for Hopper (wgmma); this is {device_kind}"
 
 
+def refuses_64_bits() -> str | None:
+    """Of kernels that count their steps together with places in the grid, which are numbers of 32 bits."""
+    return "jax_enable_x64 is on, and its steps are counted in 32 bits" if jax.config.read("jax_enable_x64") else None
+
+
 def multiprocessors(device_kind: str) -> int:
     """How many programs run side by side, one on each; an unknown chip is taken for an H100 or H200."""
     chip = hardware.chip_for(device_kind)

@@ -37,6 +37,7 @@ from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
 from capibara.kernels.pallas.hopper import (
     SMEM_BYTES,
     multiprocessors,
+    refuses_64_bits,
     refuses_chip,
     row_tiled,
     smem_bytes,
@@ -201,11 +202,9 @@ def refuses(call: Call) -> str | None:
     a, b, bias, residual = call.args
     assert a is not None
     assert b is not None
-    chip = refuses_chip(call.target.device_kind)
-    if chip is not None:
-        return chip
-    if jax.config.jax_enable_x64:
-        return "its steps are counted in 32 bits, and jax_enable_x64 makes them 64"
+    cannot = refuses_chip(call.target.device_kind) or refuses_64_bits()
+    if cannot is not None:
+        return cannot
     if a.dtype != b.dtype or np.dtype(a.dtype).name not in ("bfloat16", "float16"):
         return f"its tensor-core form takes two bfloat16 or two float16 operands, not {a.dtype} and {b.dtype}"
     if residual is not None and residual.dtype != out_dtype_of(call):

@@ -39,7 +39,7 @@ from capibara.kernels.ops.vq.nearest.hopper.search_parts import parts_scratch, s
 from capibara.kernels.ops.vq.nearest.hopper.search_resident import TILE, search_resident, stages_for
 from capibara.kernels.ops.vq.nearest.rules import Sizes, sizes, sizes_of
 from capibara.kernels.ops.vq.nearest.xla import finish
-from capibara.kernels.pallas.hopper import multiprocessors, refuses_chip
+from capibara.kernels.pallas.hopper import multiprocessors, refuses_64_bits, refuses_chip
 
 MOST_WIDTH = 8192
 FEWEST_STAGES = 4  # of the ring beside rows that stay
@@ -115,11 +115,9 @@ def for_call(config: SearchConfig, call: Call) -> SearchConfig:
 
 
 def refuses(call: Call) -> str | None:
-    chip = refuses_chip(call.target.device_kind)
-    if chip is not None:
-        return chip
-    if jax.config.jax_enable_x64:
-        return "its steps are counted in 32 bits, and jax_enable_x64 makes them 64"
+    cannot = refuses_chip(call.target.device_kind) or refuses_64_bits()
+    if cannot is not None:
+        return cannot
     x, codebook = call.need("x"), call.need("codebook")
     if x.dtype != codebook.dtype or np.dtype(x.dtype).name not in ("bfloat16", "float16", "float32"):
         return f"it takes x and codebook both in bfloat16, float16 or float32, not {x.dtype} and {codebook.dtype}"
