@@ -166,10 +166,10 @@ ROWS: dict[str, tuple[tuple[str, ...], set[int], list[Claim]]] = {
     ),
     "nearest_code": (
         ("nearest_code",),
-        {128, 8192},
+        {8, 128, 8192},
         [
             (vq.nearest_code, (shape(512, width, dtype=dtype), shape(64, width, dtype=dtype)), "xla", hopper, "xla")
-            for width, hopper in ((192, MOSAIC), (8192, MOSAIC), (8193, "xla"))
+            for width, hopper in ((8, MOSAIC), (9, MOSAIC), (192, MOSAIC), (8192, MOSAIC), (8193, "xla"))
             for dtype in ("float32", "bfloat16")
         ],
     ),
