@@ -352,7 +352,7 @@ def gemm_tiles(document: Any) -> Iterator[Timed]:
         config = lookup("gemm").implementations["hopper"].default_config(call)
         us = {name: min(taken) for name, taken in row["microseconds"].items() if row["right"].get(name)}
         ours = us.get(f"{config.tile_m}x{config.tile_n} {config.split}")
-        xla = us.get("xla", us.get("dispatch"))
+        xla = us.get("dispatch" if "xla" in row["same_as_dispatch"] else "xla")
         if ours is not None and xla is not None:
             yield Timed(number, "gemm", row["operands"], values(row["params"]), {"hopper": ours, "xla": xla})
 

@@ -78,6 +78,21 @@ def test_a_near_tuned_case_lends_its_tiles_and_not_its_order() -> None:
 
 
 @pytest.mark.parametrize(
+    ("heads", "kv_heads", "order", "sharers"), [(16, 16, "batch tile head", 0), (16, 4, "tile batch head", 1)]
+)
+def test_which_keys_start_when_hangs_on_how_many_heads_share_them(
+    heads: int, kv_heads: int, order: str, sharers: int
+) -> None:
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, causal=True, layout="bthd", implementation="hopper").astype(f32).sum()
+
+    q, kv = (_of((3, 2048, count, 128)) for count in (heads, kv_heads))
+    with target("gpu", "NVIDIA H200"):
+        backward = explain(jax.grad(loss), q, kv, kv).selections[-1]
+    assert (backward.config.order, backward.config.sharers) == (order, sharers)
+
+
+@pytest.mark.parametrize(
     ("kind", "gated", "rate", "shape", "forward", "backward"),
     [
         ("gelu", False, 0.0, (16384, 3072), OURS, OURS),

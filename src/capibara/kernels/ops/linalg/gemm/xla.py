@@ -11,8 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from capibara.kernels.core.context import current_target
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
+from capibara.kernels.ops.linalg.gemm.rules import leaves_residual_to_xla
 
-_LARGE = 1_000_000  # numbers, from which on the residual is added to the product as XLA sees fit
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -41,7 +41,8 @@ def xla(
     contract_a = a.ndim - 2 if transpose_a else a.ndim - 1
     contract_b = b.ndim - 1 if transpose_b else b.ndim - 2
     dims = (((contract_a,), (contract_b,)), batch)
-    if residual is not None and bias is None and activation is None and _is_added_by_cublas(residual, operands, out):
+    alone = bias is None and activation is None
+    if residual is not None and alone and leaves_residual_to_xla(residual, operands, out, current_target().platform):
         z = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
         return (jnp.moveaxis(z, 1, 0) if a.ndim == 2 and b.ndim == 3 else z) + residual
     if bare or operands == wide:
@@ -62,19 +63,6 @@ def _apart(x: jax.Array) -> jax.Array:
     XLA of JAX 0.12 sums a product of bfloat16 in bfloat16 on a CPU where its result is wanted transposed.
     """
     return jax.lax.optimization_barrier(x)
-
-
-def _is_added_by_cublas(residual: jax.Array, operands: Any, out: Any) -> bool:
-    """Whether a product is asked for in the residual's own 16-bit type, so that XLA hands cuBLAS the sum with it.
-
-    cuBLAS adds to its float32 sums and rounds once; of a float32 product XLA makes three passes: on an H200 452 us for
-    406 at 30720x4096x1024, 213 for 193 at 4096x4096x3584, 48 for 35 at 9330x1536x768, and at some shapes as long. From
-    1 to 7 million numbers it was 1.09 to 1.51 times as fast, too, at nine shapes; of fewer, level or slower. Where the
-    compiler takes a kernel of its own instead of cuBLAS (seen at 392x2048), that rounds the product first: half a unit
-    of the output's last place, as `a @ b + residual` has it.
-    """
-    large = residual.size >= _LARGE
-    return large and operands == out == residual.dtype and out.itemsize == 2 and current_target().platform == "gpu"
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))

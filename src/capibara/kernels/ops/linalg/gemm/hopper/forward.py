@@ -463,9 +463,8 @@ def ahead_of(call: Call) -> tuple[str, ...]:
 
 
 def for_call(config: HopperConfig, call: Call) -> HopperConfig:
-    """What a near call's tiles are says nothing of how many programs this one's fill: they are its own, and the order
-    in which they are visited is the near one's."""
-    return dataclasses.replace(default_config(call), minor=config.minor, band=config.band)
+    """What a near call's tiles are says nothing of how many programs this one's fill: they are its own."""
+    return default_config(call)
 
 
 IMPLEMENTATION = Implementation(
