@@ -70,6 +70,12 @@ TILED = (
     ((328, 768, 3072), False), ((504, 1024, 4096), False), ((64, 2048, 2048), False), ((160, 1600, 6400), True),
     ((424, 1024, 4096), True),
 )  # fmt: skip
+# The same of few rows, whose tiles do not fill the chip: K and N, and whether with a bias and an activation.
+FEW_ROWS = (16, 40, 77, 96, 128, 200)
+FEW_TILED = {
+    (768, 768): False, (768, 2304): False, (1024, 4096): True, (2048, 2304): False, (4096, 1024): False,
+    (1600, 6400): True,
+}  # fmt: skip
 # batch, length, heads, key heads, head_dim
 ATTENTION = (
     (2, 3100, 32, 8, 64), (1, 3260, 32, 8, 64), (4, 1450, 32, 8, 64), (2, 2700, 16, 16, 64), (1, 5300, 14, 2, 64),
@@ -84,6 +90,8 @@ GRADIENTS = (
     (1, 16384, 32, 8, 128), (2, 2700, 32, 32, 96), (4, 1024, 10, 1, 256), (2, 4096, 8, 8, 256), (1, 3000, 16, 8, 256),
     (2, 3000, 16, 16, 192), (1, 4096, 32, 32, 192),
     (40, 512, 16, 16, 64), (64, 257, 12, 12, 64), (20, 700, 14, 2, 64), (16, 1024, 12, 12, 64),
+    (39, 512, 40, 8, 128), (24, 512, 32, 32, 128), (48, 333, 16, 16, 128), (12, 1024, 32, 8, 128),
+    (40, 256, 16, 16, 256), (17, 430, 16, 16, 192),
 )  # fmt: skip
 # Forward passes by the ways to walk the tiles; causal, without, in a window of so many keys, and with a soft cap.
 FORWARD = (
@@ -96,6 +104,10 @@ WHOLE_FORWARD = ((2, 4096, 16, 16, 128), (8, 2048, 16, 16, 128), (6, 1500, 16, 1
 WINDOWED = (((2, 4096, 32, 8, 128), 1024), ((4, 4096, 32, 8, 128), 2048), ((1, 8192, 16, 8, 256), 4096))
 WHOLE_GRADIENTS = ((6, 1500, 16, 16, 128), (3, 1500, 20, 20, 64), (4, 1100, 16, 16, 80))
 SOFTCAPS = ((3, 4096, 16, 8, 256), (2, 3000, 32, 16, 128), (1, 8192, 8, 4, 256))
+WINDOWED_GRADIENTS = (
+    ((2, 4096, 32, 8, 64), 128), ((2, 3000, 16, 16, 64), 256), ((2, 4096, 16, 4, 128), 256),
+    ((2, 4096, 16, 8, 256), 512), ((1, 8192, 32, 8, 128), 4096),
+)  # fmt: skip
 # rows, width, codes: narrow ones, and few rows, searched by parts of the codes
 CODES = (
     (2236, 8, 1024), (500, 4, 256), (13244, 8, 1024), (9216, 8, 16384), (60480, 8, 16384), (1500, 64, 4096),
@@ -134,7 +146,8 @@ def products() -> Iterator[Workload]:
 
 def tiles() -> Iterator[Workload]:
     """By XLA, by torch, and by our kernel in every size of tiles."""
-    for (rows, inner, columns), bias in TILED:
+    few = [((rows, *product), bias) for product, bias in FEW_TILED.items() for rows in FEW_ROWS]
+    for (rows, inner, columns), bias in dict.fromkeys((*TILED, *few)):
         params: dict[str, Any] = {"activation": "gelu"} if bias else {}
         shapes = ((rows, inner), (inner, columns), (columns,) if bias else None, None)
         case = Case("grid", shapes, "bfloat16", params)
@@ -186,6 +199,8 @@ def gradients() -> Iterator[Workload]:
     for causal, shapes in ((True, GRADIENTS), (False, WHOLE_GRADIENTS)):
         for sizes in shapes:
             yield _by_configs(sizes, {"causal": True} if causal else {})
+    for sizes, keys in WINDOWED_GRADIENTS:
+        yield _by_configs(sizes, {"causal": True, "window": (keys - 1, 0)})
 
 
 def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -> Workload:
@@ -199,10 +214,19 @@ def _by_configs(sizes: tuple[int, int, int, int, int], params: dict[str, Any]) -
     configs = {
         "usual": dataclasses.replace(default, order=best_order(head_dim), sharers=0),
         "longest first": dataclasses.replace(default, order=LONGEST_FIRST, sharers=0),
-        "a head a program": dataclasses.replace(default, order=best_order(head_dim), sharers=int(kv_heads < heads)),
+        "a head a program": dataclasses.replace(
+            default,
+            order=best_order(head_dim),
+            sharers=int(kv_heads < heads),
+            rounded=default.rounded and kv_heads == heads,
+        ),
     }
     if head_dim <= 64:
         configs["64 queries"] = dataclasses.replace(default, block_q=64)
+    if default.rounded:
+        configs["float32 sums"] = dataclasses.replace(default, rounded=False)
+    elif not default.sharers and length <= 4096:
+        configs["rounded sums"] = dataclasses.replace(default, rounded=True)
     configs = {name: config for name, config in configs.items() if config != default}
     if batch == 1 or not params:  # the same order
         configs.pop("longest first", None)

@@ -720,6 +720,7 @@ def emulated(*kernels: ModuleType, at_once: bool = False) -> Iterator[None]:
         (hopper, "await_turn", lambda: _here.program.turns[_here.warpgroup].wait()),
         (hopper, "hidden_zero", lambda step, stage: np.int32(0)),
         (hopper, "kept_before_wait", _nothing),
+        (hopper, "reciprocal", lambda x, layout: 1 / x),
     ]
     changes += [(prng, "_shift", _for_numpy(prng._shift, _shift)), (prng, "_words", _for_numpy(prng._words, _words))]
     before = [getattr(module, name) for module, name, _ in changes]

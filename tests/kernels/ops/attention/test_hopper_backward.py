@@ -230,6 +230,69 @@ def test_numbers_are_right(form: Form) -> None:
             assert (x[:, :, list(form.poisoned)] == 0).all(), f"{name} of what nobody sees"
 
 
+@pytest.mark.parametrize(
+    "name", ["causal", "head-208", "sharers-256", "divided-192", "everything-whole", "dropped-256"]
+)
+def test_sums_of_dq_are_right_in_either_type(name: str) -> None:
+    """Short rows of keys have them in 16 bits, so that the other forms here show these; and in float32."""
+    form = FORMS[name]
+    form = dataclasses.replace(form, sharers=0)
+    config = dataclasses.replace(form.config or default_config(form.call()), sharers=0)
+    errors = {}
+    for rounded in (False, True):
+        chosen = dataclasses.replace(form, config=dataclasses.replace(config, rounded=rounded))
+        arrays = chosen.arrays()
+        with emulator.emulated():
+            dq, *_ = jax.block_until_ready(jax.jit(chosen.run, compiler_options=QUICK)(arrays))
+        wanted = chosen.expected(arrays)["dq"]
+        errors[rounded] = np.linalg.norm(np.asarray(dq, np.float64) - wanted) / np.linalg.norm(wanted)
+    assert errors[False] <= errors[True] * 1.001
+    assert errors[True] <= float(jnp.finfo(form.dtype).eps)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("shape", "params", "rounded"),
+    [
+        ((2, 512, 16, 128), {}, True),
+        ((2, 1024, 16, 128), CAUSAL, True),
+        ((2, 1024, 16, 128), {}, False),
+        ((2, 2048, 16, 128), CAUSAL, False),
+        ((2, 512, 16, 256), CAUSAL, True),  # tiles of 64 keys
+        ((2, 1024, 16, 256), CAUSAL, False),
+        ((2, 8192, 16, 64), {"window": (127, 0), **CAUSAL}, True),
+        ((2, 8192, 16, 64), {"window": (4095, 0), **CAUSAL}, False),
+        ((1, 32768, 16, 64), {"window": (127, 0), **CAUSAL}, False),  # in two launches
+    ],
+)
+def test_sums_are_rounded_where_few_tiles_add_to_them(
+    shape: tuple[int, int, int, int], params: dict[str, Any], rounded: bool
+) -> None:
+    batch, length, heads, head_dim = shape
+    q = jax.ShapeDtypeStruct((batch, heads, length, head_dim), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    with target("gpu", "NVIDIA H200"):
+        call = ATTENTION_GRAD.call(q, q, q, *(None,) * 6, q, lse, q, None, **params)
+        assert default_config(call).rounded == rounded
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("more", [{"sharers": 2}, {"parts": 2}])
+def test_rounded_sums_are_of_whole_programs(more: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="rounded is of programs that visit all query heads"):
+        HopperGradConfig(rounded=True, **more)
+
+
+@pytest.mark.quick
+def test_rounded_sums_are_never_in_float32() -> None:
+    """Neither in memory nor beside the kernel."""
+    form = Form(t=256, s=256, d=128, params=CAUSAL)
+    for rounded in (False, True):
+        config = dataclasses.replace(default_config(form.call()), sharers=0, rounded=rounded)
+        jaxpr = jax.make_jaxpr(dataclasses.replace(form, config=config).run)(form.shapes())
+        assert (f"f32[1,2,256,{form.d}] = broadcast_in_dim" in str(jaxpr)) != rounded
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize(
     "form",

@@ -18,10 +18,12 @@ from jaxtyping import jaxtyped
 
 from capibara.errors import ImplementationRefused, UnknownNameError
 from capibara.kernels import explain, gemm, interpret, target
-from capibara.kernels.ops.linalg.gemm import rules
+from capibara.kernels.core.varying import vary_alike
+from capibara.kernels.ops.linalg.gemm import gradient, rules
 from capibara.kernels.ops.linalg.gemm.api import GEMM
 from capibara.kernels.ops.linalg.gemm.hopper.forward import HopperConfig
 from capibara.kernels.ops.linalg.gemm.tpu.forward import TileConfig, tile_bytes
+from capibara.kernels.ops.linalg.gemm.xla import xla
 from capibara.kernels.pallas import vmem
 
 # The signature's jaxtyping shapes are checked on every call the tests make through this name.
@@ -215,25 +217,241 @@ def test_on_a_gpu_a_residual_alone_is_left_to_the_products_own_sums(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
+    ("shapes", "turned"),
+    [
+        (((24, 16), (16, 32), (32,)), {}),
+        (((16, 24), (32, 16), (32,)), {"transpose_a": True, "transpose_b": True}),
+        (((3, 24, 16), (3, 16, 32), (32,)), {}),
+        (((3, 16, 24), (16, 32), (32,)), {"transpose_a": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu_a_bias_alone_is_left_to_the_products_own_sums(shapes: Any, turned: Any, dtype: str) -> None:
+    """A product in the bias's type and a row are what XLA hands cuBLAS as one call; elsewhere sums are float32."""
+    a, b, bias = (_normal(n, *shape, dtype=dtype) for n, shape in enumerate(shapes))
+
+    def added(a: Any, b: Any, bias: Any, **more: Any) -> Any:
+        return gemm(a, b, bias=bias, implementation="xla", **turned, **more)
+
+    wanted = np.asarray(jax.jit(added)(a, b, bias), np.float64)
+    with target("gpu", "NVIDIA H200"):
+        assert _types_of_products(added, a, b, bias) == {dtype}
+        others: list[dict[str, Any]] = [
+            {"activation": "gelu"}, {"out_dtype": "float32"}, {"residual": jnp.ones(wanted.shape, dtype)}
+        ]  # fmt: skip
+        for more in others:
+            assert _types_of_products(functools.partial(added, **more), a, b, bias) == {"float32"}
+        assert _types_of_products(added, a, b, bias.astype("float32")) == {"float32"}  # it is not rounded
+        found = np.asarray(jax.jit(added)(a, b, bias), np.float64)
+    for other in ("tpu", "cpu"):
+        with target(other):
+            assert _types_of_products(added, a, b, bias) == {"float32"}
+    # A CPU, unlike cuBLAS, rounds the product before the sum: half a unit of each.
+    unit = float(jnp.finfo(dtype).eps) / 2
+    product = np.abs(wanted - np.asarray(bias, np.float64)) + unit * np.abs(wanted)
+    assert np.all(np.abs(found - wanted) <= unit * (product + 2 * np.abs(wanted)) + 1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "shapes", [((3, 24, 16), (3, 16, 32), (3, 32)), ((24, 16), (3, 16, 32), (32,))], ids=["a row each", "shared left"]
+)
+def test_a_bias_that_is_no_row_to_cublas_is_added_in_float32(shapes: Any) -> None:
+    operands = [_normal(n, *shape, dtype="bfloat16") for n, shape in enumerate(shapes)]
+    with target("gpu", "NVIDIA H200"):
+        assert _types_of_products(xla, *operands) == {"float32"}
+        assert rules.tolerance(GEMM.call(*operands)) == pytest.approx(2.0**-8, rel=0.01)
+
+
+@pytest.mark.quick
+def test_the_gradient_of_a_bias_left_to_cublas_is_summed_in_float32() -> None:
+    """A sum of ones in bfloat16 stops at 256."""
+    a, b, bias = (_normal(n, *s, dtype="bfloat16") for n, s in enumerate(((1024, 16), (16, 32), (32,))))
+
+    def gradients(a: Any, b: Any, bias: Any) -> Any:
+        made, pull = jax.vjp(lambda *x: gemm(x[0], x[1], bias=x[2], implementation="xla"), a, b, bias)
+        return pull(jnp.ones_like(made))
+
+    with target("gpu", "NVIDIA H200"):
+        assert _types_of_products(gradients, a, b, bias) == {"bfloat16"}
+        jaxpr = jax.make_jaxpr(gradients)(a, b, bias).jaxpr
+        da, db, dbias = jax.jit(gradients)(a, b, bias)
+    assert {e.outvars[0].aval.dtype.name for e in _equations(jaxpr) if e.primitive.name == "reduce_sum"} == {"float32"}
+    assert dbias.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(dbias, np.float32), np.full(32, 1024.0))
+    ones = np.ones((1024, 32))
+    for got, want in ((da, ones @ np.asarray(b, np.float64).T), (db, np.asarray(a, np.float64).T @ ones)):
+        _close(got, want, 1024)
+
+
+# Rows, K and N at which the kernel makes the forward pass on an H200, and no product of its gradient.
+OF_THE_KERNEL = ((384, 320), (320, 192), (192,))
+
+
+def _activated(activation: str = "gelu") -> Any:
+    return lambda a, b, *bias: gemm(a, b, bias=bias[0] if bias else None, activation=activation)
+
+
+def _pulled(fn: Any, cotangent: Any, *operands: Any) -> Any:
+    made, pull = jax.vjp(fn, *operands)
+    return made, pull(cotangent)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("platform", "dtype", "operands", "activation", "barriers"),
+    [
+        ("gpu", "bfloat16", 3, "gelu", 1),
+        ("gpu", "float16", 3, "silu", 1),
+        ("gpu", "bfloat16", 2, "gelu", 0),  # nothing sums dz, which two products read
+        ("gpu", "bfloat16", 3, None, 0),
+        ("gpu", "float32", 3, "gelu", 0),
+        ("tpu", "bfloat16", 3, "gelu", 0),
+    ],
+)
+def test_on_a_gpu_dz_is_rounded_before_it_is_summed(
+    platform: str, dtype: str, operands: int, activation: str | None, barriers: int
+) -> None:
+    a, b, *bias = (_normal(n, *s, dtype=dtype) for n, s in enumerate(OF_THE_KERNEL[:operands]))
+    residuals = (a, b, bias[0] if bias else None, None, _normal(4, 384, 192, dtype=dtype) if activation else None)
+    params = {"transpose_a": False, "transpose_b": False, "activation": activation, "precision": None}
+
+    def backward(z: Any, cotangent: Any) -> Any:
+        return gradient.backward(GEMM, (*residuals[:4], z), cotangent, params, "xla")[:3]
+
+    with target(platform, "NVIDIA H200" if platform == "gpu" else None):
+        jaxpr = jax.make_jaxpr(backward)(residuals[4], _normal(5, 384, 192, dtype=dtype)).jaxpr
+    found = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    assert len(found) == barriers
+    for barrier in found:  # the products and the sum over rows read what is behind it
+        readers = {e.primitive.name for e in jaxpr.eqns if barrier.outvars[0] in e.invars}
+        assert readers >= {"dot_general", "convert_element_type"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("activation", list(gradient.ACTIVATIONS))
+def test_passes_over_z_share_nothing_that_xla_would_keep(activation: str) -> None:
+    """What a pass makes of z by an instruction that XLA does not make twice, if the other needs it too."""
+    z = jnp.linspace(-30.0, 30.0, 1001)
+
+    def backward(z: Any) -> Any:
+        return jax.vjp(gradient.DIFFERENTIATED[activation], z)[1](z)
+
+    passes = [gradient.ACTIVATIONS[activation], gradient.DIFFERENTIATED[activation]]
+    values, slopes = zip(*((f(z), jax.vmap(jax.grad(f))(z)) for f in passes), strict=True)
+    np.testing.assert_allclose(*values, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(*slopes, rtol=0, atol=1e-5)
+    made = {e.primitive.name for e in _equations(jax.make_jaxpr(backward)(z).jaxpr)}
+    assert "tanh" not in made
+    assert "logistic" in made
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_gradients_on_a_gpu_are_the_references(activation: str) -> None:
+    operands = [_normal(n, *s, dtype="bfloat16") for n, s in enumerate(OF_THE_KERNEL)]
+    operands[1] = operands[1] * 320**-0.5
+    cotangent = _normal(3, 384, 192, dtype="bfloat16")
+    reference = lambda a, b, bias: gemm(a, b, bias=bias, activation=activation, implementation="reference")  # noqa: E731
+    wide = [x.astype("float32") for x in operands]
+    wanted = jax.jit(functools.partial(_pulled, reference))(cotangent.astype("float32"), *wide)
+    with target("gpu", "NVIDIA H200"):
+        assert explain(_activated(activation), *operands).implementation == "hopper"
+        found = jax.jit(functools.partial(_pulled, _activated(activation)))(cotangent, *operands)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float64) - np.asarray(want, np.float64))
+        # z, which is kept in 16 bits, dz, and the result are each rounded to 8 bits, z twice on a CPU.
+        assert error < 4 * 2.0**-9 * np.linalg.norm(np.asarray(want, np.float64))
+
+
+@pytest.mark.parametrize("how", ["vmap", "checkpoint", "forward over reverse", "reverse over reverse", "shard_map"])
+def test_gradients_on_a_gpu_are_transformed_like_any_other(how: str) -> None:
+    """Its barrier too: in values, all of it is what plain JAX gives in float32."""
+    operands = [_normal(n, *s, dtype="bfloat16") for n, s in enumerate(((32, 16), (16, 24), (24,)))]
+    given = (_normal(3, 32, 24, dtype="bfloat16"), operands[0], operands[1] / 4, operands[2])
+    wide = tuple(x.astype("float32") for x in given)
+
+    def transformed(fn: Any, everything: Any) -> Any:
+        slopes = lambda *x: _pulled(fn, *x)[1]  # noqa: E731
+        if how == "vmap":
+            several = [jnp.stack([x, x * 0.5]) for x in everything]
+            some = jax.vmap(slopes, in_axes=(0, 0, None, None))(*several[:2], *everything[2:])
+            return jax.vmap(slopes)(*several), some
+        if how == "checkpoint":
+            return _pulled(jax.checkpoint(fn), *everything)
+        if how == "forward over reverse":
+            return jax.jvp(slopes, everything, everything)
+        if how == "reverse over reverse":
+            return _pulled(slopes, slopes(*everything), *everything)
+        rows, whole = jax.P("rows"), jax.P()
+        mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+        of_rows = lambda *x: slopes(*x)[0]  # noqa: E731
+        return jax.shard_map(of_rows, mesh=mesh, in_specs=(rows, rows, whole, whole), out_specs=rows)(*everything)
+
+    wanted = jax.jit(functools.partial(transformed, lambda a, b, bias: jax.nn.gelu(a @ b + bias)))(wide)
+    with target("gpu", "NVIDIA H200"):
+        found = jax.jit(functools.partial(transformed, _by_its_own_gradient("gelu")))(given)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float64) - np.asarray(want, np.float64))
+        assert error < 2.0**-6 * np.linalg.norm(np.asarray(want, np.float64))
+
+
+def _by_its_own_gradient(activation: str) -> Any:
+    """gemm as it is differentiated where a kernel is its forward pass, of products that any machine runs."""
+    params = {
+        "transpose_a": False,
+        "transpose_b": False,
+        "activation": activation,
+        "precision": None,
+        "out_dtype": None,
+    }
+    fn = jax.custom_vjp(lambda a, b, bias: gemm(a, b, bias=bias, activation=activation, implementation="xla"))
+    fn.defvjp(
+        lambda *operands: gradient.forward(GEMM, (*operands, None), params, "xla"),
+        lambda residuals, cotangent: gradient.backward(GEMM, residuals, cotangent, params, "xla")[:3],
+    )
+    return lambda *operands: fn(*vary_alike(operands))  # as dispatch calls it
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
     ("platform", "rows", "more", "roundings"),
     [
-        ("gpu", 1024, {}, 2),
-        ("gpu", 512, {}, 1),  # few numbers
-        ("gpu", 1024, {"activation": "gelu"}, 1),
-        ("gpu", 1024, {"bias": True}, 1),
-        ("cpu", 1024, {}, 1),
-        ("tpu", 1024, {}, 1),
+        ("gpu", 1024, {"residual": True}, 2),
+        ("gpu", 512, {"residual": True}, 1),  # few numbers
+        ("gpu", 1024, {"residual": True, "activation": "gelu"}, 1),
+        ("gpu", 1024, {"residual": True, "bias": True}, 1),
+        ("gpu", 64, {"bias": True}, 2),
+        ("gpu", 64, {"bias": True, "activation": "gelu"}, 1),
+        ("gpu", 64, {"bias": True, "out_dtype": "float32"}, 0),
+        ("cpu", 64, {"bias": True}, 1),
+        ("cpu", 1024, {"residual": True}, 1),
+        ("tpu", 1024, {"residual": True}, 1),
     ],
 )
 def test_a_second_rounding_is_allowed_where_xla_adds_alone(
     platform: str, rows: int, more: dict[str, Any], roundings: int
 ) -> None:
-    shapes = [(rows, 64), (64, 1024), (1024,) if more.get("bias") else None, (rows, 1024)]
-    operands = [None if s is None else jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
-    params = {name: value for name, value in more.items() if name != "bias"}
+    shapes = {"a": (rows, 64), "b": (64, 1024), "bias": (1024,), "residual": (rows, 1024)}
+    operands = [jax.ShapeDtypeStruct(s, jnp.bfloat16) if more.get(x, x in "ab") else None for x, s in shapes.items()]
+    params = {name: value for name, value in more.items() if name not in shapes}
     with target(platform, "NVIDIA H200" if platform == "gpu" else platform):
         allowed = rules.tolerance(GEMM.call(*operands, **params))
-    assert allowed == pytest.approx(roundings * 2.0**-8, rel=0.01)  # and what float32 sums of 64 products are off
+    assert allowed == pytest.approx(roundings * 2.0**-8, abs=2.0**-18)  # float32 sums of 64 products are off by less
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("dtype", "left"), [("bfloat16", True), ("float16", True), ("float32", False)])
+def test_a_bias_is_left_to_xla_in_16_bits(dtype: str, left: bool) -> None:
+    a, b, bias = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 32), (32, 48), (48,)))
+    assert rules.leaves_bias_to_xla(a, b, bias, jnp.dtype(dtype), "gpu") is left
+    assert not rules.leaves_bias_to_xla(a, b, bias, jnp.dtype(dtype), "cpu")
+
+
+def _types_of_products(fn: Any, *operands: Any) -> set[str]:
+    equations = _equations(jax.make_jaxpr(fn)(*operands).jaxpr)
+    return {e.outvars[0].aval.dtype.name for e in equations if e.primitive.name == "dot_general"}
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

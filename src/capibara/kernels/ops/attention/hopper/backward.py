@@ -3,8 +3,8 @@
 A program has a tile of keys of one key head and goes over the queries that see them, of every query head that shares
 the key head, or of some of these where the programs would be few and long. The gradients of its keys and values stay in
 registers until the end, and are then written, or added to sums of several programs; the gradient of the queries is a
-sum over programs, added in float32 by the copy engine. The order of that sum is the order in which programs arrive, so
-dq may differ in its last bits from run to run.
+sum over programs, added by the copy engine, in float32 but for short rows of keys. The order of that sum is the order
+in which programs arrive, so dq may differ in its last bits from run to run.
 
 Steps of queries that see none of the keys are never fetched: by position they are left out of a range, by the
 operands (block mask, segments, mask) out of a table. Keys that nobody sees have no effect and get zeros, NaN included,
@@ -21,7 +21,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from capibara.kernels.ops.attention.hopper.backward_steps import (
     Lines,
     Loop,
     Plan,
+    sums_dtype,
 )
 from capibara.kernels.ops.attention.hopper.calls import (
     AHEAD_OF_CUDNN,
@@ -59,7 +60,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     pad_to_blocks,
 )
 from capibara.kernels.ops.attention.hopper.panels import Columns, aligned
-from capibara.kernels.ops.attention.hopper.walks import programs_of_keys
+from capibara.kernels.ops.attention.hopper.walks import programs_of_keys, visits_of_keys
 from capibara.kernels.ops.attention.masking import FAR, both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.ops.attention.rules import window_of
 from capibara.kernels.pallas import prng
@@ -71,6 +72,10 @@ NARROWEST = 512  # keys that a row sees beside its own: windows of fewer are slo
 # Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a pass 1.1 times as
 # fast as 32, and those, with one stage of the output's gradients fewer, 1.08 times as fast as 16.
 DQ_COLUMNS = {192: 96, 256: 64}
+# Tiles of keys that a query sees in the mean, up to which sums of dq are rounded with each: dq of 1,024 tokens with
+# causality, in tiles of 128, is off by 3.0e-3 in norm then, and by 2.4e-3 with sums in float32.
+MOST_ROUNDED = 4.5
+LONGEST_AHEAD_192 = 3072  # queries of heads of 192, with all of whose lengths that were timed up to here it was ahead
 VERY_LONG = 32768  # queries, from which on sums of dq are a large part of the memory, and go in two launches
 
 
@@ -159,9 +164,19 @@ def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
     q, k = call.need("q"), call.need("k")
     config = _settled(config, q.shape[-1], call.params)
     if q.shape[2] >= VERY_LONG and k.shape[1] % 2 == 0:
-        return dataclasses.replace(config, order=best_order(q.shape[-1]), parts=2, sharers=0)
+        return dataclasses.replace(config, order=best_order(q.shape[-1]), parts=2, sharers=0, rounded=False)
     tile = tile_of_keys(config, q.shape[-1])
-    return dataclasses.replace(config, parts=1, **programs_of_keys(call, tile, config.block_q))
+    shared = programs_of_keys(call, tile, config.block_q)
+    rounded = not shared["sharers"] and _additions(call, tile, config.block_q) <= MOST_ROUNDED
+    return dataclasses.replace(config, parts=1, rounded=rounded, **shared)
+
+
+def _additions(call: Call, tile: int, block_q: int) -> float:
+    """Tiles of keys that a query sees by position, and that are added to its gradient: in the mean."""
+    length, keys = call.need("q").shape[2], call.need("k").shape[2]
+    band = Band(*span(bool(call.params["causal"]), cast(int, call.params["q_offset"]), window_of(call)), keys)
+    grid = Grid(length, band, block_q, tile)
+    return float(visits_of_keys(grid).sum()) / grid.counts[0]
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
@@ -169,7 +184,8 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     causality), and at 128 up to 4k (up to 17 %, but 4 to 10 % behind where 4 to 8 query heads share keys), and since it
     has scores ahead at 16k, where four query heads share keys, by 1 to 5 %; at lengths that are no multiple of 8 it was
     behind, by 6 % at 5.6k and, without causality, by 10 %. At 256, with divided roles, it was ahead by 13 to 23 %, and
-    3 % behind at 5,827 tokens, at 192 between 10 % behind and 3 % ahead. Where columns come in panels it was behind by
+    3 % behind at 5,827 tokens; at 192 ahead by 3 to 12 % from 430 to 3,000 tokens, 10 % behind at 4,096, and level at
+    4,927. Where columns come in panels it was behind by
     1 to 27 % at most of the head sizes from 72 to 240, and level at 112, but with a window of 512 keys, where programs
     skip what lies outside, ahead by 23 %; one of 128 was behind, by 35 %. Very long calls go in two parts, which take
     half of the memory that cuDNN wants beside the gradients: both passes of 32k, 8 heads of 128, take 0.97 of the time;
@@ -179,7 +195,7 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     if above - below < FAR:
         return AHEAD_OF_CUDNN if above - below >= NARROWEST else BEHIND_CUDNN
-    if default_config(call).divided and head_dim == 256:
+    if default_config(call).divided and (head_dim == 256 or length <= LONGEST_AHEAD_192):
         return AHEAD_OF_CUDNN
     if head_dim > 128 or head_dim % 64:
         return BEHIND_CUDNN
@@ -290,7 +306,8 @@ def _launch(loop: Loop, plan: Plan, arrays: dict[str, jax.Array]) -> tuple[Any, 
 
     def finished(dq_sum: Any) -> Any:
         # Inside shard_map a kernel takes no reference that varies over the mesh, so the sums are marked afterwards.
-        return (vary_like(dq_sum, q) * plan.scale).astype(q.dtype)
+        dq_sum = vary_like(dq_sum, q)
+        return dq_sum if plan.config.rounded else (dq_sum * plan.scale).astype(q.dtype)
 
     # References that live in run_state alone: custom_vmap, which stands around this, takes no function that makes one
     # for itself.
@@ -298,7 +315,7 @@ def _launch(loop: Loop, plan: Plan, arrays: dict[str, jax.Array]) -> tuple[Any, 
         # Zeros that are known beforehand the compiler makes for all layers at once, before the first one's gradient.
         varies = jax.typeof(q).manual_axis_type.varying
         zero = 0.0 if varies else _zero_after(arrays["d_out"])
-        zeros = jnp.full(sum_shape, zero, jnp.float32)
+        zeros = jnp.full(sum_shape, zero, sums_dtype(plan.config, q.dtype))
         if plan.adds_keys:
             key_zeros = jnp.full(k.shape, zero, jnp.float32)
             sums = pl.run_state(lambda refs: kernel(0, ())(*arrays.values(), *refs))((zeros, key_zeros, key_zeros))

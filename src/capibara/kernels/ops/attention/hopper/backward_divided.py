@@ -34,6 +34,7 @@ from capibara.kernels.ops.attention.hopper.backward_steps import (
     add_to_sums,
     fetch_steps,
     ring_scratch,
+    sums_dtype,
     swizzled_for,
 )
 from capibara.kernels.ops.attention.hopper.masking import LAYOUT
@@ -51,7 +52,7 @@ def divided_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: 
         rule = "dq_columns divides a half of the head's columns"
         raise rule_error(rule, f"{config.dq_columns} of {head.part_width}", "use 16")
     return ring_scratch(config, head, dtype, lines, TILE, key_tiles=1) | {
-        "dq": head.narrowed(config.dq_columns).scratch((2,), block_q, jnp.float32),
+        "dq": head.narrowed(config.dq_columns).scratch((2,), block_q, sums_dtype(config, dtype)),
         # One of each; the first index is where a product's own zero goes.
         "all_keys": head.scratch((1,), TILE, dtype),
         "all_values": head.scratch((1,), TILE, dtype),
@@ -148,7 +149,8 @@ class Half:
             return plgpu.wgmma_accumulator_load(dq_ref, wait_n=len(queries))
 
         rows = self.walk.dq_at(visit.member, pl.ds(visit.first_row, self.plan.block_q))
-        self._add_to_sums(pl.run_scoped(multiplied, self.accumulator(self.plan.block_q)), "dq", rows)
+        dq = pl.run_scoped(multiplied, self.accumulator(self.plan.block_q))
+        self._add_to_sums(self.plan.summed(dq), "dq", rows)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["q_drained"].at[self.slot("q", visit.done)])
 

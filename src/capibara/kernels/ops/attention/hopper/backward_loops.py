@@ -27,6 +27,7 @@ from capibara.kernels.ops.attention.hopper.backward_steps import (
     add_to_sums,
     fetch_steps,
     ring_scratch,
+    sums_dtype,
     swizzled_for,
 )
 from capibara.kernels.ops.attention.hopper.masking import LAYOUT
@@ -42,7 +43,7 @@ def narrow_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: L
         "v": head.scratch((2,), WGMMA_ROWS, dtype),
         # Two of them: a warpgroup writes the next step's while the other still reads this one's.
         "ds": swizzled_for(head, (2, 2, WGMMA_ROWS, config.block_q), dtype),
-        "dq": head.narrowed(head.part_width).scratch((2,), 64, jnp.float32),
+        "dq": head.narrowed(head.part_width).scratch((2,), 64, sums_dtype(config, dtype)),
     }
 
 
@@ -158,7 +159,8 @@ def _narrow_compute(
         rows = pl.ds(first_row, 64)
         if by_rows:
             rows, first_column = pl.ds(first_row + warpgroup * 64, 64), 0
-        add_to_sums(smem["dq"].at(warpgroup), dq, refs["dq"], walk.dq_at(visit.member, rows), first_column)
+        at = walk.dq_at(visit.member, rows)
+        add_to_sums(smem["dq"].at(warpgroup), plan.summed(dq), refs["dq"], at, first_column)
         if ahead:
             plgpu.wgmma_wait(0)
 
@@ -207,7 +209,7 @@ def wide_scratch(config: HopperGradConfig, head: Columns, dtype: Any, lines: Lin
         "all_keys": head.scratch((1,), WIDE_TILE, dtype),
         "all_values": head.scratch((1,), WIDE_TILE, dtype),
         "ds": swizzled_for(head, (2, WIDE_TILE, block_q), dtype),
-        "dq": head.narrowed(DQ_COLUMNS).scratch((2, pieces), block_q, jnp.float32),
+        "dq": head.narrowed(DQ_COLUMNS).scratch((2, pieces), block_q, sums_dtype(config, dtype)),
     }
 
 
@@ -307,7 +309,7 @@ def _wide_compute(
             turn = number % pieces if len(columns) % pieces == 0 else lax.rem(before + number, pieces)
             piece = smem["dq"].at(warpgroup, turn)
             plgpu.wait_smem_to_gmem(pieces - 1, wait_read_only=True)
-            piece.store(dq[:, column : column + DQ_COLUMNS])
+            piece.store(plan.summed(dq[:, column : column + DQ_COLUMNS]).astype(refs["dq"].dtype))
             plgpu.commit_smem()
             piece.send(refs["dq"], rows, first_column=warpgroup * half_dim + column, reduction_op="add")
         plgpu.wgmma_wait(0)

@@ -44,6 +44,9 @@ class HopperGradConfig:
     exist at a time. A program visits as many as `sharers` of the query heads that share its key head; 0: all of them.
     With fewer there are more programs, each shorter, and the gradients of keys and values are summed in memory too.
 
+    With `rounded` sums of dq are in the operands' type, scaled: each tile of keys that is added rounds them once, and
+    nobody rounds them after. Float32 sums are three times as many bytes, beside the kernel, as sums of 16 bits.
+
     `divided` is the form of heads wider than 128 in which one warpgroup has the scores and the other their gradients
     (see backward_divided.py), and what follows is of that form alone: gradients of the output may have fewer stages
     than queries (`do_stages`; 0: as many), and a step's dq leaves `dq_columns` at a time for each warpgroup.
@@ -54,6 +57,7 @@ class HopperGradConfig:
     order: str = HEADS_TOGETHER
     parts: int = 1
     sharers: int = 0
+    rounded: bool = False
     divided: bool = False
     do_stages: int = 0
     dq_columns: int = 64
@@ -76,11 +80,19 @@ class HopperGradConfig:
                 (self.sharers, self.parts),
                 "use sharers=0",
             )
+        if self.rounded and (self.sharers or self.parts > 1):
+            rule = "rounded is of programs that visit all query heads of a key head, in one launch"
+            raise rule_error(rule, (self.sharers, self.parts), "use sharers=0 and parts=1")
         if self.do_stages < 0:
             raise rule_error("do_stages is 0 or more", self.do_stages, "use 0")
         if self.dq_columns < 16 or self.dq_columns % 16:
             raise rule_error("dq_columns is a multiple of 16", self.dq_columns, "use 16")
         check_order(self.order)
+
+
+def sums_dtype(config: HopperGradConfig, dtype: Any) -> Any:
+    """Of dq's sums, where the operands are of `dtype`."""
+    return dtype if config.rounded else jnp.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +191,10 @@ class Plan:
     def upscale(self) -> float:
         """What makes up for the probabilities that dropout drops."""
         return 1 / (1 - self.dropout_rate)
+
+    def summed(self, dq: Any) -> Any:
+        """A step's gradient of the queries, as it is added to the sums."""
+        return dq * self.scale if self.config.rounded else dq
 
     def at(self, batch: Any, head: Any, rows: Any) -> tuple[Any, ...]:
         """Where rows of one head lie in an operand."""
@@ -533,9 +549,9 @@ def swizzled_for(head: Columns, shape: tuple[int, ...], dtype: Any) -> dict[int,
 
 
 def add_to_sums(piece: Any, value: Any, target: Any, at: tuple[Any, ...], first_column: Any = 0) -> None:
-    """Add what a warpgroup has in registers to rows of float32 sums in memory, as many columns at a time as there are
-    in `piece`, a tile that is the warpgroup's own."""
-    width = piece.of.head_dim
+    """Add what a warpgroup has in registers to rows of sums in memory, as many columns at a time as there are in
+    `piece`, a tile that is the warpgroup's own."""
+    width, value = piece.of.head_dim, value.astype(target.dtype)
     for column in range(0, value.shape[1], width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         piece.store(value[:, column : column + width])

@@ -137,17 +137,10 @@ def busiest_with_keys(grid: Grid, batch: int, sets: int, sharers: int, cores: in
 
     A program has a tile of keys and a set of `sharers` query heads, and cores take the next one when they are free.
     """
-    band, steps = grid.band, grid.counts[0]
-    first = np.arange(0, band.columns, grid.block_k)
-    begin, end = np.zeros_like(first), np.full_like(first, steps)
-    if band.above != FAR:
-        begin = np.clip(first - band.above, 0, grid.rows) // grid.block_q
-    if band.below != -FAR:
-        end = -(-np.clip(first + grid.block_k - band.below, 0, grid.rows) // grid.block_q)
-    visits = np.maximum(end - begin, 0)
+    band, visits = grid.band, visits_of_keys(grid)
     if band.above == FAR and band.below != -FAR:
         visits = visits[::-1]  # programs with the most queries start first
-    counts = {"batch": batch, "head": sets, "tile": len(first)}
+    counts = {"batch": batch, "head": sets, "tile": len(visits)}
     axes = order.split()
     tiles = np.indices([counts[axis] for axis in axes])[axes.index("tile")].reshape(-1)
     step = grid.block_q * grid.block_k
@@ -158,3 +151,15 @@ def busiest_with_keys(grid: Grid, batch: int, sets: int, sharers: int, cores: in
     for visited in (visits * sharers + BEGIN_STEPS)[tiles].tolist():
         heapq.heapreplace(ends, ends[0] + visited)
     return float(max(ends) * step), mean
+
+
+def visits_of_keys(grid: Grid) -> Any:
+    """For each tile of keys the steps of queries, of one head, that see any of it by position."""
+    band, steps = grid.band, grid.counts[0]
+    first = np.arange(0, band.columns, grid.block_k)
+    begin, end = np.zeros_like(first), np.full_like(first, steps)
+    if band.above != FAR:
+        begin = np.clip(first - band.above, 0, grid.rows) // grid.block_q
+    if band.below != -FAR:
+        end = -(-np.clip(first + grid.block_k - band.below, 0, grid.rows) // grid.block_q)
+    return np.maximum(end - begin, 0)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.core.context import current_target
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.op import Op
 from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.linalg.gemm.reference import ACTIVATIONS, epilogue
+
+# Of gelu by a sigmoid, where the forward pass has a tanh: what both passes have alike XLA would write out, keep, and
+# read again, in float32. Apart they are two passes over z, or one where the cotangent is there before the output.
+DIFFERENTIATED = ACTIVATIONS | {
+    "gelu": lambda z: z * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
+}
 
 Params = dict[str, Any]
 Arrays = tuple[Any, Any, Any, Any]
@@ -41,8 +49,11 @@ def backward(op: Op, residuals: Any, cotangent: jax.Array, params: Params, prefe
     wide = jnp.promote_types(jnp.float32, cotangent.dtype)
     dz = cotangent
     if z is not None:
-        _, pull = jax.vjp(ACTIVATIONS[params["activation"]], z.astype(wide))
+        _, pull = jax.vjp(DIFFERENTIATED[params["activation"]], z.astype(wide))
         dz = pull(cotangent.astype(wide))[0].astype(cotangent.dtype)
+        if bias is not None and jnp.result_type(a, b, dz).itemsize == 2 and current_target().platform == "gpu":
+            # Without it XLA sums dz over its rows where it rounds it, in a fusion that is a slow way to do either.
+            dz = jax.lax.optimization_barrier(dz)
     common = jnp.result_type(a, b)
     flow = dz.astype(common)
 

@@ -101,17 +101,32 @@ def leaves_residual_to_xla(residual: Any, operands: Any, out: Any, platform: str
     return large and operands == out == residual.dtype and out.itemsize == 2 and platform == "gpu"
 
 
+def leaves_bias_to_xla(a: Any, b: Any, bias: Any, out: Any, platform: str) -> bool:
+    """Whether XLA's form asks for the product in the bias's own 16-bit type, and adds it then: XLA hands cuBLAS the row
+    with it.
+
+    cuBLAS adds it to its float32 sums and rounds once, where a float32 product is written and read again by a pass that
+    adds. A bias for each batch element is no row to it, and neither is one below a product that comes out transposed
+    (`a` shared by the batch): the first XLA adds in a pass of its own, for the second it writes the whole matrix out.
+    Where the compiler takes a kernel of its own instead of cuBLAS, that rounds the product first, as it does in
+    `a @ b + bias`.
+    """
+    is_row = len(bias.shape) == 1 and len(a.shape) >= len(b.shape)
+    return is_row and a.dtype == b.dtype == out == bias.dtype and out.itemsize == 2 and platform == "gpu"
+
+
 def tolerance(call: Call) -> float:
     """The relative error, in norm and at the worst element against the largest, that a right result stays under.
 
     The inputs are exact, so rounding the output once costs one unit roundoff of its type. Products accumulated in
     float32 grow as sqrt(K) units of float32 (four of them leave room for an unlucky draw), and a float32 product
     at default precision may be computed from inputs rounded to the matrix unit's own type (TF32 on a GPU,
-    bfloat16 on a TPU): two roundings a product. Where XLA is left to add a residual it may round the product first: one
-    unit more.
+    bfloat16 on a TPU): two roundings a product. Where XLA is left to add a bias or a residual it may round the product
+    first: one unit more.
     """
     _, _, _, k = sizes(call)
-    inputs = jnp.result_type(call.need("a"), call.need("b"))
+    a, b, bias, residual = call.need("a"), call.need("b"), call["bias"], call["residual"]
+    inputs = jnp.result_type(a, b)
     accumulated = unit_roundoff(jnp.promote_types(jnp.float32, inputs)) * max(k, 1) ** 0.5
     unit = 0.0
     asked = call.params["precision"] or matmul_precision()
@@ -119,7 +134,10 @@ def tolerance(call: Call) -> float:
         unit = {"gpu": 2.0**-11, "tpu": 2.0**-8}.get(call.target.platform, 0.0)
         if asked in ("bfloat16", "BF16_BF16_F32"):
             unit = 2.0**-8
-    bare = call["bias"] is None and call.params["activation"] is None
-    out, residual = out_dtype_of(call), call["residual"]
-    left = residual is not None and bare and leaves_residual_to_xla(residual, inputs, out, call.target.platform)
+    out, left = out_dtype_of(call), False
+    alone = call.params["activation"] is None and (bias is None) != (residual is None)
+    if bias is not None and alone:
+        left = leaves_bias_to_xla(a, b, bias, out, call.target.platform)
+    if residual is not None and alone:
+        left = leaves_residual_to_xla(residual, inputs, out, call.target.platform)
     return (2 if left else 1) * unit_roundoff(out) + 4 * accumulated + 2 * unit

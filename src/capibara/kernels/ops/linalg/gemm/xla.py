@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from capibara.kernels.core.context import current_target
 from capibara.kernels.ops.linalg.gemm.reference import epilogue
-from capibara.kernels.ops.linalg.gemm.rules import leaves_residual_to_xla
+from capibara.kernels.ops.linalg.gemm.rules import leaves_bias_to_xla, leaves_residual_to_xla
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -28,12 +28,13 @@ def xla(
     precision: str | None = None,
     out_dtype: str | None = None,
 ) -> jax.Array:
-    """One dot_general, then the epilogue in float32 for XLA to fuse; or, on a GPU, the residual for cuBLAS to add."""
+    """One dot_general, then the epilogue in float32 for XLA to fuse; on a GPU cuBLAS adds a lone bias or residual."""
     operands = jnp.result_type(a, b)
     out = jnp.dtype(out_dtype) if out_dtype else operands
     bare = bias is None and residual is None and activation is None
     wide = jnp.promote_types(jnp.float32, operands)
-    apart = operands == jnp.bfloat16 and current_target().platform == "cpu"
+    platform = current_target().platform
+    apart = operands == jnp.bfloat16 and platform == "cpu"
     if apart:  # the left side as the product's own gradient has it, which is then turned beyond the barrier
         a, b = _apart(jnp.swapaxes(a, -1, -2) if transpose_a else a), _apart(b)
         transpose_a = False
@@ -41,8 +42,12 @@ def xla(
     contract_a = a.ndim - 2 if transpose_a else a.ndim - 1
     contract_b = b.ndim - 1 if transpose_b else b.ndim - 2
     dims = (((contract_a,), (contract_b,)), batch)
-    alone = bias is None and activation is None
-    if residual is not None and alone and leaves_residual_to_xla(residual, operands, out, current_target().platform):
+    alone = activation is None and (bias is None) != (residual is None)
+    if bias is not None and alone and leaves_bias_to_xla(a, b, bias, out, platform):
+        z = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
+        # Spread out in float32, which XLA drops again: the gradient of the bias is then summed in it, not in 16 bits.
+        return z + jnp.broadcast_to(bias.astype(wide), z.shape).astype(out)
+    if residual is not None and alone and leaves_residual_to_xla(residual, operands, out, platform):
         z = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
         return (jnp.moveaxis(z, 1, 0) if a.ndim == 2 and b.ndim == 3 else z) + residual
     if bare or operands == wide:
