@@ -29,7 +29,7 @@ from capibara.kernels import lookup, target
 from capibara.kernels.core.evidence import SHIPPED, params_key
 from capibara.kernels.core.spec import Call, describe
 from capibara.kernels.core.tables import _FORMER_NAMES, slug
-from capibara.kernels.ops.attention.hopper import forward
+from capibara.kernels.ops.attention.hopper import backward, forward
 from capibara.kernels.ops.attention.hopper.backward import DQ_COLUMNS
 from capibara.kernels.ops.vq.nearest.hopper.direct import MOST_COLUMNS
 
@@ -397,6 +397,7 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
 # Runs of the lattice and of grids before our kernels changed as `changed` says, the first time and the second.
 BEFORE_SHARES = ("58844c0", "68751da", "815b60d1", "89114390")
 BEFORE_AHEAD = (*BEFORE_SHARES, "e9f35676", "d69c8836", "d9acf031")
+BEFORE_ROUNDED = (*BEFORE_AHEAD, "1263f70f", "91772d10", "568d7480")
 
 
 def changed(op: str, operands: Sequence[str], params: Mapping[str, Any], commit: str | None = None) -> bool:
@@ -406,11 +407,17 @@ def changed(op: str, operands: Sequence[str], params: Mapping[str, Any], commit:
     lost its third loop where the last tile of keys is not whole; norms of 4096 to 8192 columns are shared by six
     programs of a core, in the place of three. Then attention has scores ahead, and so has its gradient where columns
     come whole, which is half a percent for heads of 64, whose times stay; and narrow codes are compared by their
-    distances.
+    distances. Then sums of dq are in 16 bits where few tiles of keys add to them, and soft caps take less.
     """
-    if commit is not None and commit not in BEFORE_AHEAD:
+    if commit is not None and commit not in BEFORE_ROUNDED:
         return False
     shapes = [operand(text) for text in operands]
+    if op == "attention_grad" and backward.default_config(lookup(op).call(*shapes, **params)).rounded:
+        return True
+    if op == "attention" and params.get("softcap") is not None:
+        return True
+    if commit is not None and commit not in BEFORE_AHEAD:
+        return False
     if op == "nearest_code":
         return shapes[1] is not None and shapes[1].shape[1] <= MOST_COLUMNS
     if op == "attention":

@@ -520,9 +520,19 @@ def test_a_hidden_zero_is_zero_at_every_visit(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("window", "first"), [(None, "hopper"), ((1023, 0), "hopper"), ((127, 0), "cudnn")])
-def test_windows_narrower_than_any_that_was_timed_are_left_to_the_vendor(window: Any, first: str) -> None:
-    q, k = (jax.ShapeDtypeStruct((1, heads, 4096, 64), jnp.bfloat16) for heads in (64, 8))
+@pytest.mark.parametrize(
+    ("head_dim", "window", "first"),
+    [
+        (64, None, "hopper"),
+        (64, (1023, 0), "hopper"),
+        (64, (127, 0), "hopper"),  # few tiles add to a row
+        (64, (447, 0), "cudnn"),
+        (256, (511, 0), "hopper"),
+        (80, (127, 0), "cudnn"),
+    ],
+)
+def test_windows_of_which_none_was_timed_are_left_to_the_vendor(head_dim: int, window: Any, first: str) -> None:
+    q, k = (jax.ShapeDtypeStruct((1, heads, 4096, head_dim), jnp.bfloat16) for heads in (64, 8))
     lse = jax.ShapeDtypeStruct((1, 64, 4096), jnp.float32)
     with target("gpu", "NVIDIA H200"):
         call = ATTENTION_GRAD.call(q, k, k, *(None,) * 6, q, lse, q, causal=True, window=window)

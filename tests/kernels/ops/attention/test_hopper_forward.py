@@ -234,7 +234,7 @@ def test_scores_at_the_cap_keep_large_and_small_values(cap: float, sign: int) ->
     wanted = _expected(form, arrays)
     error = np.linalg.norm(np.asarray(out, np.float64) - wanted["out"]) / np.linalg.norm(wanted["out"])
     assert error <= ATTENTION.tolerance(form.call()), error
-    np.testing.assert_allclose(lse, wanted["lse"], rtol=2.0**-20)
+    np.testing.assert_allclose(lse, wanted["lse"], rtol=2.0**-20, atol=5e-6 * cap)  # as far off as a cap's quotient is
 
 
 def _lowered(form: Form) -> str:

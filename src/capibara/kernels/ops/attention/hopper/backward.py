@@ -68,7 +68,10 @@ from capibara.kernels.pallas.hopper import LOG2E, SMEM_BYTES, smem_bytes
 
 logger = logging.getLogger(__name__)
 
-NARROWEST = 512  # keys that a row sees beside its own: windows of fewer are slower than cuDNN's
+# Keys that a row sees beside its own: windows of fewer are slower than cuDNN's, but for sums that are rounded.
+NARROWEST = 511
+# Of the pairs in steps of 128 queries, up to which steps of 64 are taken, that an H200 takes 1.07 times as long for.
+WORTH_64 = 0.88
 # Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a pass 1.1 times as
 # fast as 32, and those, with one stage of the output's gradients fewer, 1.08 times as fast as 16.
 DQ_COLUMNS = {192: 96, 256: 64}
@@ -109,8 +112,17 @@ def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any])
     return dataclasses.replace(config, divided=config.divided and _divides_roles(head_dim, params))
 
 
-def _block_q(head_dim: int) -> int:
-    return 128 if head_dim <= 64 else 64
+def _block_q(call: Call) -> int:
+    """Of narrow heads 128 queries a step are sooner, unless many more of their pairs are outside of the call."""
+    head_dim = call.need("q").shape[-1]
+    pairs = {block_q: block_q * visits_of_keys(_grid(call, NARROW.tile, block_q)).sum() for block_q in (64, 128)}
+    return 128 if head_dim <= 64 and pairs[64] > WORTH_64 * pairs[128] else 64
+
+
+def _grid(call: Call, tile: int, block_q: int) -> Grid:
+    length, keys = call.need("q").shape[2], call.need("k").shape[2]
+    below, above = span(bool(call.params["causal"]), cast(int, call.params["q_offset"]), window_of(call))
+    return Grid(length, Band(below, above, keys), block_q, tile)
 
 
 def _columns_of(q: Any, k: Any, config: HopperGradConfig) -> Columns:
@@ -137,7 +149,7 @@ def _fits(call: Call, config: HopperGradConfig) -> bool:
 
 def candidates(call: Call) -> Sequence[HopperGradConfig]:
     head_dim = call.need("q").shape[-1]
-    block_q = _block_q(head_dim)
+    block_q = _block_q(call)
     orders = (HEADS_TOGETHER, TILES_TOGETHER)
     configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
     if _divides_roles(head_dim, call.params):
@@ -152,7 +164,7 @@ def _divided(head_dim: int, order: str = TILES_TOGETHER) -> HopperGradConfig:
 
 def default_config(call: Call) -> HopperGradConfig:
     head_dim = call.need("q").shape[-1]
-    made = [HopperGradConfig(_block_q(head_dim))]
+    made = [HopperGradConfig(_block_q(call))]
     if _divides_roles(head_dim, call.params):
         made.insert(0, _divided(head_dim))
     return for_call(next((c for c in made if _fits(call, c)), made[-1]), call)
@@ -173,9 +185,7 @@ def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
 
 def _additions(call: Call, tile: int, block_q: int) -> float:
     """Tiles of keys that a query sees by position, and that are added to its gradient: in the mean."""
-    length, keys = call.need("q").shape[2], call.need("k").shape[2]
-    band = Band(*span(bool(call.params["causal"]), cast(int, call.params["q_offset"]), window_of(call)), keys)
-    grid = Grid(length, band, block_q, tile)
+    grid = _grid(call, tile, block_q)
     return float(visits_of_keys(grid).sum()) / grid.counts[0]
 
 
@@ -185,17 +195,19 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     has scores ahead at 16k, where four query heads share keys, by 1 to 5 %; at lengths that are no multiple of 8 it was
     behind, by 6 % at 5.6k and, without causality, by 10 %. At 256, with divided roles, it was ahead by 13 to 23 %, and
     3 % behind at 5,827 tokens; at 192 ahead by 3 to 12 % from 430 to 3,000 tokens, 10 % behind at 4,096, and level at
-    4,927. Where columns come in panels it was behind by
-    1 to 27 % at most of the head sizes from 72 to 240, and level at 112, but with a window of 512 keys, where programs
-    skip what lies outside, ahead by 23 %; one of 128 was behind, by 35 %. Very long calls go in two parts, which take
-    half of the memory that cuDNN wants beside the gradients: both passes of 32k, 8 heads of 128, take 0.97 of the time;
-    where query heads share keys they took 1.07 to 1.13 times the time before scores were ahead, and were not timed
-    since."""
+    4,927. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes from 72 to 240, and level
+    at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %. With rounded sums it
+    was ahead by 8 to 28 % from 333 to 1,024 tokens, and with windows of 128 and 256 keys by 25 and 31 %, or level. Very
+    long calls go in two parts, which take half of the memory that cuDNN wants beside the gradients: both passes of 32k,
+    8 heads of 128, take 0.97 of the time; where query heads share keys they took 1.07 to 1.13 times the time before
+    scores were ahead, and were not timed since."""
     heads, length, head_dim = call.need("q").shape[1:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
+    config = default_config(call)
     if above - below < FAR:
-        return AHEAD_OF_CUDNN if above - below >= NARROWEST else BEHIND_CUDNN
-    if default_config(call).divided and (head_dim == 256 or length <= LONGEST_AHEAD_192):
+        short = config.rounded and head_dim % 64 == 0
+        return AHEAD_OF_CUDNN if above - below >= NARROWEST or short else BEHIND_CUDNN
+    if config.divided and (head_dim == 256 or length <= LONGEST_AHEAD_192):
         return AHEAD_OF_CUDNN
     if head_dim > 128 or head_dim % 64:
         return BEHIND_CUDNN

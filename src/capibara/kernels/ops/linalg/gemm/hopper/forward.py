@@ -66,6 +66,7 @@ LARGE = (128, 128, "m")
 FEWEST_ROWS, FEWEST_ROWS_SHALLOW, SHALLOW = 512, 72, 1024  # rows; and rows where K is so small
 BARE_ROWS, BARE_ROWS_DEEPER = range(72, 257), range(96, 257)  # without an epilogue, where K is so small, or up to twice
 FILLED = 0.9  # tiles a program
+WIDE_ROWS, WIDE_K, WIDE_NUMBERS = 64, 1600, 10_000_000  # rows, and K, of a right side of so many numbers or more
 MANY = 8  # large tiles a program, from which on how many there are no longer tells, and the chip's power does
 DEPTHS = {"m": (5, 4, 3, 2), "n": (5, 4, 3, 2), "k": (12, 10, 8, 6, 4)}  # stages of a ring, by split
 MOST_COPIED = 256  # tiles along an axis that one TMA copy takes, single rows too
@@ -518,10 +519,12 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     and at least so many rows; with fewer, whose tiles do not fill the chip, it was between 0.6 of it and level. Without
     an activation it was 0.4 to 1.02 times as fast as cuBLAS, the less the fewer rows; but 1.1 to 1.5 times as fast as
     XLA for 77 to 200 rows of 768 and 1,024, which that shares out by K, and sums in a second kernel, 1.06 to 1.27 times
-    for 96 to 200 of 2,048, and 1.37 times for 504, of which nearly every program has a tile and none two."""
-    count, m, _, k = sizes(call)
+    for 96 to 200 of 2,048, and 1.37 times for 504, of which nearly every program has a tile and none two. With an
+    activation and a wide right side, 1600 x 6400, it was 1.19 times as fast for 16 rows and level for 40."""
+    count, m, n, k = sizes(call)
     if call.params["activation"] is not None:
-        return ("xla",) if count * m >= (FEWEST_ROWS_SHALLOW if k <= SHALLOW else FEWEST_ROWS) else ()
+        wide = count * m <= WIDE_ROWS and k <= WIDE_K and k * n >= WIDE_NUMBERS
+        return ("xla",) if wide or count * m >= (FEWEST_ROWS_SHALLOW if k <= SHALLOW else FEWEST_ROWS) else ()
     if k > 2 * SHALLOW or call["bias"] is not None or call["residual"] is not None or refuses(call) is not None:
         return ()
     tiles = _tiles_a_program(call, default_config(call))
