@@ -398,6 +398,7 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
 BEFORE_SHARES = ("58844c0", "68751da", "815b60d1", "89114390")
 BEFORE_AHEAD = (*BEFORE_SHARES, "e9f35676", "d69c8836", "d9acf031")
 BEFORE_ROUNDED = (*BEFORE_AHEAD, "1263f70f", "91772d10", "568d7480")
+BEFORE_64 = (*BEFORE_ROUNDED, "e01b631d")
 
 
 def changed(op: str, operands: Sequence[str], params: Mapping[str, Any], commit: str | None = None) -> bool:
@@ -407,12 +408,18 @@ def changed(op: str, operands: Sequence[str], params: Mapping[str, Any], commit:
     lost its third loop where the last tile of keys is not whole; norms of 4096 to 8192 columns are shared by six
     programs of a core, in the place of three. Then attention has scores ahead, and so has its gradient where columns
     come whole, which is half a percent for heads of 64, whose times stay; and narrow codes are compared by their
-    distances. Then sums of dq are in 16 bits where few tiles of keys add to them, and soft caps take less.
+    distances. Then sums of dq are in 16 bits where few tiles of keys add to them, and soft caps take less; then steps
+    of narrow heads have 64 queries where those of 128 have many more pairs.
     """
-    if commit is not None and commit not in BEFORE_ROUNDED:
+    if commit is not None and commit not in BEFORE_64:
         return False
     shapes = [operand(text) for text in operands]
-    if op == "attention_grad" and backward.default_config(lookup(op).call(*shapes, **params)).rounded:
+    config = backward.default_config(lookup(op).call(*shapes, **params)) if op == "attention_grad" else None
+    if config is not None and config.block_q == 64 and operands[0].endswith(",64]"):
+        return True
+    if commit is not None and commit not in BEFORE_ROUNDED:
+        return False
+    if config is not None and config.rounded:
         return True
     if op == "attention" and params.get("softcap") is not None:
         return True

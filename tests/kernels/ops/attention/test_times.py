@@ -66,6 +66,17 @@ def test_our_backward_pass_has_a_program_for_keys_of_a_key_head() -> None:
     assert _backward("cudnn", 16).terms["programs"] == _backward("cudnn", 2).terms["programs"]
 
 
+def test_what_is_beside_a_gradients_kernel() -> None:
+    """Sums in float32 are zeroed and rounded; cuDNN writes the gradients of shared keys for each query head."""
+    short, long = (4, 16, 1024, 128), (4, 16, 2048, 128)
+    causal = {"causal": True}
+    assert _backward(shape=short, **causal).terms["float32 sums"] == 0.0
+    assert _backward(shape=long, **causal).terms["float32 sums"] == pytest.approx(1e-6 * 8 * 4 * 16 * 2048 * 128)
+    assert _backward("cudnn", 16, shape=long).terms["keys of heads"] == 0.0
+    assert _backward("cudnn", 4, shape=long).terms["keys of heads"] == pytest.approx(1e-6 * 8 * 4 * 16 * 2048 * 128)
+    assert _backward(kv_heads=4, shape=long).terms["keys of heads"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "length", "order", "sharers"),
     [

@@ -69,13 +69,16 @@ def backward(call: Call, implementation: str) -> TimeTerms | None:
     ours, config = implementation == "hopper", default_config(call)
     divided = ours and q.shape[-1] in DQ_COLUMNS
     # Query heads that a program of ours visits: of those after the first, by the fit, a step takes 1.2 times as long.
-    sharers = config.sharers or q.shape[1] // k.shape[1]
+    group = q.shape[1] // k.shape[1]
+    sharers = config.sharers or group
     terms = {
         **found.terms, "wide": busiest if wide and not divided else 0.0, "panels": busiest if panels else 0.0,
         "by rows": busiest if by_rows else 0.0, "divided": busiest if divided else 0.0,
         "heads in turn": busiest * (1 - 1 / sharers) if ours else 0.0,
         # Zeros, and the pass that rounds: of sums in 16 bits the zeros are less, and of the other there is none.
         "float32 sums": 1e-6 * 8 * q.size if ours and not config.rounded else 0.0,
+        # Where query heads share keys cuDNN writes their gradients for each query head, and adds them in another pass.
+        "keys of heads": 1e-6 * 8 * k.size * group if not ours and group > 1 else 0.0,
     }  # fmt: skip
     return TimeTerms(terms, found.sizes, (*found.words, *(("divided",) if divided else ())))
 
