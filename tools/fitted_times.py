@@ -62,7 +62,7 @@ FILL_US, FILLED_BYTES_A_US = 2.4, 4.37e6
 # Fewer calls than this a coefficient say too little.
 CALLS_A_TERM = 1.5
 # A model that is farther off in the median says nothing.
-MOST_ERROR = 0.2
+MOST_ERROR = 0.15
 # Errors count by their size, not by their squares, from this one on: some runs were disturbed.
 NOISE = 0.03
 ROUNDS = 20

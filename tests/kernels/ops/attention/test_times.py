@@ -20,12 +20,14 @@ def _forward(implementation: str = "hopper", kv_heads: int = 16, shape: Any = (4
         return times.forward(lookup("attention").call(q, k, k, *[None] * 6, **params), implementation)
 
 
-def _backward(implementation: str = "hopper", kv_heads: int = 16, shape: Any = (4, 16, 4096, 128)) -> TimeTerms:
+def _backward(
+    implementation: str = "hopper", kv_heads: int = 16, shape: Any = (4, 16, 4096, 128), **params: Any
+) -> TimeTerms:
     q = jax.ShapeDtypeStruct(shape, "bfloat16")
     k = jax.ShapeDtypeStruct((shape[0], kv_heads, *shape[2:]), "bfloat16")
     lse = jax.ShapeDtypeStruct(shape[:3], "float32")
     with target("gpu", "NVIDIA H200"):
-        call = lookup("attention_grad").call(q, k, k, *[None] * 6, q, lse, q, None)
+        call = lookup("attention_grad").call(q, k, k, *[None] * 6, q, lse, q, None, **params)
         found = times.backward(call, implementation)
     assert found is not None
     return found
@@ -69,9 +71,8 @@ def test_our_backward_pass_has_a_program_for_keys_of_a_key_head() -> None:
 def test_what_is_beside_a_gradients_kernel() -> None:
     """Sums in float32 are zeroed and rounded; cuDNN writes the gradients of shared keys for each query head."""
     short, long = (4, 16, 1024, 128), (4, 16, 2048, 128)
-    causal = {"causal": True}
-    assert _backward(shape=short, **causal).terms["float32 sums"] == 0.0
-    assert _backward(shape=long, **causal).terms["float32 sums"] == pytest.approx(1e-6 * 8 * 4 * 16 * 2048 * 128)
+    assert _backward(shape=short, causal=True).terms["float32 sums"] == 0.0
+    assert _backward(shape=long, causal=True).terms["float32 sums"] == pytest.approx(1e-6 * 8 * 4 * 16 * 2048 * 128)
     assert _backward("cudnn", 16, shape=long).terms["keys of heads"] == 0.0
     assert _backward("cudnn", 4, shape=long).terms["keys of heads"] == pytest.approx(1e-6 * 8 * 4 * 16 * 2048 * 128)
     assert _backward(kv_heads=4, shape=long).terms["keys of heads"] == 0.0
