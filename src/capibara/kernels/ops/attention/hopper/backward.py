@@ -154,8 +154,9 @@ def candidates(call: Call) -> Sequence[HopperGradConfig]:
     configs = [HopperGradConfig(block_q, num_stages, order) for num_stages in (2, 3) for order in orders]
     if _divides_roles(head_dim, call.params):
         configs = [*(_divided(head_dim, order) for order in reversed(orders)), *configs]
-    configs = [c for c in [default_config(call), *configs] if _fits(call, c)]
-    return list(dict.fromkeys(configs))
+    default = default_config(call)
+    configs = [default, *(dataclasses.replace(c, rounded=default.rounded) for c in configs)]
+    return list(dict.fromkeys(c for c in configs if _fits(call, c)))
 
 
 def _divided(head_dim: int, order: str = TILES_TOGETHER) -> HopperGradConfig:
@@ -186,7 +187,7 @@ def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
 def _additions(call: Call, tile: int, block_q: int) -> float:
     """Tiles of keys that a query sees by position, and that are added to its gradient: in the mean."""
     grid = _grid(call, tile, block_q)
-    return float(visits_of_keys(grid).sum()) / grid.counts[0]
+    return float(visits_of_keys(grid).sum()) / max(grid.counts[0], 1)
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
