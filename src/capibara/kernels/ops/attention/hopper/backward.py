@@ -197,11 +197,12 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     behind, by 6 % at 5.6k and, without causality, by 10 %. At 256, with divided roles, it was ahead by 13 to 23 %, and
     3 % behind at 5,827 tokens; at 192 ahead by 3 to 12 % from 430 to 3,000 tokens, 10 % behind at 4,096, and level at
     4,927. Where columns come in panels it was behind by 1 to 27 % at most of the head sizes from 72 to 240, and level
-    at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %. With rounded sums it
-    was ahead by 8 to 28 % from 333 to 1,024 tokens, and with windows of 128 and 256 keys by 25 and 31 %, or level. Very
-    long calls go in two parts, which take half of the memory that cuDNN wants beside the gradients: both passes of 32k,
-    8 heads of 128, take 0.97 of the time; where query heads share keys they took 1.07 to 1.13 times the time before
-    scores were ahead, and were not timed since."""
+    at 112, but with a window of 512 keys, where programs skip what lies outside, ahead by 23 %. With rounded sums both
+    passes were ahead by 3 to 47 % from 257 to 1,024 tokens in heads of 64, 128, 192 and 256, level in heads of 80 and
+    96, and ahead by 9 to 33 % with windows of 128 and 256 keys. Very long calls go in two parts, which take half
+    of the memory that cuDNN wants beside the gradients: both passes of 32k, 8 heads of 128, take 0.97 of the time;
+    where query heads share keys they took 1.07 to 1.13 times the time before scores were ahead, and were not timed
+    since."""
     heads, length, head_dim = call.need("q").shape[1:]
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     config = default_config(call)
