@@ -109,14 +109,14 @@ RECIPROCAL, FIRST_STEP = 0x7EF35200, 2.0015
 LARGEST_POWER = 64.0  # of two, of which the quotient in `capped` is taken
 
 
-def capped(x: Any, scale: float, times: float, layout: Any, adders: bool) -> Any:
-    """times * tanh(scale x), with two instructions of the unit for special functions, or with one and, where `adders`
-    have time, six of theirs.
+def capped(x: Any, scale: float, times: float, layout: Any, by_newton: bool) -> Any:
+    """times * tanh(scale x), with two instructions of the unit for special functions, or `by_newton` with one, and six
+    of the adders'.
 
-    That unit takes eight cycles for an instruction of a warp, an adder one. With `adders` the quotient is a guess by
-    the bits of its divisor and two steps of Newton's, and right to 5e-6 of `times`.
+    That unit takes eight cycles for an instruction of a warp, an adder one. By Newton's the quotient is a guess by the
+    bits of its divisor and two steps of Newton's, and right to 5e-6 of `times`.
     """
-    if not adders:
+    if not by_newton:
         return times - 2.0 * times * reciprocal(1.0 + jnp.exp2(x * (2 * scale * LOG2E)), layout)
     divisor = 1.0 + jnp.exp2(jnp.minimum(x * (2 * scale * LOG2E), LARGEST_POWER))
     guess = RECIPROCAL - jax.lax.bitcast_convert_type(divisor, jnp.int32)

@@ -13,6 +13,11 @@ from capibara.kernels.ops.attention import times
 from capibara.kernels.ops.attention.hopper import walks
 
 
+def _gradient_of(shape: tuple[int, ...]) -> tuple[Any, ...]:
+    q, lse = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[:3], "float32")
+    return q, q, q, *[None] * 6, q, lse, q, None
+
+
 def _forward(implementation: str = "hopper", kv_heads: int = 16, shape: Any = (4, 16, 4096, 128), **params: Any) -> Any:
     q = jax.ShapeDtypeStruct(shape, "bfloat16")
     k = jax.ShapeDtypeStruct((shape[0], kv_heads, *shape[2:]), "bfloat16")
@@ -121,4 +126,8 @@ def test_of_what_was_not_run_it_says_nothing() -> None:
     lse = jax.ShapeDtypeStruct((1, 8, 32768), "float32")
     with target("gpu", "NVIDIA H200"):
         very_long = lookup("attention_grad").call(q, q, q, *[None] * 6, q, lse, q, None)
+        windowed = lookup("attention_grad").call(*_gradient_of((1, 8, 4096, 128)), causal=True, window=(1023, 0))
+        of_192 = lookup("attention_grad").call(*_gradient_of((1, 8, 4096, 192)))
     assert times.backward(very_long, "hopper") is None  # as are all of 16k
+    assert times.backward(windowed, "hopper") is None
+    assert times.backward(of_192, "cudnn") is None

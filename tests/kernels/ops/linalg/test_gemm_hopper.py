@@ -279,6 +279,7 @@ def test_every_tile_offered_is_taken_and_fits(m: int, out_dtype: str | None) -> 
         (64, 768, None, "xla"),
         (200, 2048, None, "hopper"),
         (80, 2048, None, "xla"),
+        (16, 1600, "gelu", "xla"),
         (128, 4096, None, "xla"),
         (80, 768, "gelu", "hopper"),
         (64, 768, "gelu", "xla"),

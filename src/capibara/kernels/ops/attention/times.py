@@ -25,7 +25,9 @@ WIDE = 128  # columns, beyond which our backward pass and cuDNN's share them out
 # Columns beyond which our forward pass, and cuDNN's, has fewer keys in a block.
 FEWER_KEYS = {"hopper": 128, "cudnn": 192}
 LONG = 16384  # queries
-UNTOLD = 192  # columns, of which our backward pass took 0.8 to 1.1 times what terms say, the most at 4,096 tokens
+HEAD_DIM_WITHOUT_MODEL = (
+    192  # of which our backward pass took 0.8 to 1.1 times what terms say, the most at 4,096 tokens
+)
 # What no run beside both had: of such calls the model says nothing.
 OPERANDS = ("bias", "mask", "q_segments", "block_mask")
 PARAMS = ("q_offset", "softcap", "dropout_rate")
@@ -50,7 +52,7 @@ def backward(call: Call, implementation: str) -> TimeTerms | None:
     """Ours has a program for some keys of a key head; cuDNN's does not show which it has."""
     if call.need("q").shape[2] >= LONG:  # ours took 1.15 times what terms say, and cuDNN's not
         return None
-    if call.need("q").shape[-1] == UNTOLD:
+    if call.need("q").shape[-1] == HEAD_DIM_WITHOUT_MODEL:
         return None
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     # Steps at a window's two ends: 1.5 times what terms say of narrow ones, and of 1,024 keys less than for cuDNN.

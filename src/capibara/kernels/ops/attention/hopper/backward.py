@@ -4,7 +4,7 @@ A program has a tile of keys of one key head and goes over the queries that see 
 the key head, or of some of these where the programs would be few and long. The gradients of its keys and values stay in
 registers until the end, and are then written, or added to sums of several programs; the gradient of the queries is a
 sum over programs, added by the copy engine, in float32 but for short rows of keys. The order of that sum is the order
-in which programs arrive, so dq may differ in its last bits from run to run.
+in which programs arrive, so dq may differ in its last bits from run to run, those of 16 where the sums are rounded.
 
 Steps of queries that see none of the keys are never fetched: by position they are left out of a range, by the
 operands (block mask, segments, mask) out of a table. Keys that nobody sees have no effect and get zeros, NaN included,
@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -60,7 +61,7 @@ from capibara.kernels.ops.attention.hopper.masking import (
     pad_to_blocks,
 )
 from capibara.kernels.ops.attention.hopper.panels import Columns, aligned
-from capibara.kernels.ops.attention.hopper.walks import programs_of_keys, visits_of_keys
+from capibara.kernels.ops.attention.hopper.walks import programs_of_keys, tiles_of_steps
 from capibara.kernels.ops.attention.masking import FAR, both, expand_blocks, may_be_dead, span, without_dead_queries
 from capibara.kernels.ops.attention.rules import window_of
 from capibara.kernels.pallas import prng
@@ -70,13 +71,15 @@ logger = logging.getLogger(__name__)
 
 # Keys that a row sees beside its own: windows of fewer are slower than cuDNN's, but for sums that are rounded.
 NARROWEST = 511
-# Of the pairs in steps of 128 queries, up to which steps of 64 are taken, that an H200 takes 1.07 times as long for.
-WORTH_64 = 0.88
+# On an H200 steps of 64 queries took 1.07 times as long as steps of 128 with as many pairs, and as long with 0.857 of
+# them.
+WORTH_64 = 0.85
 # Columns of a step's dq that leave at a time, where roles are divided: on an H200 64 of 256 made a pass 1.1 times as
 # fast as 32, and those, with one stage of the output's gradients fewer, 1.08 times as fast as 16.
 DQ_COLUMNS = {192: 96, 256: 64}
 # Tiles of keys that a query sees in the mean, up to which sums of dq are rounded with each: dq of 1,024 tokens with
-# causality, in tiles of 128, is off by 3.0e-3 in norm then, and by 2.4e-3 with sums in float32.
+# causality, in tiles of 128, is off by 3.0e-3 in norm then, of 512 without causality by 3.6e-3, and by 2.4e-3 with sums
+# in float32 (simulated). In float16 a part of a sum may be too large where the whole is not.
 MOST_ROUNDED = 4.5
 LONGEST_AHEAD_192 = 3072  # queries of heads of 192, with all of whose lengths that were timed up to here it was ahead
 VERY_LONG = 32768  # queries, from which on sums of dq are a large part of the memory, and go in two launches
@@ -113,10 +116,13 @@ def _settled(config: HopperGradConfig, head_dim: int, params: Mapping[str, Any])
 
 
 def _block_q(call: Call) -> int:
-    """Of narrow heads 128 queries a step are sooner, unless many more of their pairs are outside of the call."""
-    head_dim = call.need("q").shape[-1]
-    pairs = {block_q: block_q * visits_of_keys(_grid(call, NARROW.tile, block_q)).sum() for block_q in (64, 128)}
-    return 128 if head_dim <= 64 and pairs[64] > WORTH_64 * pairs[128] else 64
+    """Of narrow heads 128 queries a step are sooner, but in windows, and where many more of their pairs are outside of
+    the call."""
+    below, above = span(bool(call.params["causal"]), cast(int, call.params["q_offset"]), window_of(call))
+    if call.need("q").shape[-1] > 64 or above - below < NARROWEST:
+        return 64
+    pairs = {block_q: block_q * tiles_of_steps(_grid(call, NARROW.tile, block_q)).sum() for block_q in (64, 128)}
+    return 128 if pairs[64] > WORTH_64 * pairs[128] else 64
 
 
 def _grid(call: Call, tile: int, block_q: int) -> Grid:
@@ -180,14 +186,15 @@ def for_call(config: HopperGradConfig, call: Call) -> HopperGradConfig:
         return dataclasses.replace(config, order=best_order(q.shape[-1]), parts=2, sharers=0, rounded=False)
     tile = tile_of_keys(config, q.shape[-1])
     shared = programs_of_keys(call, tile, config.block_q)
-    rounded = not shared["sharers"] and _additions(call, tile, config.block_q) <= MOST_ROUNDED
+    rounded = q.dtype == jnp.bfloat16 and not shared["sharers"] and _additions(call, tile) <= MOST_ROUNDED
     return dataclasses.replace(config, parts=1, rounded=rounded, **shared)
 
 
-def _additions(call: Call, tile: int, block_q: int) -> float:
-    """Tiles of keys that a query sees by position, and that are added to its gradient: in the mean."""
-    grid = _grid(call, tile, block_q)
-    return float(visits_of_keys(grid).sum()) / max(grid.counts[0], 1)
+def _additions(call: Call, tile: int) -> float:
+    """Tiles of keys that a query sees by position, and that are added to its gradient: in the mean of those that see
+    any."""
+    added = tiles_of_steps(_grid(call, tile, 64))
+    return float(added.sum()) / max(np.count_nonzero(added), 1)
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
@@ -207,9 +214,9 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     below, above = span(bool(call.params["causal"]), 0, window_of(call))
     config = default_config(call)
     if above - below < FAR:
-        short = config.rounded and head_dim % 64 == 0
-        return AHEAD_OF_CUDNN if above - below >= NARROWEST or short else BEHIND_CUDNN
-    if config.divided and (head_dim == 256 or length <= LONGEST_AHEAD_192):
+        timed = config.rounded and head_dim in (64, 128) and above == 0
+        return AHEAD_OF_CUDNN if above - below >= NARROWEST or timed else BEHIND_CUDNN
+    if config.divided and (head_dim == 256 or max(length, call.need("k").shape[2]) <= LONGEST_AHEAD_192):
         return AHEAD_OF_CUDNN
     if head_dim > 128 or head_dim % 64:
         return BEHIND_CUDNN

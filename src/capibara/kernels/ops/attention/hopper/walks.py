@@ -137,7 +137,8 @@ def busiest_with_keys(grid: Grid, batch: int, sets: int, sharers: int, cores: in
 
     A program has a tile of keys and a set of `sharers` query heads, and cores take the next one when they are free.
     """
-    band, visits = grid.band, visits_of_keys(grid)
+    band, (begin, end) = grid.band, steps_of_keys(grid)
+    visits = end - begin
     if band.above == FAR and band.below != -FAR:
         visits = visits[::-1]  # programs with the most queries start first
     counts = {"batch": batch, "head": sets, "tile": len(visits)}
@@ -153,8 +154,8 @@ def busiest_with_keys(grid: Grid, batch: int, sets: int, sharers: int, cores: in
     return float(max(ends) * step), mean
 
 
-def visits_of_keys(grid: Grid) -> Any:
-    """For each tile of keys the steps of queries, of one head, that see any of it by position."""
+def steps_of_keys(grid: Grid) -> tuple[Any, Any]:
+    """For each tile of keys the first and the end of the steps of queries, of one head, that see any by position."""
     band, steps = grid.band, grid.counts[0]
     first = np.arange(0, band.columns, grid.block_k)
     begin, end = np.zeros_like(first), np.full_like(first, steps)
@@ -162,4 +163,13 @@ def visits_of_keys(grid: Grid) -> Any:
         begin = np.clip(first - band.above, 0, grid.rows) // grid.block_q
     if band.below != -FAR:
         end = -(-np.clip(first + grid.block_k - band.below, 0, grid.rows) // grid.block_q)
-    return np.maximum(end - begin, 0)
+    return begin, np.maximum(end, begin)
+
+
+def tiles_of_steps(grid: Grid) -> Any:
+    """How many tiles of keys each step of queries sees by position."""
+    begin, end = steps_of_keys(grid)
+    changes = np.zeros(grid.counts[0] + 1, np.int64)
+    np.add.at(changes, begin, 1)
+    np.add.at(changes, end, -1)
+    return np.cumsum(changes)[:-1]

@@ -15,7 +15,8 @@ from capibara.kernels.core.spec import Call
 from capibara.kernels.ops.linalg.gemm.reference import ACTIVATIONS, epilogue
 
 # Of gelu by a sigmoid, where the forward pass has a tanh: what both passes have alike XLA would write out, keep, and
-# read again, in float32. Apart they are two passes over z, or one where the cotangent is there before the output.
+# read again, in float32 (seen on a GPU). Apart they are two passes over z, or one where the cotangent is there before
+# the output.
 DIFFERENTIATED = ACTIVATIONS | {
     "gelu": lambda z: z * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
 }
