@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -194,7 +193,7 @@ def _additions(call: Call, tile: int) -> float:
     """Tiles of keys that a query sees by position, and that are added to its gradient: in the mean of those that see
     any."""
     added = tiles_of_steps(_grid(call, tile, 64))
-    return float(added.sum()) / max(np.count_nonzero(added), 1)
+    return float(added.sum()) / max(int((added > 0).sum()), 1)
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
