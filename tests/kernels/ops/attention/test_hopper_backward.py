@@ -280,6 +280,20 @@ def test_sums_are_rounded_where_few_tiles_add_to_them(
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("length", "head_dim", "window", "queries"),
+    [(257, 64, None, 64), (512, 64, None, 128), (700, 64, None, 128), (4096, 64, (127, 0), 64), (512, 128, None, 64)],
+)
+def test_queries_of_a_step(length: int, head_dim: int, window: Any, queries: int) -> None:
+    """Of 257, three steps of 128 would make a third more pairs than five of 64."""
+    q = jax.ShapeDtypeStruct((2, 12, length, head_dim), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((2, 12, length), jnp.float32)
+    with target("gpu", "NVIDIA H200"):
+        call = ATTENTION_GRAD.call(q, q, q, *(None,) * 6, q, lse, q, None, causal=True, window=window)
+        assert default_config(call).block_q == queries
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("more", [{"sharers": 2}, {"parts": 2}])
 def test_rounded_sums_are_of_whole_programs(more: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="rounded is of programs that visit all query heads"):

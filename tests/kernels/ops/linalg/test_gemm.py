@@ -353,7 +353,10 @@ def test_gradients_on_a_gpu_are_the_references(activation: str) -> None:
     operands = [_normal(n, *s, dtype="bfloat16") for n, s in enumerate(OF_THE_KERNEL)]
     operands[1] = operands[1] * 320**-0.5
     cotangent = _normal(3, 384, 192, dtype="bfloat16")
-    reference = lambda a, b, bias: gemm(a, b, bias=bias, activation=activation, implementation="reference")  # noqa: E731
+
+    def reference(a: Any, b: Any, bias: Any) -> jax.Array:
+        return gemm(a, b, bias=bias, activation=activation, implementation="reference")
+
     wide = [x.astype("float32") for x in operands]
     wanted = jax.jit(functools.partial(_pulled, reference))(cotangent.astype("float32"), *wide)
     with target("gpu", "NVIDIA H200"):
@@ -373,7 +376,9 @@ def test_gradients_on_a_gpu_are_transformed_like_any_other(how: str) -> None:
     wide = tuple(x.astype("float32") for x in given)
 
     def transformed(fn: Any, everything: Any) -> Any:
-        slopes = lambda *x: _pulled(fn, *x)[1]  # noqa: E731
+        def slopes(*given: Any) -> Any:
+            return _pulled(fn, *given)[1]
+
         if how == "vmap":
             several = [jnp.stack([x, x * 0.5]) for x in everything]
             some = jax.vmap(slopes, in_axes=(0, 0, None, None))(*several[:2], *everything[2:])
@@ -386,8 +391,8 @@ def test_gradients_on_a_gpu_are_transformed_like_any_other(how: str) -> None:
             return _pulled(slopes, slopes(*everything), *everything)
         rows, whole = jax.P("rows"), jax.P()
         mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-        of_rows = lambda *x: slopes(*x)[0]  # noqa: E731
-        return jax.shard_map(of_rows, mesh=mesh, in_specs=(rows, rows, whole, whole), out_specs=rows)(*everything)
+        specs = {"in_specs": (rows, rows, whole, whole), "out_specs": rows}
+        return jax.shard_map(lambda *given: slopes(*given)[0], mesh=mesh, **specs)(*everything)
 
     wanted = jax.jit(functools.partial(transformed, lambda a, b, bias: jax.nn.gelu(a @ b + bias)))(wide)
     with target("gpu", "NVIDIA H200"):

@@ -25,9 +25,8 @@ WIDE = 128  # columns, beyond which our backward pass and cuDNN's share them out
 # Columns beyond which our forward pass, and cuDNN's, has fewer keys in a block.
 FEWER_KEYS = {"hopper": 128, "cudnn": 192}
 LONG = 16384  # queries
-HEAD_DIM_WITHOUT_MODEL = (
-    192  # of which our backward pass took 0.8 to 1.1 times what terms say, the most at 4,096 tokens
-)
+# Our backward pass took 0.8 to 1.1 times what terms say, the most at 4,096 tokens.
+HEAD_DIM_WITHOUT_MODEL = 192
 # What no run beside both had: of such calls the model says nothing.
 OPERANDS = ("bias", "mask", "q_segments", "block_mask")
 PARAMS = ("q_offset", "softcap", "dropout_rate")
