@@ -231,10 +231,12 @@ def test_numbers_are_right(form: Form) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "head-208", "sharers-256", "divided-192", "everything-whole", "dropped-256"]
+    "name",
+    ["causal", "packed-64", "packed-bthd", "windowed-whole", "everything-whole", "head-208", "dropped-256"]
+    + ["sharers-256", "divided-192"],
 )
 def test_sums_of_dq_are_right_in_either_type(name: str) -> None:
-    """Short rows of keys have them in 16 bits, so that the other forms here show these; and in float32."""
+    """The other forms here share query heads out, and have float32 sums; in 16 bits each loop is shown here."""
     form = FORMS[name]
     form = dataclasses.replace(form, sharers=0)
     config = dataclasses.replace(form.config or default_config(form.call()), sharers=0)
