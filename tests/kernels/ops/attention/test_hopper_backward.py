@@ -230,11 +230,13 @@ def test_numbers_are_right(form: Form) -> None:
             assert (x[:, :, list(form.poisoned)] == 0).all(), f"{name} of what nobody sees"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["causal", "packed-64", "packed-bthd", "windowed-whole", "everything-whole", "head-208", "dropped-256"]
-    + ["sharers-256", "divided-192"],
-)
+IN_EITHER_TYPE = (
+    "causal", "packed-64", "packed-bthd", "windowed-whole", "everything-whole", "head-208", "dropped-256",
+    "sharers-256", "divided-192",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_EITHER_TYPE)
 def test_sums_of_dq_are_right_in_either_type(name: str) -> None:
     """The other forms here share query heads out, and have float32 sums; in 16 bits each loop is shown here."""
     form = FORMS[name]
