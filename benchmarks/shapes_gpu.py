@@ -76,6 +76,11 @@ FEW_TILED = {
     (768, 768): False, (768, 2304): False, (1024, 4096): True, (2048, 2304): False, (4096, 1024): False,
     (1600, 6400): True,
 }  # fmt: skip
+# batch, time, channels, taps
+FILTERS = (
+    (2, 8192, 4096, 8192), (1, 8192, 4096, 8192), (6, 512, 4096, 512), (4, 2367, 4096, 2367), (15, 1013, 4096, 1013),
+    (8, 16384, 768, 16384), (8, 16384, 768, 64), (3, 4096, 1024, 4096), (1, 2000, 512, 2000), (1, 32768, 256, 32768),
+)  # fmt: skip
 # batch, length, heads, key heads, head_dim
 ATTENTION = (
     (2, 3100, 32, 8, 64), (1, 3260, 32, 8, 64), (4, 1450, 32, 8, 64), (2, 2700, 16, 16, 64), (1, 5300, 14, 2, 64),
@@ -313,6 +318,15 @@ def activations() -> Iterator[Workload]:
                 yield with_op("activation", "grid", what, "activation", case, grad, peers=plain)
 
 
+def filters() -> Iterator[Workload]:
+    for batch, time, channels, taps in FILTERS:
+        for grad in (False, True):
+            case = Case("grid", ((batch, time, channels), (taps, channels)), "float32", {})
+            what = f"B{batch} T{time} {channels} channels, {taps} taps"
+            yield with_op("long conv", "grid", what, "long_conv", case, grad, peers={"jnp.fft": peers.long_conv},
+                          torch=peers.torch_long_conv())  # fmt: skip
+
+
 def losses() -> Iterator[Workload]:
     for tokens, depth, words in LOSSES:
         shapes = ((tokens, depth), (depth, words), (tokens,), (tokens,))
@@ -328,6 +342,7 @@ def losses() -> Iterator[Workload]:
 PARTS = {
     "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
     "activation": activations, "forward": forwards, "gated": gates, "gemm": products, "tiles": tiles, "codes": codes,
+    "long-conv": filters,
 }  # fmt: skip
 
 

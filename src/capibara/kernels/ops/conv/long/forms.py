@@ -1,4 +1,5 @@
-"""Three ways to a long convolution: XLA's transforms, this library's, and matrix products for short filters."""
+"""Four ways to a long convolution: by XLA's transforms of real numbers, by complex ones of half as many points, by this
+library's, and by matrix products for short filters."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from jax import lax
 from capibara.kernels.core.spec import Call, Implementation
 from capibara.kernels.ops.conv.long.reference import by_transforms, wide_type
 from capibara.kernels.ops.fft.convolve import fft_convolve
+from capibara.kernels.ops.fft.halves import convolve
 from capibara.kernels.ops.fft.plan import smooth_length
 
 BLOCK = 128
@@ -19,6 +21,11 @@ def xla(x: jax.Array, h: jax.Array, *, precision: str | None) -> jax.Array:
     """Real transforms by XLA (cuFFT on a GPU), of a length with small factors."""
     taps = h[: x.shape[1]]
     return by_transforms(x, taps, smooth_length(x.shape[1] + taps.shape[0] - 1)).astype(x.dtype)
+
+
+def packed(x: jax.Array, h: jax.Array, *, precision: str | None) -> jax.Array:
+    """Complex transforms forward, of half as many points, which no pass copies or scales. Reverse mode alone."""
+    return convolve(x, h[: x.shape[1]], 0).astype(x.dtype)
 
 
 def fft(x: jax.Array, h: jax.Array, *, precision: str | None) -> jax.Array:
@@ -66,8 +73,12 @@ def _refuses_xla(call: Call) -> str | None:
 
 def _refuses_fft(call: Call) -> str | None:
     if "float64" in (call.need("x").dtype.name, call.need("h").dtype.name):
-        return "fft_convolve takes floats of at most 32 bits"
+        return "its transforms take floats of at most 32 bits"
     return _empty(call)
+
+
+def _refuses_packed(call: Call) -> str | None:
+    return _refuses_xla(call) or _refuses_fft(call)
 
 
 def _refuses_direct(call: Call) -> str | None:
@@ -77,8 +88,14 @@ def _refuses_direct(call: Call) -> str | None:
     return _empty(call)
 
 
+def _ahead_of(call: Call) -> tuple[str, ...]:
+    return ("xla",) if call.target.platform == "gpu" else ()
+
+
 IMPLEMENTATIONS = (
     Implementation("xla", xla, refuses=_refuses_xla),
+    # Elsewhere XLA's transform back to real numbers is one pass.
+    Implementation("xla_packed", packed, platforms=("gpu", "cpu"), refuses=_refuses_packed, ahead_of=_ahead_of),
     # Where bfloat16 is asked for it has a kernel on Hopper; otherwise it is XLA's transforms, and two transposes.
     Implementation("xla_fft", fft, refuses=_refuses_fft),
     Implementation("xla_direct", direct, refuses=_refuses_direct),

@@ -345,6 +345,16 @@ def _program(
     steps = math.ceil(k / (turns * tile_k)) * turns
     grid_m, grid_n = math.ceil(m / program_m), math.ceil(n / program_n)
     by_rows = copies_rows(m)
+    # A copy that reaches past the end of a takes longer than a whole one. Where M is less than a tile it is of the rows
+    # that there are; else the last tile starts early, and writes the rows that it shares with the one before again.
+    rows_there = m if by_rows else math.ceil(m / TILE_ROWS) * TILE_ROWS
+    fetched_m = program_m if transpose_a else min(program_m, rows_there)
+
+    def first_row(row: Any) -> Any:
+        """Of a tile of this row of tiles."""
+        early = not transpose_a and program_m < m and m % program_m
+        return jnp.minimum(row * program_m, m - program_m) if early else row * program_m
+
     columns_out = piece_columns(config, out_hbm.dtype, by_rows)
     pieces, slots = config.pieces(columns_out), config.slots(columns_out)
     allocated = scratch(
@@ -378,7 +388,7 @@ def _program(
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
             def fetch_tile(group: Any, row: Any, column: Any, before: Any) -> None:
-                rows, columns = pl.ds(row * program_m, program_m), pl.ds(column * program_n, program_n)
+                rows, columns = pl.ds(first_row(row), fetched_m), pl.ds(column * program_n, program_n)
 
                 @pl.loop(0, steps)
                 def _step(step: Any) -> None:
@@ -392,7 +402,10 @@ def _program(
                     depth = pl.ds(step * tile_k, tile_k)
                     a_at = (depth, rows) if transpose_a else (rows, depth)
                     b_at = (columns, depth) if transpose_b else (depth, columns)
-                    plgpu.copy_gmem_to_smem(_matrix(a_hbm, group).at[a_at], a_fetched.at[slot], filled.at[slot])
+                    room = a_fetched.at[slot]
+                    if fetched_m < program_m:
+                        room = room.at[pl.ds(0, fetched_m)]
+                    plgpu.copy_gmem_to_smem(_matrix(a_hbm, group).at[a_at], room, filled.at[slot])
                     plgpu.copy_gmem_to_smem(_matrix(b_hbm, group).at[b_at], b_smem.at[slot], filled.at[slot])
 
             each_tile(fetch_tile)
@@ -406,7 +419,7 @@ def _program(
             finished = warpgroup * finished_n if config.split == "k" else inside_n
 
             def multiply_tile(group: Any, row: Any, column: Any, before: Any) -> None:
-                start_m, start_n = row * program_m + inside_m, column * program_n + finished
+                start_m, start_n = first_row(row) + inside_m, column * program_n + finished
                 slot_of = lambda number: staged.at[warpgroup, number % slots]  # noqa: E731
 
                 def slot_at(turn: Any) -> Any:
