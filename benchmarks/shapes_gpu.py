@@ -34,6 +34,7 @@ from capibara.kernels.lab.lattice.workloads import Workload, attention_of, with_
 from capibara.kernels.ops.attention.hopper import backward, forward
 from capibara.kernels.ops.attention.hopper.calls import LONGEST_FIRST, best_order
 from capibara.kernels.ops.linalg.gemm.hopper import forward as gemm
+from capibara.kernels.ops.linalg.gemm.hopper import turned
 from capibara.kernels.ops.vq.nearest.hopper import forward as nearest
 from capibara.kernels.pallas.hopper import multiprocessors
 
@@ -71,10 +72,10 @@ TILED = (
     ((424, 1024, 4096), True),
 )  # fmt: skip
 # The same of few rows, whose tiles do not fill the chip: K and N, and whether with a bias and an activation.
-FEW_ROWS = (16, 40, 77, 96, 128, 200)
+FEW_ROWS = (1, 8, 16, 40, 64, 128, 200, 256, 330)
 FEW_TILED = {
-    (768, 768): False, (768, 2304): False, (1024, 4096): True, (2048, 2304): False, (4096, 1024): False,
-    (1600, 6400): True,
+    (768, 768): False, (1024, 4096): True, (2048, 2304): False, (2048, 6144): False, (4096, 1024): False,
+    (1600, 6400): True, (8192, 2048): False,
 }  # fmt: skip
 # batch, time, channels, taps
 FILTERS = (
@@ -149,10 +150,28 @@ def products() -> Iterator[Workload]:
             yield with_op("gemm", "grid", said, "gemm", case, False, peers=plain, torch=by_torch)
 
 
+def few_rows() -> Iterator[Workload]:
+    """Products of few rows by XLA, by our kernel of large tiles, and by the one for few rows in its likeliest cuts."""
+    op = lookup("gemm")
+    for ((inner, columns), bias), rows in itertools.product(FEW_TILED.items(), FEW_ROWS):
+        params: dict[str, Any] = {"activation": "gelu"} if bias else {}
+        case = Case("grid", ((rows, inner), (inner, columns), (columns,) if bias else None, None), "bfloat16", params)
+        plain, by_torch = {"plain": peers.gemm(params)}, peers.torch_gemm(params)
+        said = f"{rows}x{inner}x{columns}{' bias gelu' if bias else ''}"
+        made = with_op("gemm", "grid", said, "gemm", case, False, peers=plain, torch=by_torch)
+        configs = {f"{c.rows} rows, {c.parts}": c for c in turned.candidates(op.call(*case.args(), **params))[:5]}
+
+        def ours(*arrays: Any, form: str | None = None, configs: Any = configs, params: Any = params) -> Any:
+            if form in configs:
+                return op(*arrays, implementation="hopper_turned", config=configs[form], **params)
+            return op(*arrays, implementation=form, **params)
+
+        yield dataclasses.replace(made, ours=ours, forms=("xla", "hopper", *configs))
+
+
 def tiles() -> Iterator[Workload]:
     """By XLA, by torch, and by our kernel in every size of tiles."""
-    few = [((rows, *product), bias) for product, bias in FEW_TILED.items() for rows in FEW_ROWS]
-    for (rows, inner, columns), bias in dict.fromkeys((*TILED, *few)):
+    for (rows, inner, columns), bias in dict.fromkeys(TILED):
         params: dict[str, Any] = {"activation": "gelu"} if bias else {}
         shapes = ((rows, inner), (inner, columns), (columns,) if bias else None, None)
         case = Case("grid", shapes, "bfloat16", params)
@@ -342,7 +361,7 @@ def losses() -> Iterator[Workload]:
 PARTS = {
     "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
     "activation": activations, "forward": forwards, "gated": gates, "gemm": products, "tiles": tiles, "codes": codes,
-    "long-conv": filters,
+    "long-conv": filters, "few-rows": few_rows,
 }  # fmt: skip
 
 

@@ -47,7 +47,11 @@ GEMM: Op = Op(
     stock_tpu=peers.stock_tpu,
 )
 GEMM.implement(
-    Implementation("xla", xla), tpu.IMPLEMENTATION, hopper.IMPLEMENTATION, Implementation("reference", reference)
+    Implementation("xla", xla),
+    tpu.IMPLEMENTATION,
+    hopper.IMPLEMENTATION,
+    hopper.TURNED_IMPLEMENTATION,
+    Implementation("reference", reference),
 )
 
 
@@ -78,7 +82,8 @@ def gemm(
         is `fp8_products` on chips with matrix units for it, and emulated elsewhere. "default", "high" and "highest" are
         JAX's, for float32 inputs.
       out_dtype: the output's type; by default what `precision` says, else the inputs' own.
-      implementation: force one by name ("xla", "pallas_tpu", "hopper", "reference"); a refusal is an error.
+      implementation: force one by name ("xla", "pallas_tpu", "hopper", "hopper_turned", "reference"); a refusal is an
+        error.
       config: that implementation's tuning choices; by default from the tuned table or a rule.
 
     >>> x = jnp.ones((2, 3)); w = jnp.ones((3, 4))
