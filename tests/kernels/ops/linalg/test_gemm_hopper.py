@@ -26,9 +26,6 @@ SIDE_BY_SIDE = HopperConfig(64, 128, 64, 2, "n", "m", 4)
 ONE_BELOW_ANOTHER = HopperConfig(64, 64, 64, 3, "m", "n", 8)
 CONFIGS = [SIDE_BY_SIDE, ONE_BELOW_ANOTHER, HopperConfig(128, 128, 64, 3), HopperConfig(256, 64, 64, 2, "n")]
 CONFIGS += [HopperConfig(64, 192, 64, 2)]
-# The two multiplying warpgroups have the same tile, and K between them.
-SHARED_K = [HopperConfig(64, 64, 64, 4, "k"), HopperConfig(64, 128, 64, 6, "k"), HopperConfig(128, 64, 64, 4, "k", "m")]
-CONFIGS += SHARED_K
 ROWS = [1, 7, 8, 17, 131, 270, 327]
 EPILOGUES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -104,45 +101,6 @@ def test_rows_of_one_batch_element_stay_out_of_the_next(m: int, out_dtype: str |
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_a_left_operand_that_is_transposed(transpose_b: bool) -> None:
     _is_right(SIDE_BY_SIDE, 2, 192, 136, 320, transpose_a=True, transpose_b=transpose_b, residual=True)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("k", [128, 192, 320, 512])
-@pytest.mark.parametrize("config", SHARED_K, ids=str)
-def test_warpgroups_that_share_k(config: HopperConfig, k: int, epilogue: str) -> None:
-    """As many steps for each, or one more for the first; several tiles a program, and a ring that comes round."""
-    _is_right(config, 2, 77 if k == 192 else 200, k, 448, **EPILOGUES[epilogue])
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("k", [16, 48, 72, 200])
-@pytest.mark.parametrize("config", SHARED_K, ids=str)
-def test_shared_k_that_ends_inside_of_a_step_or_is_one(config: HopperConfig, k: int) -> None:
-    """The second warpgroup has nothing to add to a single step."""
-    _is_right(config, 1, 136, k, 192, transpose_a=True, residual=True)
-
-
-@pytest.mark.parametrize("transpose_a", [False, True])
-@pytest.mark.parametrize("transpose_b", [False, True])
-@pytest.mark.parametrize("out_dtype", [None, "float32"])
-def test_shared_k_of_any_orientation_in_a_batch(transpose_a: bool, transpose_b: bool, out_dtype: str | None) -> None:
-    config, how = SHARED_K[0], {"transpose_a": transpose_a, "transpose_b": transpose_b, "out_dtype": out_dtype}
-    for m in (136,) if transpose_a else (7, 136):
-        _is_right(config, 2, m, 192, 320, batch=3, bias=True, activation="gelu", **how)
-
-
-def test_shared_k_in_deep_rings_and_long_steps() -> None:
-    _is_right(HopperConfig(64, 64, 64, 12, "k"), 1, 96, 832, 192, residual=True)
-    _is_right(HopperConfig(64, 64, 128, 4, "k"), 1, 96, 1088, 192, bias=True)
-    _is_right(HopperConfig(64, 192, 64, 4, "k"), 1, 131, 320, 448, bias=True, activation="gelu")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("stages", [2, 5])
-def test_warpgroups_that_take_turns_have_slots_of_their_own(stages: int) -> None:
-    with pytest.raises(ValueError, match="each has as many, and two or more"):
-        HopperConfig(64, 64, 64, stages, "k")
 
 
 @pytest.mark.quick
@@ -254,7 +212,7 @@ def test_every_tile_offered_is_taken_and_fits(m: int, out_dtype: str | None) -> 
     shape = jax.ShapeDtypeStruct
     with target("gpu", "NVIDIA H200"):
         call = GEMM.call(shape((m, 4096), "bfloat16"), shape((4096, 4096), "bfloat16"), out_dtype=out_dtype)
-        assert {config.split for config in IMPLEMENTATION.candidates(call)} == {"m", "n", "k"}
+        assert {config.split for config in IMPLEMENTATION.candidates(call)} == {"m", "n"}
         for config in (IMPLEMENTATION.default_config(call), *IMPLEMENTATION.candidates(call)):
             by_rows = forward.copies_rows(m)
             assert not by_rows or (config.tile_k == 64 and config.program_tile[0] <= forward.MOST_COPIED)
@@ -272,23 +230,32 @@ def test_every_tile_offered_is_taken_and_fits(m: int, out_dtype: str | None) -> 
         (513, 4096, "silu", "hopper"),
         (400, 768, "silu", "hopper"),
         (400, 4096, "silu", "xla"),
-        (200, 768, None, "hopper"),
         (504, 1024, None, "hopper"),  # 128 tiles for 132 programs
-        (300, 1024, None, "xla"),
-        (96, 768, None, "hopper"),
-        (64, 768, None, "xla"),
-        (200, 2048, None, "hopper"),
-        (80, 2048, None, "xla"),
-        (16, 1600, "gelu", "xla"),
-        (128, 4096, None, "xla"),
-        (80, 768, "gelu", "hopper"),
-        (64, 768, "gelu", "xla"),
+        (340, 1024, None, "xla"),
+        # Few rows, which have a kernel of their own.
+        (1, 768, None, "hopper_turned"),
+        (96, 768, "gelu", "hopper_turned"),
+        (200, 2048, None, "hopper_turned"),
+        (16, 4096, None, "xla"),
+        (128, 4096, None, "hopper_turned"),
+        (200, 8192, None, "xla"),
+        (1, 8192, None, "hopper_turned"),
+        (1, 8256, None, "xla"),
     ],
 )
-def test_too_few_rows_to_fill_the_chip_go_by_the_vendor(m: int, k: int, activation: str | None, runs: str) -> None:
+def test_which_rows_go_by_which_kernel(m: int, k: int, activation: str | None, runs: str) -> None:
     x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, k), (k, 4096)))
     with target("gpu", "NVIDIA H200"):
         assert explain("gemm", x, w, activation=activation).implementation == runs
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("m", "runs"), [(128, "hopper_turned"), (199, "xla"), (200, "hopper"), (330, "hopper")])
+def test_more_tiles_of_few_rows_than_programs(m: int, runs: str) -> None:
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, 1600), (1600, 6400)))
+    with target("gpu", "NVIDIA H200"):
+        assert explain("gemm", x, w, activation="gelu").implementation == runs
+        assert explain("gemm", x, w).implementation == ("hopper_turned" if m == 128 else "xla")
 
 
 @pytest.mark.quick

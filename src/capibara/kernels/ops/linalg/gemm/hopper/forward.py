@@ -5,9 +5,7 @@ in L2. In each program one warpgroup only fetches tiles (TMA, several stages dee
 write back; the epilogue is applied to the float32 accumulator in registers and stored through shared memory in
 double-buffered pieces while the next tile is already being fetched.
 
-Where a product has too few tiles to fill the chip, the two may have one tile between them and multiply by turns, each
-half of K: a program's tile is then half as large, and there are twice as many. Each gives the other half of the columns
-of its sums, through shared memory, and finishes the other half.
+Few rows, whose tiles do not fill the chip, are for turned.py.
 
 Sizes need not be multiples of a tile: TMA fills what lies past an edge with zeros and drops what is written there.
 It does demand that rows lie 16 bytes apart, so the last axes are multiples of eight 16-bit numbers.
@@ -40,7 +38,6 @@ from capibara.kernels.core.varying import out_struct
 from capibara.kernels.ops.linalg.gemm.rules import out_dtype_of, sizes
 from capibara.kernels.pallas.hopper import (
     SMEM_BYTES,
-    SWIZZLE,
     multiprocessors,
     refuses_64_bits,
     refuses_chip,
@@ -54,21 +51,22 @@ TMA_ALIGNMENT = 16  # bytes between rows
 FETCH_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # a thread; 65,536 a multiprocessor over three warpgroups
 PIECE = 64  # the epilogue goes through shared memory in pieces of 64 x 64
 TILE_ROWS = 8  # of a tile of shared memory as wgmma reads it
-# Rows and columns of a warpgroup's tile, and where the two sit side by side or take turns: microseconds that a program
-# takes for 64 numbers of K, and for a tile beside them. By 23 products of 80 to 8,192 rows on an H200, in the median
-# 4 % off; the last, by 36 of 16 to 200 rows, 15 %.
+# Rows and columns of a warpgroup's tile, and where the two sit side by side: microseconds that a program takes for 64
+# numbers of K, and for a tile beside them. By 23 products of 80 to 8,192 rows on an H200, in the median 4 % off.
 TILES = {
     (128, 128, "m"): (0.625, 4.2), (128, 128, "n"): (0.594, 4.8), (256, 64, "n"): (0.630, 4.2),
     (128, 192, "m"): (0.870, 7.4), (64, 256, "m"): (0.593, 4.8), (64, 192, "m"): (0.456, 3.5),
-    (64, 128, "m"): (0.334, 1.8), (64, 64, "m"): (0.261, 0.5), (64, 64, "n"): (0.278, 0.4), (64, 64, "k"): (0.168, 1.6),
+    (64, 128, "m"): (0.334, 1.8), (64, 64, "m"): (0.261, 0.5), (64, 64, "n"): (0.278, 0.4),
 }  # fmt: skip
 LARGE = (128, 128, "m")
-FEWEST_ROWS, FEWEST_ROWS_SHALLOW, SHALLOW = 512, 72, 1024  # rows; and rows where K is so small
-BARE_ROWS, BARE_ROWS_DEEPER = range(72, 257), range(96, 257)  # without an epilogue, where K is so small, or up to twice
-FILLED, FILLED_DEEPER = 0.9, 0.5  # tiles a program
-WIDE_ROWS, WIDE_K, WIDE_NUMBERS = 16, 1600, 10_000_000  # rows, and K, of a right side of so many numbers or more
+FEWEST_ROWS, FEWEST_ROWS_SHALLOW, SHALLOW = 512, 200, 1600  # rows with an activation; and rows where K is so small
+BARE_ROWS, BARE_K, FILLED = (
+    512,
+    1024,
+    0.9,
+)  # rows without an epilogue, at the most; K; and tiles a program, at the least
 MANY = 8  # large tiles a program, from which on how many there are no longer tells, and the chip's power does
-DEPTHS = {"m": (5, 4, 3, 2), "n": (5, 4, 3, 2), "k": (12, 10, 8, 6, 4)}  # stages of a ring, by split
+DEPTHS = (5, 4, 3, 2)  # stages of a ring
 MOST_COPIED = 256  # tiles along an axis that one TMA copy takes, single rows too
 
 
@@ -77,8 +75,7 @@ class HopperConfig:
     """One warpgroup's tile, pipeline depth, and the order in which output tiles are visited.
 
     The two multiplying warpgroups sit side by side along `split` ("m" or "n"), so a program's tile is twice as
-    large there; or they have the same tile ("k") and take the stages by turns. Tiles are visited along `minor` in bands
-    `band` tiles wide.
+    large there. Tiles are visited along `minor` in bands `band` tiles wide.
     """
 
     tile_m: int
@@ -98,34 +95,18 @@ class HopperConfig:
             raise rule_error("tile_k is 64 or 128", self.tile_k, "use 64")
         if self.stages < 2:
             raise rule_error("stages is two or more", self.stages, "use 4")
-        if self.split not in ("m", "n", "k"):
-            raise rule_error("split is 'm', 'n' or 'k'", self.split, "use 'm'")
+        if self.split not in ("m", "n"):
+            raise rule_error("split is 'm' or 'n'", self.split, "use 'm'")
         if self.minor not in ("m", "n"):
             raise rule_error("minor is 'm' or 'n'", self.minor, "use 'n'")
-        if self.split == "k" and (self.stages % 2 or self.stages < 4):
-            raise rule_error(
-                "Where warpgroups take the stages by turns (split 'k'), each has as many, and two or more",
-                f"stages = {self.stages}",
-                "use an even number from 4 on",
-            )
 
     @property
     def program_tile(self) -> tuple[int, int]:
         return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
 
-    @property
-    def turns(self) -> int:
-        """How many warpgroups take the steps along K by turns."""
-        return 2 if self.split == "k" else 1
-
-    @property
-    def finished_n(self) -> int:
-        """Columns of the output that one warpgroup writes: of a tile that two have between them each finishes half."""
-        return self.tile_n // self.turns
-
     def pieces(self, columns: int) -> list[tuple[int, int]]:
         """Where the pieces of what a warpgroup writes start that the epilogue goes through shared memory in."""
-        return [(r, c) for r in range(0, self.tile_m, PIECE) for c in range(0, self.finished_n, columns)]
+        return [(r, c) for r in range(0, self.tile_m, PIECE) for c in range(0, self.tile_n, columns)]
 
     def slots(self, columns: int) -> int:
         """Pieces of a warpgroup that are in shared memory together."""
@@ -146,7 +127,7 @@ ACTIVATIONS = {
 
 def deepest(call: Call, tile_m: int, tile_n: int, split: str) -> int | None:
     """The most stages that fit beside such tiles."""
-    return next((s for s in DEPTHS[split] if fits(call, HopperConfig(tile_m, tile_n, 64, s, split))), None)
+    return next((s for s in DEPTHS if fits(call, HopperConfig(tile_m, tile_n, 64, s, split))), None)
 
 
 def candidates(call: Call) -> Sequence[HopperConfig]:
@@ -164,19 +145,17 @@ def copies_rows(m: int) -> bool:
     return m % TILE_ROWS != 0 or m < 2 * TILE_ROWS
 
 
-def piece_columns(config: HopperConfig, out_dtype: Any, by_rows: bool) -> int:
-    """Pieces that leave row by row are no wider than a swizzle: float32's are half as wide. So are those of a warpgroup
-    that finishes 32 columns, or 96."""
-    return math.gcd(swizzle_columns(out_dtype) if by_rows else PIECE, config.finished_n)
+def piece_columns(out_dtype: Any, by_rows: bool) -> int:
+    """Pieces that leave row by row are no wider than a swizzle: float32's are half as wide."""
+    return swizzle_columns(out_dtype) if by_rows else PIECE
 
 
 def scratch(
     config: HopperConfig, dtype: Any, out_dtype: Any, bias_dtype: Any = None, *, by_rows: bool,
     has_residual: bool = False, transpose_a: bool = False, transpose_b: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """A program's shared memory: the operands' ring, the output's pieces of both warpgroups, and the bias; and the sums
-    that they give each other, where both have the same tile."""
-    columns = piece_columns(config, out_dtype, by_rows)
+    """A program's shared memory: the operands' ring, the output's pieces of both warpgroups, and the bias."""
+    columns = piece_columns(out_dtype, by_rows)
     tile_k, stages, slots = config.tile_k, config.stages, config.slots(columns)
     program_m, program_n = config.program_tile
     a_block = (tile_k, program_m) if transpose_a else (program_m, tile_k)
@@ -184,19 +163,13 @@ def scratch(
     has_bias = bias_dtype is not None
     a_read = plgpu.SMEM((stages, *a_block), dtype, transforms=swizzled(dtype))
     a_fetched = plgpu.SMEM((stages, *a_block), dtype, transforms=row_tiled(dtype))
-    swizzle = min(SWIZZLE, columns * jnp.dtype(out_dtype).itemsize)
-    out_layout = row_tiled(out_dtype, swizzle) if by_rows else swizzled(out_dtype, swizzle)
-    given = plgpu.SMEM((2, config.tile_m, config.finished_n), jnp.float32, transforms=swizzled(jnp.float32))
+    out_layout = row_tiled(out_dtype) if by_rows else swizzled(out_dtype)
     return {
         "a_smem": plgpu.RefUnion(a_fetched, a_read) if by_rows else a_read,
         "b_smem": plgpu.SMEM((stages, *b_block), dtype, transforms=swizzled(dtype)),
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a's tile and b's
-        # By both multiplying warpgroups, or by the one whose turn it was.
-        "drained": plgpu.Barrier(num_arrivals=2 // config.turns, num_barriers=stages),
-        "given": given if config.split == "k" else None,  # by each warpgroup to the other
-        "exchanged": plgpu.Barrier(num_arrivals=2) if config.split == "k" else None,
+        "drained": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # by both multiplying warpgroups
         "staged": plgpu.SMEM((2, slots, PIECE, columns), out_dtype, transforms=out_layout),
-        # A line for each warpgroup, 128 bytes or more from the other's, as TMA wants it, also where half of it is read.
         "bias_smem": plgpu.SMEM((2, config.tile_n), bias_dtype) if has_bias else None,
         "bias_arrived": plgpu.Barrier(num_barriers=2) if has_bias else None,
         "residual_arrived": plgpu.Barrier(num_barriers=2 * slots) if has_residual else None,
@@ -340,9 +313,7 @@ def _program(
     count, m, n, k = sizes
     tile_m, tile_n, tile_k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
     program_m, program_n = config.program_tile
-    # Warpgroups that take turns have as many each: of a step past the end of K, TMA makes zeros.
-    turns, finished_n = config.turns, config.finished_n
-    steps = math.ceil(k / (turns * tile_k)) * turns
+    steps = math.ceil(k / tile_k)
     grid_m, grid_n = math.ceil(m / program_m), math.ceil(n / program_n)
     by_rows = copies_rows(m)
     # A copy that reaches past the end of a takes longer than a whole one. Where M is less than a tile it is of the rows
@@ -355,7 +326,7 @@ def _program(
         early = not transpose_a and program_m < m and m % program_m
         return jnp.minimum(row * program_m, m - program_m) if early else row * program_m
 
-    columns_out = piece_columns(config, out_hbm.dtype, by_rows)
+    columns_out = piece_columns(out_hbm.dtype, by_rows)
     pieces, slots = config.pieces(columns_out), config.slots(columns_out)
     allocated = scratch(
         config, a_hbm.dtype, out_hbm.dtype, None if bias_hbm is None else bias_hbm.dtype, by_rows=by_rows,
@@ -377,8 +348,8 @@ def _program(
 
     @allocate
     def _scoped(
-        a_smem: Any, b_smem: Any, filled: Any, drained: Any, given: Any, exchanged: Any, staged: Any, bias_smem: Any,
-        bias_arrived: Any, residual_arrived: Any,
+        a_smem: Any, b_smem: Any, filled: Any, drained: Any, staged: Any, bias_smem: Any, bias_arrived: Any,
+        residual_arrived: Any,
     ) -> None:  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         a_fetched, a_read = a_smem if by_rows else (a_smem, a_smem)
@@ -416,16 +387,10 @@ def _program(
             # Where this warpgroup's part starts inside the program's tile.
             inside_m = warpgroup * tile_m if config.split == "m" else 0
             inside_n = warpgroup * tile_n if config.split == "n" else 0
-            finished = warpgroup * finished_n if config.split == "k" else inside_n
 
             def multiply_tile(group: Any, row: Any, column: Any, before: Any) -> None:
-                start_m, start_n = first_row(row) + inside_m, column * program_n + finished
+                start_m, start_n = first_row(row) + inside_m, column * program_n + inside_n
                 slot_of = lambda number: staged.at[warpgroup, number % slots]  # noqa: E731
-
-                def slot_at(turn: Any) -> Any:
-                    """Of this warpgroup's steps. The number of stages is even where two take turns, so that each comes
-                    back to slots of its own, and has seen every phase of their barriers."""
-                    return lax.rem(before + (turn * turns + warpgroup if config.split == "k" else turn), stages)
 
                 def where(number: int) -> Any:
                     r, c = pieces[number]
@@ -438,18 +403,17 @@ def _program(
 
                 # What the epilogue reads is asked for before the contraction, and is there when it ends.
                 if bias_hbm is not None:
-                    line = bias_hbm.at[pl.ds(start_n, finished_n)]
-                    room = bias_smem.at[warpgroup, pl.ds(0, finished_n)]
-                    plgpu.copy_gmem_to_smem(line, room, bias_arrived.at[warpgroup])
+                    line = bias_hbm.at[pl.ds(start_n, tile_n)]
+                    plgpu.copy_gmem_to_smem(line, bias_smem.at[warpgroup], bias_arrived.at[warpgroup])
                 if residual_hbm is not None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     fetch_residual(0)
 
                 @functools.partial(pl.run_scoped, acc=plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
                 def _contract(acc: Any) -> None:
-                    @pl.loop(0, steps // turns)
-                    def _step(turn: Any) -> None:
-                        slot = slot_at(turn)
+                    @pl.loop(0, steps)
+                    def _step(step: Any) -> None:
+                        slot = lax.rem(before + step, stages)
                         plgpu.barrier_wait(filled.at[slot])
                         left = _part(a_read.at[slot], inside_m, tile_m, 1 if transpose_a else 0, config.split == "m")
                         right = _part(b_smem.at[slot], inside_n, tile_n, 0 if transpose_b else 1, config.split == "n")
@@ -461,15 +425,13 @@ def _program(
                         # One product stays in flight; the one before it is done with its stage.
                         plgpu.wgmma_wait(1)
 
-                        @pl.when(turn > 0)
+                        @pl.when(step > 0)
                         def _() -> None:
-                            plgpu.barrier_arrive(drained.at[slot_at(turn - 1)])
+                            plgpu.barrier_arrive(drained.at[lax.rem(before + step - 1, stages)])
 
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(drained.at[slot_at(steps // turns - 1)])
+                    plgpu.barrier_arrive(drained.at[lax.rem(before + steps - 1, stages)])
                     z = acc[...]
-                    if config.split == "k":
-                        z = _half_of_both(z, given, exchanged, warpgroup)
                     if bias_hbm is not None:
                         plgpu.barrier_wait(bias_arrived.at[warpgroup])
                     for number, (r, c) in enumerate(pieces):
@@ -492,8 +454,6 @@ def _program(
                         if residual_hbm is not None and number + 1 < len(pieces):
                             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                             fetch_residual(number + 1)
-                    if config.split == "k":
-                        plgpu.barrier_wait(exchanged)  # for the other to have read what it was given
 
             each_tile(multiply_tile)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -511,40 +471,18 @@ def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
     return smem.at[pl.ds(start, size), :] if axis == 0 else smem.at[:, pl.ds(start, size)]
 
 
-def _half_of_both(z: Any, given: Any, exchanged: Any, warpgroup: Any) -> Any:
-    """Of two warpgroups' sums, each over its part of K, the sum of both in this one's half of the columns.
-
-    It arrives at `exchanged` twice, and waits once: before it is called again it has to wait once more.
-    """
-    columns = z.shape[1] // 2
-    left, right = z[:, :columns], z[:, columns:]
-    first = lax.broadcast_in_dim(warpgroup == 0, left.shape, ())
-    given.at[warpgroup][...] = jnp.where(first, right, left)
-    plgpu.barrier_arrive(exchanged)
-    plgpu.barrier_wait(exchanged)
-    both = jnp.where(first, left, right) + given[1 - warpgroup]
-    plgpu.barrier_arrive(exchanged)
-    return both
-
-
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """On an H200 1.06 to 1.9 times XLA's speed where there is an activation, which XLA applies in a pass of its own,
-    and at least so many rows; with fewer, whose tiles do not fill the chip, it was between 0.6 of it and level. Without
-    an activation it was 0.4 to 1.02 times as fast as cuBLAS, the less the fewer rows; but 1.1 to 1.5 times as fast as
-    XLA for 77 to 200 rows of 768 and 1,024, which that shares out by K, and sums in a second kernel, 1.06 to 1.27 times
-    for 96 to 200 of 2,048, and 1.37 times for 504, of which nearly every program has a tile and none two. With an
-    activation and a wide right side, 1600 x 6400, it was 1.19 times as fast for 16 rows, and 3 % behind for
-    40."""
-    count, m, n, k = sizes(call)
+    """On an H200 1.06 to 1.54 times XLA's speed where there is an activation, which XLA applies in a pass of its own,
+    and at least so many rows, 1.1 to 1.24 times for 200 to 330 of 1600 x 6400; with fewer, whose tiles do not fill the
+    chip, it was between 0.6 of it and level. Without an activation it was 0.4 to 1.02 times as fast as cuBLAS, the less
+    the fewer rows; but 1.37 times as fast as XLA for 504 rows of 1024 x 4096, of which nearly every program has a tile
+    and none two: XLA shares them out by K, and sums in a second kernel."""
+    count, m, _, k = sizes(call)
     if call.params["activation"] is not None:
-        wide = count * m <= WIDE_ROWS and k <= WIDE_K and k * n >= WIDE_NUMBERS
-        return ("xla",) if wide or count * m >= (FEWEST_ROWS_SHALLOW if k <= SHALLOW else FEWEST_ROWS) else ()
-    if k > 2 * SHALLOW or call["bias"] is not None or call["residual"] is not None or refuses(call) is not None:
+        return ("xla",) if count * m >= (FEWEST_ROWS_SHALLOW if k <= SHALLOW else FEWEST_ROWS) else ()
+    if k > BARE_K or call["bias"] is not None or call["residual"] is not None or refuses(call) is not None:
         return ()
-    tiles = _tiles_a_program(call, default_config(call))
-    if k > SHALLOW:
-        return ("xla",) if FILLED_DEEPER <= tiles <= 1 and m in BARE_ROWS_DEEPER else ()
-    return ("xla",) if tiles <= 1 and (m in BARE_ROWS or (m <= FEWEST_ROWS and tiles >= FILLED)) else ()
+    return ("xla",) if m <= BARE_ROWS and FILLED <= _tiles_a_program(call, default_config(call)) <= 1 else ()
 
 
 def for_call(config: HopperConfig, call: Call) -> HopperConfig:
