@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,13 +33,14 @@ from measured_evidence import (
     operand,
     side_by_side,
     values,
+    without_fill,
 )
 from scipy.optimize import nnls
 
 from capibara import hardware
 from capibara.kernels import lookup, target
 from capibara.kernels.core import evidence, tables, times
-from capibara.kernels.core.spec import Call, describe, nbytes
+from capibara.kernels.core.spec import Call, describe
 from capibara.kernels.core.times import SHIPPED
 from capibara.kernels.lab.lattice.measure import HOST_SHOWS_US
 
@@ -48,17 +50,13 @@ UNTUNED = "2026-11-16-h200-untuned-shapes.json"
 # By the device's clock alone: passes over memory, a few microseconds long, of which the host's clock has a launch of
 # another length; and attention's gradient, of which the host's had cuDNN up to 15 % slower than the device's has since.
 BY_DEVICE = ("norm", "norm_grad", "attention_grad")
+OF_DEVICE = 8
 # Since this file the programs of our attention go over its tiles in another order: of earlier files its forward times
 # still say what to take off a time of both passes, and nothing more.
 WALKS = "2026-11-17-h200-attention-walks.json"
 BEFORE_WALKS = ("58844c0",)  # commits of the lattice's runs
 # A run whose programs did not take turns on the device's clock: what was timed first had a chip that had rested.
 RESTED = ("815b60d1",)
-# In runs before this one cuDNN's forward pass alone filled an array of the output's size first: so many microseconds,
-# and its bytes at so many a microsecond (beside torch's, which does not, in 39 rows). In a time of both passes, where
-# the log-sum-exp is asked for, it did not.
-FILLED_UNTIL = "2026-11-19T03:00"
-FILL_US, FILLED_BYTES_A_US = 2.4, 4.37e6
 # Fewer calls than this a coefficient say too little.
 CALLS_A_TERM = 1.5
 # A model that is farther off in the median says nothing.
@@ -78,8 +76,8 @@ class Row:
     held_back: bool
     file: str
     both: bool = False
-    filled: bool = True
-    """Whether cuDNN's forward pass alone filled an array first."""
+    device: bool = False
+    """By the device's clock."""
 
 
 def rows() -> Iterator[Row]:
@@ -98,6 +96,8 @@ def rows() -> Iterator[Row]:
                 us = {name: us for name, us in ours.items() if file != UNTUNED or not _superseded(call, name)}
                 if changed(found.op, found.operands, found.params):
                     us.pop("hopper", None)
+                if found.passes != BOTH:
+                    us = without_fill(found.op, call.args[0], us, "")
                 yield Row(call, us, kept, file, found.passes == BOTH)
     for op in OPS:
         calls: dict[tuple[str, ...], dict[str, float]] = {}
@@ -112,7 +112,7 @@ def rows() -> Iterator[Row]:
             call = lookup(op).call(*map(operand, key[:-1]), **params[key])
             if changed(op, key[:-1], params[key]):
                 us = {name: us for name, us in us.items() if name != "hopper"}
-            yield Row(call, us, False, "tuned")
+            yield Row(call, without_fill(op, call.args[0], us, ""), False, "tuned")
     for file in (LATTICE, SHAPES):
         yield from _lattice(file)
 
@@ -163,8 +163,10 @@ def _lattice(name: str) -> Iterator[Row]:
             names = [name for name in names if name != "hopper"]
         if both and op == "attention_grad" and commit in BEFORE_WALKS:  # whose forward part no model knows any more
             names = [name for name in names if name != "hopper"]
-        filled = document["runs"][row["run"]]["date"] < FILLED_UNTIL
-        yield Row(call, {name: us[name] for name in names}, row["held_back"], file, both, filled)
+        us = {name: us[name] for name in names}
+        if not both:
+            us = without_fill(op, call.args[0], us, document["runs"][row["run"]]["date"])
+        yield Row(call, us, row["held_back"], file, both, row.get("clock") == "device")
 
 
 def _host_shows(row: Mapping[str, Any]) -> bool:
@@ -189,6 +191,19 @@ def current(found: Sequence[Row]) -> list[Row]:
     return [dataclasses.replace(row, us=us(row)) for row in found]
 
 
+def by_one_clock(found: Sequence[Row]) -> list[Row]:
+    """Of attention's forward pass in heads of a width that the device's clock timed so often, those times alone: by the
+    host's, in runs of before, programs were up to 15 % slower, and cuDNN's more than ours."""
+    of_device = Counter(row.call.need("q").shape[-1] for row in found if row.call.op.name == "attention" and row.device)
+
+    def counts(row: Row) -> bool:
+        if row.call.op.name != "attention" or row.device:
+            return True
+        return of_device[row.call.need("q").shape[-1]] < OF_DEVICE
+
+    return [row for row in found if counts(row)]
+
+
 def alone(found: Sequence[Row], fits: Mapping[tuple[str, str], Any]) -> list[Row]:
     """Rows of one pass: of those of both, what the forward pass leaves."""
     forward = {(row.file, *_forward(row.call)): row for row in found if row.call.op.name in FORWARD.values()}
@@ -202,8 +217,6 @@ def alone(found: Sequence[Row], fits: Mapping[tuple[str, str], Any]) -> list[Row
         for name, both in row.us.items():
             timed = None if before is None else before.us.get(name)
             first = timed or _modelled(row.call, name, fits)
-            if first is not None and name == "cudnn" and (timed is None or before is None or before.filled):
-                first -= FILL_US + nbytes(row.call.need("q")) / FILLED_BYTES_A_US
             if first is not None and first < 0.7 * both:
                 us[name] = both - first
         made.append(dataclasses.replace(row, us=us))
@@ -284,12 +297,12 @@ def table() -> tuple[dict[str, Any], list[Row]]:
         found = apart(list(rows()))
         fits: dict[tuple[str, str], Any] = {}
         for op in sorted(OPS, key=lambda op: op in FORWARD):
-            single = alone(found, fits) if op in FORWARD else current(found)
+            single = alone(found, fits) if op in FORWARD else by_one_clock(current(found))
             for name in lookup(op).implementations:
                 made = fit(single, op, name)
                 if made is not None:
                     fits[op, name] = made
-        single = current(alone(found, fits))
+        single = by_one_clock(current(alone(found, fits)))
     ops = {op: {name: made for (of, name), made in fits.items() if of == op} for op in OPS}
     files = sorted({row.file for row in found})
     return {"chip": chip.name, "device_kind": chip.device_kinds[0], "files": files, "ops": ops}, single

@@ -168,8 +168,9 @@ def test_the_models_are_what_the_tool_makes_of_the_results_and_gain_where_nothin
     losses = tool.losses(rows)
     for op in shipped["ops"]:
         before, after = (statistics.geometric_mean(pair[i] for pair in losses[op, True]) for i in (0, 1))
-        # Our backward pass and cuDNN's are within a tenth of each other at most calls, the model within a twentieth.
-        assert after >= max(before, 0.95 if op == "attention_grad" else 0.97), op
+        # Our backward pass and cuDNN's are within a tenth of each other at most calls, the model within a twentieth. A
+        # call's time is another by a percent or two in another run: by a fifth of one the means cannot be told apart.
+        assert after >= max(before - 0.002, 0.95 if op == "attention_grad" else 0.97), op
 
 
 def test_every_model_is_of_terms_that_its_op_has() -> None:

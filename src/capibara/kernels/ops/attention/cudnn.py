@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.kernels.core.context import current_target
 from capibara.kernels.core.spec import Call, Implementation
 
 HOPPER = ("NVIDIA H", "NVIDIA GH")
 HOPPER_AND_LATER = (*HOPPER, "NVIDIA B", "NVIDIA GB")
-FEWEST_QUERIES = 256  # those that had the log-sum-exp on a chip, beside torch, had so many or more
 BEFORE_AMPERE = ("Tesla", "V100", "T4", "P100", "K80")
 
 
@@ -103,22 +101,17 @@ def cudnn(
     softcap: None = None, dropout_rate: float = 0.0, block_size: None = None, return_lse: bool = False,
     physical: str = "bhtd",
 ) -> Any:  # fmt: skip
-    """cuDNN's flash attention, with its log-sum-exp whether that is asked for or not, where rows are many enough.
+    """cuDNN's flash attention, and its log-sum-exp where that is asked for.
 
-    Without it the program that JAX makes of cuDNN's fills an array of the output's size first, and with it does not: on
-    an H200 2.4 us, and as long as its bytes take at 4.4 TB/s. That is what it was behind torch, which runs the same
-    kernel and fills nothing, in 39 calls; with the log-sum-exp it was not behind, by what 16 calls of both passes
-    leave for the forward pass.
+    A program whose result is what this returns, as it is, fills an array of its size first: on an H200 2.4 us, and as
+    long as its bytes take at 4.4 TB/s. In a program that goes on with the result nothing is filled.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    # Where gradients ask for it too, and runs have: few rows have little to fill.
-    known = q.shape[-1] <= 128 or current_target().device_kind.startswith(HOPPER)
-    known = known and q.shape[2] >= FEWEST_QUERIES
     outputs = fused._dot_product_attention_fwd_p_wrapper.bind(
         *_stored(physical, q, k, v),
         *_absent(q),
-        is_training=return_lse or known,
+        is_training=return_lse,
         **_options(q, causal, window, scale, physical),
     )
     (out,) = _stored(physical, outputs[0])

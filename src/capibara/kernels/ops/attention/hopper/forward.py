@@ -76,6 +76,7 @@ PAIR_TILES = ("bias_tile", "mask_tile")  # operands that have a number for each 
 COUNTS = 2  # the table's first entries: how many blocks are whole, and how many are live
 UNSEEN = 1  # the entry's flag for a block with keys that no query may see
 LONG = 4096  # queries
+MOST_KEYS_UNLIMITED = 1500  # where position limits nothing, and our kernel goes before cuDNN's
 # Heads of so many columns, and operands, with which scores ahead made every call that was timed slower, on an H200 by 1
 # to 5 %, and by 9 and 10 % with a mask and segments.
 NARROW = 64
@@ -263,15 +264,18 @@ def for_call(config: HopperConfig, call: Call) -> HopperConfig:
 
 
 def ahead_of(call: Call) -> tuple[str, ...]:
-    """Where no table has the call. On an H200 it was ahead of cuDNN by 5 to 11 % wherever position limits what is seen,
-    and without a limit by 7 % at 1k, and at 4k in an earlier run; at 8k without a limit it was behind by 2 %. Head
-    sizes and lengths that come in panels (72 to 240, 1025 to 4096) were ahead by 4 to 47 %, and level at 700; smaller
-    heads than 64 were not timed."""
-    if call.need("q").shape[-1] < 64:
+    """Where no table has the call, and where models of times cannot tell it from cuDNN. On an H200, cuDNN without what
+    XLA fills before it where a program returns its result, it was ahead wherever position limits what is seen, by up to
+    11 %; but for 512 to 1,024 queries whose heads have keys of their own: there it was between 9 % behind and 2 %
+    ahead. Without a limit it was ahead by 3 to 15 % up to 1,500 keys, and from there on behind by 1 to 4 %. Head sizes
+    in panels (72 to 240) were ahead by 14 to 38 % at any length; smaller heads than 64 were not timed."""
+    q, k = call.need("q"), call.need("k")
+    if q.shape[-1] < 64:
         return BEHIND_CUDNN
     if not call.params["causal"] and call.params["window"] is None:
-        return AHEAD_OF_CUDNN if call.need("k").shape[2] <= 4096 else BEHIND_CUDNN
-    return AHEAD_OF_CUDNN
+        return AHEAD_OF_CUDNN if k.shape[2] <= MOST_KEYS_UNLIMITED or q.shape[-1] % 64 else BEHIND_CUDNN
+    own_keys = q.shape[1] == k.shape[1] and call.params["window"] is None and q.shape[-1] % 64 == 0
+    return BEHIND_CUDNN if own_keys and 512 <= q.shape[2] <= 1024 else AHEAD_OF_CUDNN
 
 
 @dataclasses.dataclass(frozen=True)
