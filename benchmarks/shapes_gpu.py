@@ -77,6 +77,17 @@ FEW_TILED = {
     (768, 768): False, (1024, 4096): True, (2048, 2304): False, (2048, 6144): False, (4096, 1024): False,
     (1600, 6400): True, (8192, 2048): False,
 }  # fmt: skip
+# Stages of rings, of the kernel for few rows of gemm and of few_rows: M, K, N, and names of its cases.
+STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 13, 14, 15, 16)
+RING_PRODUCTS = (
+    (96, 4096, 1024), (96, 2048, 2304), (200, 2048, 2304), (128, 1024, 4096), (128, 2048, 6144), (64, 768, 2304),
+    (128, 4096, 1024),
+)  # fmt: skip
+RING_CASES = (
+    "llama-1b-qkv-1", "llama-1b-qkv-32", "llama-1b-down-1", "llama-1b-down-32", "llama-1b-gated-1", "llama-1b-head-1",
+    "llama-8b-qkv-1", "llama-8b-down-32", "llama-8b-gated-1", "llama-1b-int8-qkv-1", "llama-8b-int8-down-1",
+    "llama-8b-int8-qkv-1",
+)  # fmt: skip
 # batch, time, channels, taps
 FILTERS = (
     (2, 8192, 4096, 8192), (1, 8192, 4096, 8192), (6, 512, 4096, 512), (4, 2367, 4096, 2367), (15, 1013, 4096, 1013),
@@ -167,6 +178,30 @@ def few_rows() -> Iterator[Workload]:
             return op(*arrays, implementation=form, **params)
 
         yield dataclasses.replace(made, ours=ours, forms=("xla", "hopper", *configs))
+
+
+def rings() -> Iterator[Workload]:
+    """The likeliest cuts of few rows with rings of every length up to the longest that fits."""
+    for rows, inner, columns in RING_PRODUCTS:
+        case = Case("grid", ((rows, inner), (inner, columns), None, None), "bfloat16", {})
+        yield _by_rings("gemm", "hopper_turned", f"{rows}x{inner}x{columns}", case, 3)
+    for name in RING_CASES:
+        yield _by_rings("few_rows", "hopper", name, lookup("few_rows").case(name), 1)
+
+
+def _by_rings(op_name: str, implementation: str, what: str, case: Case, cuts: int) -> Workload:
+    op, params = lookup(op_name), dict(case.params)
+    call = op.call(*case.args(), **params)
+    found = op.implementations[implementation].candidates(call)[:cuts]
+    configs = {str(c): c for cut in found for c in (dataclasses.replace(cut, stages=stages) for stages in STAGES)}
+
+    def ours(*arrays: Any, form: str | None = None) -> Any:
+        return op(
+            *arrays, implementation=implementation if form in configs else None, config=configs.get(form), **params
+        )
+
+    made = with_op(op_name, "grid", what, op_name, case, False, peers={})
+    return dataclasses.replace(made, ours=ours, forms=tuple(configs))
 
 
 def tiles() -> Iterator[Workload]:
@@ -361,7 +396,7 @@ def losses() -> Iterator[Workload]:
 PARTS = {
     "gradient": gradients, "softcap": softcaps, "cross-entropy": losses, "norm": norms, "attention": attentions,
     "activation": activations, "forward": forwards, "gated": gates, "gemm": products, "tiles": tiles, "codes": codes,
-    "long-conv": filters, "few-rows": few_rows,
+    "long-conv": filters, "few-rows": few_rows, "rings": rings,
 }  # fmt: skip
 
 

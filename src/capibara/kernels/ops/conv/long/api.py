@@ -43,9 +43,10 @@ def long_conv(
       h: [taps, channels], the first for the present input; taps beyond the time reach no output.
       precision: None or "float32"; "bfloat16" rounds what the matrix units multiply, in the implementations that have
         matrix products ("xla_fft" and "xla_direct"), to bfloat16.
-      implementation: force one by name: "xla" (XLA's transforms, cuFFT on a GPU), "xla_fft" (this library's),
-        "xla_direct" (products with blocks of Toeplitz matrices, for short filters), "reference"; a refusal is an error.
-        Each but "xla_fft", which precision="bfloat16" takes, has forward-mode derivatives.
+      implementation: force one by name: "xla" (XLA's transforms of real numbers, cuFFT on a GPU), "xla_packed" (complex
+        ones forward, of half as many points, the default on a GPU), "xla_fft" (this library's), "xla_direct" (products
+        with blocks of Toeplitz matrices, for short filters), "reference"; a refusal is an error. Each but "xla_packed",
+        and "xla_fft", which precision="bfloat16" takes, has forward-mode derivatives.
 
     >>> y = long_conv(jnp.array([[[1.0], [2.0], [3.0]]]), jnp.array([[1.0], [10.0]]))
     >>> [round(number, 3) for number in y.ravel().tolist()]
