@@ -60,7 +60,7 @@ RESTED = ("815b60d1",)
 # Fewer calls than this a coefficient say too little.
 CALLS_A_TERM = 1.5
 # A model that is farther off in the median says nothing.
-MOST_ERROR = 0.15
+MOST_ERROR = 0.1
 # Errors count by their size, not by their squares, from this one on: some runs were disturbed.
 NOISE = 0.03
 ROUNDS = 20

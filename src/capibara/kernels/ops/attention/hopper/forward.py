@@ -76,6 +76,7 @@ PAIR_TILES = ("bias_tile", "mask_tile")  # operands that have a number for each 
 COUNTS = 2  # the table's first entries: how many blocks are whole, and how many are live
 UNSEEN = 1  # the entry's flag for a block with keys that no query may see
 LONG = 4096  # queries
+MANY_HEADS = 240  # of all sequences
 MOST_KEYS_UNLIMITED = 1500  # where position limits nothing, and our kernel goes before cuDNN's
 # Heads of so many columns, and operands, with which scores ahead made every call that was timed slower, on an H200 by 1
 # to 5 %, and by 9 and 10 % with a mask and segments.
@@ -266,8 +267,8 @@ def for_call(config: HopperConfig, call: Call) -> HopperConfig:
 def ahead_of(call: Call) -> tuple[str, ...]:
     """Where no table has the call, and where models of times cannot tell it from cuDNN. On an H200, cuDNN without what
     XLA fills before it where a program returns its result, it was ahead wherever position limits what is seen, by up to
-    11 %; but for 512 to 1,024 queries whose heads have keys of their own: there it was between 9 % behind and 2 %
-    ahead. Without a limit it was ahead by 3 to 15 % up to 1,500 keys, and from there on behind by 1 to 4 %. Head sizes
+    11 %; but for 512 to 1,024 queries of 240 heads and more, of all sequences together, which have keys of their own:
+    there it was between 10 % behind and level. Without a limit it was ahead by 3 to 15 % up to 1,500 keys, and from there on behind by 1 to 4 %. Head sizes
     in panels (72 to 240) were ahead by 14 to 38 % at any length; smaller heads than 64 were not timed."""
     q, k = call.need("q"), call.need("k")
     if q.shape[-1] < 64:
@@ -275,7 +276,8 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     if not call.params["causal"] and call.params["window"] is None:
         return AHEAD_OF_CUDNN if k.shape[2] <= MOST_KEYS_UNLIMITED or q.shape[-1] % 64 else BEHIND_CUDNN
     own_keys = q.shape[1] == k.shape[1] and call.params["window"] is None and q.shape[-1] % 64 == 0
-    return BEHIND_CUDNN if own_keys and 512 <= q.shape[2] <= 1024 else AHEAD_OF_CUDNN
+    many = q.shape[0] * q.shape[1] >= MANY_HEADS and 512 <= q.shape[2] <= 1024
+    return BEHIND_CUDNN if own_keys and many else AHEAD_OF_CUDNN
 
 
 @dataclasses.dataclass(frozen=True)
