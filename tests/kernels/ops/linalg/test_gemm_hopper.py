@@ -229,6 +229,7 @@ def test_every_tile_offered_is_taken_and_fits(m: int, out_dtype: str | None) -> 
         (4095, 4096, None, "xla"),
         (513, 4096, "silu", "hopper"),
         (400, 768, "silu", "hopper"),
+        (400, 1600, "silu", "hopper"),
         (400, 4096, "silu", "xla"),
         (504, 1024, None, "hopper"),  # 128 tiles for 132 programs
         (340, 1024, None, "xla"),
@@ -247,6 +248,16 @@ def test_which_rows_go_by_which_kernel(m: int, k: int, activation: str | None, r
     x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((m, k), (k, 4096)))
     with target("gpu", "NVIDIA H200"):
         assert explain("gemm", x, w, activation=activation).implementation == runs
+
+
+@pytest.mark.quick
+def test_few_rows_that_the_kernel_for_them_does_not_take() -> None:
+    x, w, residual = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((80, 1024), (1024, 4096), (80, 4096)))
+    wide = jax.ShapeDtypeStruct((1024, 9216), "bfloat16")
+    with target("gpu", "NVIDIA H200"):
+        assert explain("gemm", x, w, activation="gelu").implementation == "hopper_turned"
+        assert explain("gemm", x, w, activation="gelu", residual=residual).implementation == "hopper"
+        assert explain("gemm", x, wide, activation="gelu").implementation == "hopper"
 
 
 @pytest.mark.quick

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from capibara.kernels.core.dispatch import run
 from capibara.kernels.core.varying import vary_alike
@@ -30,8 +32,27 @@ from capibara.kernels.ops.fft.twiddles import roots
 def convolve(x: jax.Array, h: jax.Array, axis: int) -> jax.Array:
     """Each signal of x [batch, ...] with its filter, h [...], along h's axis: y[t] = Σ over s of h[s] · x[t - s], of
     x's length. In float32, whatever the types are. The backward pass keeps both spectra."""
-    # Outside of the gradient's rule: inside shard_map the filter's gradient is then summed over the axes that split x.
-    return _convolve(axis, *vary_alike((x.astype(jnp.float32), h.astype(jnp.float32))))
+    # Outside of the gradient's rule: inside shard_map the filter's gradient is then summed over the axes that split x,
+    # and on a mesh each gradient goes back to where its operand lies.
+    return _convolve(axis, *_placed_alike(*vary_alike((x.astype(jnp.float32), h.astype(jnp.float32)))))
+
+
+def _placed_alike(x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """On a mesh whose axes are of type Explicit, both in one place along the axes that they have alike: a product's
+    gradients are of its type, and have to be of the operands'."""
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return x, h
+    batch, *signals = jax.typeof(x).sharding.spec
+    taken = {name for names in (batch, *signals) for name in _names(names)}
+    filters = [None if taken.intersection(_names(names)) else names for names in jax.typeof(h).sharding.spec]
+    shared = [own or filters[n] for n, own in enumerate(signals)]
+    return jax.sharding.reshard(x, P(batch, *shared)), jax.sharding.reshard(h, P(*shared))
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    """Of the mesh axes that an array's axis is split over."""
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,7 +62,7 @@ def _convolve(axis: int, x: jax.Array, h: jax.Array) -> jax.Array:
 
 def _forward(axis: int, x: jax.Array, h: jax.Array) -> tuple[jax.Array, Any]:
     points = smooth_length(-(-(x.shape[axis + 1] + h.shape[axis] - 1) // 2))
-    signals, filters = spectra(x, points, axis + 1), spectra(h[None], points, axis + 1)
+    signals, filters = spectra(x, points, axis + 1), spectra(h, points, axis)
     y = points_of(product(signals, filters), x.shape[axis + 1], axis + 1)
     return y, (signals, filters, np.zeros((h.shape[axis], 0)))
 
@@ -51,8 +72,7 @@ def _backward(axis: int, kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ja
     signals, filters, taps = kept
     flow = spectra(cotangent, signals.shape[-1], axis + 1)
     dx = points_of(product(flow, filters, backwards=True), cotangent.shape[axis + 1], axis + 1)
-    both = product(flow, signals, backwards=True).sum(0, keepdims=True)
-    return dx, points_of(both, taps.shape[0], axis + 1)[0]
+    return dx, points_of(product(flow, signals, backwards=True).sum(0), taps.shape[0], axis)
 
 
 _convolve.defvjp(_forward, _backward)

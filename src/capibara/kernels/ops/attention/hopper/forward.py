@@ -269,8 +269,8 @@ def ahead_of(call: Call) -> tuple[str, ...]:
     XLA fills before it where a program returns its result, it was ahead wherever position limits what is seen, by up to
     11 %; but for 512 to 1,024 queries of 240 heads and more, of all sequences together, which have keys of their own:
     there it was between 10 % behind and level. Without a limit it was ahead by 3 to 15 % up to 1,500 keys, and from
-    there on behind by 1 to 4 %. Head sizes in panels (72 to 240) were ahead by 14 to 38 % at any length; smaller heads
-    than 64 were not timed."""
+    there on behind by 1 to 4 %. Head sizes that 64 does not divide (72 to 240) were ahead by 14 to 38 % at any length;
+    smaller heads than 64 were not timed."""
     q, k = call.need("q"), call.need("k")
     if q.shape[-1] < 64:
         return BEHIND_CUDNN

@@ -229,7 +229,7 @@ def stream_configs(
         enough = 0.95 * max(fill(tiles, s, cores) for s in ways) if joined else 0.45
         splits = out_parts or next((s for s in ways if fill(tiles, s, cores) >= enough), ways[-1])
         # Six pieces on their way are as many as parts of a sum need, and leave room for the next kernel's programs.
-        # Of 16-bit weights nine and twelve are 5 % slower than eight, as many pieces as there are.
+        # Of 16-bit weights twelve are 5 % slower than eight.
         deepest = max(min(math.ceil(steps / splits), 6 if splits > 1 else 16 if eight_bits else 8), 2)
         for sharers, together in itertools.product(ways_to_share(depth), (1, 2)):
             rings = (WeightStreamConfig(outputs, depth, stages, splits, sharers) for stages in range(deepest, 1, -1))

@@ -59,12 +59,10 @@ TILES = {
     (64, 128, "m"): (0.334, 1.8), (64, 64, "m"): (0.261, 0.5), (64, 64, "n"): (0.278, 0.4),
 }  # fmt: skip
 LARGE = (128, 128, "m")
-FEWEST_ROWS, FEWEST_ROWS_SHALLOW, SHALLOW = 512, 200, 1600  # rows with an activation; and rows where K is so small
-BARE_ROWS, BARE_K, FILLED = (
-    512,
-    1024,
-    0.9,
-)  # rows without an epilogue, at the most; K; and tiles a program, at the least
+# Rows with an activation, at the least, by K at the most.
+FEWEST_ROWS, FEWEST_ROWS_SHALLOW = 512, {1024: 72, 1600: 200}
+# Without an epilogue: the most rows, and K; and the fewest tiles a program.
+BARE_ROWS, BARE_K, FILLED = 512, 1024, 0.9
 MANY = 8  # large tiles a program, from which on how many there are no longer tells, and the chip's power does
 DEPTHS = (5, 4, 3, 2)  # stages of a ring
 MOST_COPIED = 256  # tiles along an axis that one TMA copy takes, single rows too
@@ -473,13 +471,15 @@ def _part(smem: Any, start: Any, size: int, axis: int, split: bool) -> Any:
 
 def ahead_of(call: Call) -> tuple[str, ...]:
     """On an H200 1.06 to 1.54 times XLA's speed where there is an activation, which XLA applies in a pass of its own,
-    and at least so many rows, 1.1 to 1.24 times for 200 to 330 of 1600 x 6400; with fewer, whose tiles do not fill the
-    chip, it was between 0.6 of it and level. Without an activation it was 0.4 to 1.02 times as fast as cuBLAS, the less
-    the fewer rows; but 1.37 times as fast as XLA for 504 rows of 1024 x 4096, of which nearly every program has a tile
-    and none two: XLA shares them out by K, and sums in a second kernel."""
+    and at least so many rows: 1.07 to 1.24 times for 200 to 330 of 1600 x 6400, 1.2 to 1.5 times for 77 to 330 of
+    1024 x 4096, where few rows do not go by the kernel for them; with fewer it was between 0.6 of it and level. Without
+    an activation it was 0.4 to 1.02 times as fast as cuBLAS, the less the fewer rows; but 1.37 times as fast as XLA for
+    504 rows of 1024 x 4096, of which nearly every program has a tile and none two: XLA shares them out by K, and sums
+    in a second kernel."""
     count, m, _, k = sizes(call)
     if call.params["activation"] is not None:
-        return ("xla",) if count * m >= (FEWEST_ROWS_SHALLOW if k <= SHALLOW else FEWEST_ROWS) else ()
+        fewest = next((rows for deepest, rows in FEWEST_ROWS_SHALLOW.items() if k <= deepest), FEWEST_ROWS)
+        return ("xla",) if count * m >= fewest else ()
     if k > BARE_K or call["bias"] is not None or call["residual"] is not None or refuses(call) is not None:
         return ()
     return ("xla",) if m <= BARE_ROWS and FILLED <= _tiles_a_program(call, default_config(call)) <= 1 else ()
