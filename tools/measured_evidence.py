@@ -372,6 +372,15 @@ def gemm_few_rows(document: Any) -> Iterator[Timed]:
         yield Timed(number, "gemm", row["operands"], values(row["params"]), forms)
 
 
+def filters(document: Any) -> Iterator[Timed]:
+    """Of long filters the forward pass: with the gradient it is no op of its own."""
+    for number, row in enumerate(document["rows"]):
+        if row["direction"] == "forward":
+            us = {name: min(taken) for name, taken in row["microseconds"].items() if row["right"].get(name)}
+            us = {name: time for name, time in us.items() if name in lookup("long_conv").implementations}
+            yield Timed(number, "long_conv", row["operands"], values(row["params"]), us)
+
+
 def narrow_codes(document: Any) -> Iterator[Timed]:
     """Of the lattice the rows of codes that are compared by their distances, as they are since."""
 
@@ -407,6 +416,7 @@ READERS: Mapping[str, Callable[[Any], Iterator[Timed]]] = {
     "2026-11-19-h200-gemm-tiles.json": gemm_tiles,
     "2026-11-19-h200-gemm-few-rows.json": gemm_few_rows,
     LATTICE: narrow_codes,
+    "2026-11-19-h200-long-conv.json": filters,
 }
 
 

@@ -92,10 +92,18 @@ def _ahead_of(call: Call) -> tuple[str, ...]:
     return ("xla",) if call.target.platform == "gpu" else ()
 
 
+def _remark(call: Call) -> str | None:
+    if call.target.platform != "gpu":
+        return None
+    return "1.02 to 1.7 times as fast as xla in 20 calls on an H200, float32: 2026-11-19-h200-long-conv.json"
+
+
 IMPLEMENTATIONS = (
     Implementation("xla", xla, refuses=_refuses_xla),
     # Elsewhere XLA's transform back to real numbers is one pass.
-    Implementation("xla_packed", packed, platforms=("gpu", "cpu"), refuses=_refuses_packed, ahead_of=_ahead_of),
+    Implementation(
+        "xla_packed", packed, platforms=("gpu", "cpu"), refuses=_refuses_packed, ahead_of=_ahead_of, remark=_remark
+    ),
     # Where bfloat16 is asked for it has a kernel on Hopper; otherwise it is XLA's transforms, and two transposes.
     Implementation("xla_fft", fft, refuses=_refuses_fft),
     Implementation("xla_direct", direct, refuses=_refuses_direct),
