@@ -94,8 +94,9 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> Non
             state = {"x": x + step}
             keep(step, state)
             overwrite(state["x"]).block_until_ready()
-            # Orbax keeps a hold of the CPU's own memory while it writes; a copy of ours lets it go.
-            assert state["x"].is_deleted() == (step == 2)
+            # Orbax keeps a hold of the CPU's own memory while it writes, which may be over by now; a copy of ours does
+            # not.
+            assert step == 1 or state["x"].is_deleted()
             restored = checkpoints.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype)})
             assert restored.step == step
             np.testing.assert_array_equal(restored.state["x"], np.arange(1 << 16) + step)
