@@ -59,7 +59,8 @@ BEFORE_WALKS = ("58844c0",)  # commits of the lattice's runs
 RESTED = ("815b60d1",)
 # Fewer calls than this a coefficient say too little.
 CALLS_A_TERM = 1.5
-# A model that is farther off in the median says nothing.
+# A model that is farther off in the median says nothing. XLA's of a norm's gradient is, by 13 %: with it the rows it is
+# fitted to would lose 9 % of the fastest at the most in place of 22, and one that the rules have right would lose 9 %.
 MOST_ERROR = 0.1
 # Errors count by their size, not by their squares, from this one on: some runs were disturbed.
 NOISE = 0.03
